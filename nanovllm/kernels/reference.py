@@ -1,0 +1,142 @@
+"""Every fused kernel of the library, said again in plain PyTorch.
+
+These functions are the CPU path and the oracle of the Triton kernels, whose signatures they share.
+Shapes: T tokens, H query heads, G KV heads, D head size, B sequences, V vocabulary entries.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PHILOX_TILE = 1024  # vocabulary entries that share a tile of counters: 256 counters give four words each
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each row of `x` [..., N] to root mean square 1, then by `weight` [N]. Computed in float32."""
+    normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`residual` + `x`, and its RMS norm: (normed, new residual). May overwrite both arguments."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """[T, 2F] -> [T, F]: SiLU of the first half times the second."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    head_dim: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Prepare a step's attention: split the heads, norm q and k, rotate them, write k and v to the cache.
+
+    qkv [T, (H + 2G) D] may be overwritten. q_weight, k_weight [D]: RMS norm of each head; None for models without it.
+    cos_sin [max_position, D] float32: the cosines of D/2 frequencies, then their sines; halves rotate ("neox" style).
+    positions, slots [T] int64; a slot of -1 is not written. k_cache, v_cache [blocks, block_size, G, D]; with no
+    elements at all, nothing is written. Returns q [T, H, D], k [T, G, D], v [T, G, D].
+    """
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
+    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+    if k_cache.numel():
+        if not bool((slots >= 0).all()):
+            written = slots >= 0
+            slots, k_new, v_new = slots[written], k[written], v[written]
+        else:
+            k_new, v_new = k, v
+        k_cache.view(-1, num_kv_heads, head_dim)[slots] = k_new
+        v_cache.view(-1, num_kv_heads, head_dim)[slots] = v_new
+    return q, k, v
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.float().chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+def decode_inputs(
+    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Turn the running state of `rows` [B] int64 into a decode step's inputs, and count its token into the state.
+
+    The state has R + 1 rows: last_tokens int64, context_lens int32 (tokens whose K and V are written) and
+    block_tables [R + 1, W] int32. Its last row is for padding: its length stays 0 and its tokens are not written.
+    Returns token_ids, positions, slots [B] int64, lens [B] int32 (position + 1) and tables [B, W] int32.
+    """
+    scratch = context_lens.shape[0] - 1
+    tables = block_tables[rows]
+    positions = context_lens[rows].long()
+    lens = (positions + 1).int()
+    blocks = tables.gather(1, (positions // block_size).unsqueeze(1)).squeeze(1).long()
+    slots = torch.where(rows == scratch, -1, blocks * block_size + positions % block_size)
+    context_lens[rows] = lens
+    context_lens[scratch] = 0
+    return last_tokens[rows], positions, slots, lens, tables
+
+
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by the Gumbel-max trick; a temperature of 0 takes the arg max.
+
+    softmax(logits / t) is sampled exactly by the arg max of logits / t + g with independent Gumbel noise g (Gumbel 1954;
+    Maddison et al. 2014). g is a function of (seed, position, vocabulary index) alone, see `gumbel_noise`, so a draw is the
+    same in any batch, and vocabulary shards can each take their own arg max: the largest value wins.
+
+    logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary; temperatures [B] float32,
+    seeds [B] int64, positions [B] int64 (of the token being drawn). Returns (token ids [B] int64, their values [B] float32).
+    The lowest index wins a tie.
+    """
+    scores = logits.float()
+    if bool((temperatures > 0).any()):
+        noise = gumbel_noise(seeds, positions, vocab_start, logits.shape[1])
+        t = temperatures.unsqueeze(1)
+        scores = torch.where(t > 0, scores / t.clamp(min=1e-10) + noise, scores)
+    values, tokens = scores.max(dim=-1)
+    return tokens + vocab_start, values
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab_size: int) -> Tensor:
+    """[B, vocab_size] float32 of standard Gumbel noise, from Philox4x32-10 (Salmon et al., SC 2011).
+
+    The key is the seed; the counter (c, position, 0, 0) gives four words. Entry v reads word (v % 1024) // 256 of counter
+    c = v // 1024 * 256 + v % 256, so that a kernel tile of 1024 consecutive entries uses all four words of its counters.
+    """
+    first_tile, last_tile = vocab_start // PHILOX_TILE, -(-(vocab_start + vocab_size) // PHILOX_TILE)
+    counters = torch.arange(first_tile * 256, last_tile * 256, device=seeds.device)
+    words = torch.stack(philox(seeds.unsqueeze(1), counters, positions.unsqueeze(1)))  # [4, B, tiles * 256]
+    words = words.unflatten(-1, (-1, 256)).permute(1, 2, 0, 3).flatten(1)  # [B, tiles * 1024]
+    begin = vocab_start - first_tile * PHILOX_TILE
+    uniform = ((words[:, begin : begin + vocab_size] >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def philox(seeds: Tensor, c0: Tensor, c1: Tensor, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32 of the counters (c0, c1, 0, 0) under 64-bit keys: four tensors of 32-bit words, held in int64."""
+    mask = 0xFFFFFFFF
+    k0, k1 = seeds & mask, (seeds >> 32) & mask
+    c0, c1, c2, c3 = c0 & mask, c1 & mask, torch.zeros_like(c0), torch.zeros_like(c0)
+    for _ in range(rounds):
+        # The products wrap to 64 bits; their two halves are exact all the same.
+        p0, p2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = ((p2 >> 32) & mask) ^ c1 ^ k0, p2 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    return torch.broadcast_tensors(c0, c1, c2, c3)
