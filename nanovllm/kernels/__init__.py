@@ -7,6 +7,7 @@ this package alone, and only when a CUDA tensor asks for them, so that the libra
 from dataclasses import dataclass
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import reference, torch_attention
@@ -50,3 +51,7 @@ def decode_inputs(rows, *args):
 
 def sample(logits, *args, **kwargs):
     return _form(logits).sample(logits, *args, **kwargs)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
