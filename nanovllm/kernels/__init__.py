@@ -7,6 +7,7 @@ this package alone, and only when a CUDA tensor asks for them, so that the libra
 from dataclasses import dataclass
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import reference, torch_attention
@@ -54,3 +55,7 @@ def sample(logits, *args, **kwargs):
 
 def select_attention_backend(name, device, dtype, head_dim, block_size):
     return TORCH_BACKEND
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
