@@ -53,5 +53,9 @@ def sample(logits, *args, **kwargs):
     return _form(logits).sample(logits, *args, **kwargs)
 
 
+def select_attention_backend(name, device, dtype, head_dim, block_size):
+    return TORCH_BACKEND
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)

@@ -33,6 +33,14 @@ class ParallelGroup:
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.handle)
         return gathered
 
+    def minimum(self, value: int) -> int:
+        """The least of the ranks' values."""
+        if self.size == 1:
+            return value
+        values: list[int] = [0] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return min(values)
+
     def share(self, total: int, what: str) -> int:
         """This rank's part of `total` things that must divide evenly."""
         if total % self.size:
