@@ -87,7 +87,7 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         if source.name.endswith("norm.weight"):
             destination.fill_(1.0)
             continue
-        generator = torch.Generator(destination.device).manual_seed(seed << 32 | zlib.crc32(source.name.encode()))
+        generator = torch.Generator(destination.device).manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))
         if destination.shape == source.shape:
             destination.normal_(0.0, 0.02, generator=generator)
         else:
