@@ -13,8 +13,10 @@ PHILOX_TILE = 1024  # vocabulary entries that share a tile of counters: 256 coun
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., N] to root mean square 1, then by `weight` [N]. Computed in float32."""
-    normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
-    return normed.to(x.dtype) * weight
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over x; the rest is small
+    scale = torch.addcmul(length.new_tensor(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
