@@ -59,3 +59,7 @@ def select_attention_backend(name, device, dtype, head_dim, block_size):
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
+
+
+def moe(x, *args):
+    return _form(x).moe(x, *args)
