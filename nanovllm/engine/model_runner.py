@@ -15,12 +15,15 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.kv_cache import allocate_kv_cache, num_blocks_that_fit
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
 from nanovllm.models import build_model
 from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
 from nanovllm.utils.loader import init_dummy_weights, load_weights
 from nanovllm.utils.parallel import ParallelGroup
+
+GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,11 @@ class ModelRunner:
         self.group = group
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         self.device = resolve_device(config.device, group.rank)
         self.dtype = resolve_dtype(config.dtype, hf_config, self.device)
+        on_gpu = self.device.type == "cuda"
+        budget = GpuBudget(self.device, config.gpu_memory_utilization) if on_gpu else None
         with _defaults(self.dtype, self.device):
             self.model = build_model(hf_config, group)
         self.model.eval().requires_grad_(False)
@@ -74,15 +80,51 @@ class ModelRunner:
             self.rows = torch.full((max_num_seqs,), rows - 1)  # which rows decode in this step
         self._decode_rows: tuple[int, ...] = ()  # what self.rows says
 
-        backend = kernels.select_attention_backend(
+        self._backend = kernels.select_attention_backend(
             config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
         )
-        self.num_blocks = group.minimum(
-            config.num_kvcache_blocks or num_blocks_that_fit(self, config, max_model_len, max_num_seqs)
-        )
-        self.kv_cache = allocate_kv_cache(self.attention_layers, self.num_blocks, self.block_size, self.dtype, self.device)
+        self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if on_gpu and not config.enforce_eager else None
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks is None:
+            block = block_bytes(self.attention_layers, self.block_size, self.dtype)
+            if budget is None:
+                num_blocks = num_blocks_in_ram(block, max_num_seqs * width)
+            else:
+                num_blocks = budget.num_blocks(block, width, self._run_largest_step, self._graph_bytes())
+        self.num_blocks = group.minimum(num_blocks)
+        self._bind_cache(self.num_blocks)
+        if self.graphs:
+            self._capture(self.graphs.sizes)
+
+    def _bind_cache(self, num_blocks: int) -> None:
+        self.kv_cache = allocate_kv_cache(self.attention_layers, num_blocks, self.block_size, self.dtype, self.device)
         for layer, (k_cache, v_cache) in zip(self.attention_layers, self.kv_cache):
-            layer.bind_cache(k_cache, v_cache, backend)
+            layer.bind_cache(k_cache, v_cache, self._backend)
+
+    @torch.inference_mode()
+    def _capture(self, sizes: list[int]) -> None:
+        self.graphs.capture(sizes)
+
+    def _graph_bytes(self) -> int:
+        """Memory that the CUDA graphs will take: the largest one's is measured, the others share its buffers."""
+        if not self.graphs:
+            return 0
+        self._bind_cache(1)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self._capture(self.graphs.sizes[-1:])
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        self.graphs.clear()
+        self._bind_cache(0)
+        return taken + len(self.graphs.sizes) * GRAPH_BYTES
+
+    def _run_largest_step(self) -> None:
+        """A prefill of the whole token budget that draws for every sequence, without a cache to write to."""
+        self._bind_cache(0)
+        budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
+        length = min(-(-budget // count), self.max_model_len)
+        lengths = [min(length, budget - start) for start in range(0, min(budget, count * length), length)]
+        chunks = [PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0) for i, length in enumerate(lengths)]
+        self.launch(Batch(prefills=tuple(chunks))).wait()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DrawnTokens:
@@ -92,13 +134,18 @@ class ModelRunner:
             self.block_tables[row, index] = block.int()
         num_decodes = len(batch.decode_rows)
         if batch.decode_rows != self._decode_rows:
-            self.rows[:num_decodes] = self._upload(np.array(batch.decode_rows, dtype=np.int64))
+            padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
+            self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
             self._decode_rows = batch.decode_rows
         tokens = self._mixed_step(num_decodes, batch.prefills) if batch.prefills else self._decode_step(num_decodes)
         return self._read_back(tokens)
 
     def _decode_step(self, num_decodes: int) -> Tensor:
-        """Run the first rows of self.rows for one token each -> [B] int64."""
+        """One token for each of the first rows of self.rows -> [B] int64: a graph's replay, or kernel by kernel."""
+        tokens = self.graphs.replay(num_decodes) if self.graphs else None
+        return self._run_decode(num_decodes) if tokens is None else tokens[:num_decodes]
+
+    def _run_decode(self, num_decodes: int) -> Tensor:
         rows = self.rows[:num_decodes]
         token_ids, positions, slots, lens, tables = self._decode_inputs(rows)
         hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables))
@@ -194,6 +241,8 @@ class ModelRunner:
         """Give the device's memory back."""
         self.synchronize()
         self.attention_layers.clear()
+        if self.graphs:
+            self.graphs.clear()
         del self.model, self.kv_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

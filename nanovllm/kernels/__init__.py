@@ -4,8 +4,8 @@ The functions here pick the form by the device their tensors live on. Triton and
 this package alone, and only when a CUDA tensor asks for them, so that the library runs where neither is installed.
 """
 
-from dataclasses import dataclass
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
