@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import reference, torch_attention
+from nanovllm.kernels import grouped_experts, reference, torch_attention
 
 
 @dataclass(frozen=True)
@@ -61,5 +61,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def moe(x, *args):
-    return _form(x).moe(x, *args)
+def moe(x, experts, weights, gate_up, down):
+    form = grouped_experts if grouped_experts.can_group(x, gate_up, down) else reference
+    return form.moe(x, experts, weights, gate_up, down)

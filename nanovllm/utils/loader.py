@@ -24,7 +24,7 @@ INDEX = "model.safetensors.index.json"
 DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = ("F64", "F32", "F16", "BF16")
-READERS = 8  # threads: one copy at a time leaves the disk and the bus idle in turn
+READERS = 8  # threads: one fills the bus from cached files, but leaves a disk idle between its reads
 
 
 def resolve_model_folder(model: str) -> Path:
