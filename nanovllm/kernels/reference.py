@@ -142,8 +142,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab_size:
     words = torch.stack(philox(seeds.unsqueeze(1), counters, positions.unsqueeze(1)))  # [4, B, tiles * 256]
     words = words.unflatten(-1, (-1, 256)).permute(1, 2, 0, 3).flatten(1)  # [B, tiles * 1024]
     begin = vocab_start - first_tile * PHILOX_TILE
-    uniform = ((words[:, begin : begin + vocab_size] >> 8).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(open_unit_interval(words[:, begin : begin + vocab_size])))
+
+
+def open_unit_interval(words: Tensor) -> Tensor:
+    """The upper 23 bits of 32-bit words as float32 in (0, 1). With one bit more, the largest would round to 1."""
+    return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def philox(seeds: Tensor, c0: Tensor, c1: Tensor, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
