@@ -60,7 +60,8 @@ def _prefill_kernel(
         query = tl.load(q + q_row * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
         k += head // GROUP * D
         v += head // GROUP * D
-        tables += chunk * table_stride
+        if PAGE:
+            tables += chunk * table_stride
         position = len_k - len_q + row
         # Keys every row may see need no mask; the last ones do.
         unmasked = (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N

@@ -63,7 +63,7 @@ def _best_of_part_kernel(
             words = tl.philox(tl.load(seeds + row), (tile * QUARTER + lane).to(tl.uint32), position, 0, 0)
             for i in tl.static_range(4):
                 scores = _load_scores(logits, at + i * QUARTER - vocab_start, vocab, inverse)
-                uniform = ((words[i] >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
+                uniform = ((words[i] >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
                 scores -= tl.log(-tl.log(uniform))
                 token = tl.where(scores > best, at + i * QUARTER, token)
                 best = tl.maximum(best, scores)
