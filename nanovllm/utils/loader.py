@@ -10,15 +10,19 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
 
 from nanovllm.utils.source import Source
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# transformers and huggingface_hub take seconds to import, and the ranks of tensor parallelism need neither: they are
+# imported where they are used.
 
 INDEX = "model.safetensors.index.json"
 DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
@@ -34,6 +38,9 @@ def resolve_model_folder(model: str) -> Path:
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ValueError(f"model is {model!r}: there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
     try:
         return Path(snapshot_download(model, allow_patterns=DOWNLOADS, ignore_patterns=NOT_DOWNLOADED))
     except (OSError, ValueError, HfHubHTTPError) as error:
@@ -43,9 +50,11 @@ def resolve_model_folder(model: str) -> Path:
         ) from error
 
 
-def load_hf_config(folder: str | Path) -> PretrainedConfig:
+def load_hf_config(folder: str | Path) -> "PretrainedConfig":
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
