@@ -6,7 +6,7 @@ this package alone, and only when a CUDA tensor asks for them, so that the libra
 
 import torch.nn.functional as F
 
-from nanovllm.kernels import reference
+from nanovllm.kernels import grouped_experts, reference
 from nanovllm.kernels.backends import TORCH_BACKEND, AttentionBackend, select_attention_backend
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "add_rms_norm",
     "decode_inputs",
     "linear",
+    "moe",
     "qk_norm_rope_store",
     "rms_norm",
     "sample",
@@ -57,6 +58,11 @@ def linear(x, weight, bias=None):
     from nanovllm.kernels import skinny_linear
 
     return skinny_linear.linear(x, weight, bias)
+
+
+def moe(x, experts, weights, gate_up, down):
+    form = grouped_experts if grouped_experts.can_group(x, gate_up, down) else reference
+    return form.moe(x, experts, weights, gate_up, down)
 
 
 def _elementwise(x):

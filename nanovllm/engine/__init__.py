@@ -1,0 +1,1 @@
+"""The engine: which tokens run when, and the device that runs them."""

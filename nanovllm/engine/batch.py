@@ -1,0 +1,43 @@
+"""One step's plan, as the scheduler hands it to the runner of every rank.
+
+Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to another process.
+"""
+
+from dataclasses import dataclass
+
+from nanovllm.sampling_params import SpecialRow
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Consecutive tokens of one sequence whose values are known: a prompt, a part of one, or a preempted sequence."""
+
+    row: int  # of the running state on the device
+    token_ids: list[int]
+    start: int  # position of the first token
+    write_from: int  # the K and V of earlier positions lie in shared blocks already: they must not be written
+    block_table: list[int]  # all blocks the sequence holds
+    draws: bool  # the chunk reaches the sequence's end, so a token is drawn after it
+    temperature: float
+    seed: int
+    special: SpecialRow | None = None  # what else decides the draw; None: nothing does
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Decoding rows first, one token each, then the prefill chunks.
+
+    The step draws one token for each decoding row and each chunk that `draws`, and answers them in that order.
+    """
+
+    decode_rows: tuple[int, ...] = ()
+    new_blocks: tuple[tuple[int, int, int], ...] = ()  # (row, index in its table, block) of decoding rows that grew
+    prefills: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.prefills)

@@ -1,0 +1,93 @@
+"""Requests in, outputs out: the loop that schedules, launches and commits.
+
+With overlap, step N + 1 is launched before step N's tokens are read, so the device never waits for Python.
+"""
+
+import itertools
+import random
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.loader import load_hf_config
+
+
+class LLMEngine:
+    def __init__(self, config: Config, folder: str, stop_ids: frozenset[int] = frozenset()) -> None:
+        """Load the model in `folder` and get ready to run it; drawing one of `stop_ids` ends a request."""
+        hf_config = load_hf_config(folder)
+        self.stop_ids = stop_ids
+        self.vocab_size = hf_config.vocab_size
+        self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
+        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        runner_class = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
+        self.runner = runner_class(
+            config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
+        )
+        self.overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.num_prefill_tokens = 0  # computed so far
+        self.num_decode_tokens = 0
+        self._in_flight: DrawnTokens | RemoteTokens | None = None
+        self._ids = itertools.count()
+        self._seeds = random.Random(config.seed)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the whole KV cache holds."""
+        return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
+
+    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
+        """Queue a request that has been checked."""
+        seq = Sequence(
+            next(self._ids),
+            prompt,
+            params,
+            max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
+        )
+        self.scheduler.add(seq)
+        return seq
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Launch the next step and commit one: the last with overlap, else this one.
+
+        Returns the sequences that got a token, and those among them that are finished.
+        """
+        batch = self.scheduler.schedule()
+        launched = None
+        if batch is not None:
+            launched = self.runner.launch(batch)
+            self.num_prefill_tokens += batch.num_prefill_tokens
+            self.num_decode_tokens += len(batch.decode_rows)
+        if self.overlap:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is None:
+            return [], []
+        result = self.scheduler.commit(launched.wait(), launched.read_logprobs())
+        if self._in_flight is not None and not self.scheduler.has_unfinished():
+            # Every sequence ended: what is in flight ran one step too far.
+            self.scheduler.commit(self._in_flight.wait())
+            self._in_flight = None
+        return result
+
+    def reset(self) -> None:
+        """Drop every request, as after an error or an interrupt: the next call finds an empty engine."""
+        self._in_flight = None
+        self.runner.synchronize()
+        self.scheduler.abort_all()
+
+    def close(self) -> None:
+        self.runner.close()

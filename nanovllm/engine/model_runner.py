@@ -1,0 +1,326 @@
+"""Own the device: the model, the KV cache, the running state; turn a batch into drawn tokens.
+
+The running state is a row for each running sequence: its last token, its length, its block table, how it is sampled.
+It lives on the device, so a decode step needs nothing from the host but the rows to run, and `launch` returns while the
+device still works. Knows no sequences and no policy: those are the scheduler's.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm import kernels
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
+from nanovllm.models import build_model
+from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
+from nanovllm.utils.loader import init_dummy_weights, load_weights
+from nanovllm.utils.parallel import ParallelGroup
+
+GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """Tokens on their way from the device."""
+
+    tokens: Tensor
+    arrived: "torch.cuda.Event | None"
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    def ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
+
+    def wait(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tokens.tolist()
+
+    def read_logprobs(self) -> dict[int, dict[int, float]]:
+        """For the index of each token whose sequence asked: token id -> log-probability. Call it after `wait`."""
+        return {i: of_token for part in self.logprobs for i, of_token in part.read().items()}
+
+
+class Drawn(NamedTuple):
+    """What a step leaves on the device, for each row that drew: the tokens, and what they were drawn from."""
+
+    tokens: Tensor
+    logits: Tensor
+    lens: Tensor  # the tokens' positions
+
+
+class ModelRunner:
+    """One rank's model. Every rank launches the same batches and draws the same tokens."""
+
+    def __init__(
+        self,
+        config: Config,
+        hf_config,
+        folder: str,
+        *,
+        max_model_len: int,
+        max_num_seqs: int,
+        group: ParallelGroup = ParallelGroup(),
+    ) -> None:
+        self.config = config
+        self.group = group
+        self.block_size = config.kvcache_block_size
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
+        self.device = resolve_device(config.device, group.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.dtype = resolve_dtype(config.dtype, hf_config, self.device)
+        on_gpu = self.device.type == "cuda"
+        budget = GpuBudget(self.device, config.gpu_memory_utilization) if on_gpu else None
+        with _defaults(self.dtype, self.device):
+            self.model = build_model(hf_config, group)
+        self.model.eval().requires_grad_(False)
+        if config.load_format == "dummy":
+            init_dummy_weights(self.model, seed=0)
+        else:
+            load_weights(self.model, folder)
+        self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+
+        rows, width = max_num_seqs + 1, -(-max_model_len // self.block_size)  # the last row is padding
+        with torch.device(self.device):
+            self.last_tokens = torch.zeros(rows, dtype=torch.int64)
+            self.context_lens = torch.zeros(rows, dtype=torch.int32)
+            self.block_tables = torch.zeros(rows, width, dtype=torch.int32)
+            self.temperatures = torch.zeros(rows, dtype=torch.float32)
+            self.seeds = torch.zeros(rows, dtype=torch.int64)
+            self.rows = torch.full((max_num_seqs,), rows - 1)  # which rows decode in this step
+        self._decode_rows: tuple[int, ...] = ()  # what self.rows says
+        self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
+
+        self._backend = kernels.select_attention_backend(
+            config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
+        )
+        self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if on_gpu and not config.enforce_eager else None
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks is None:
+            block = block_bytes(self.attention_layers, self.block_size, self.dtype)
+            if budget is None:
+                num_blocks = num_blocks_in_ram(block, max_num_seqs * width)
+            else:
+                num_blocks = budget.num_blocks(block, width, self._run_largest_step, self._graph_bytes())
+        self.num_blocks = group.minimum(num_blocks)
+        self._bind_cache(self.num_blocks)
+        if self.graphs:
+            self._capture(self.graphs.sizes)
+
+    def _bind_cache(self, num_blocks: int) -> None:
+        self.kv_cache = allocate_kv_cache(self.attention_layers, num_blocks, self.block_size, self.dtype, self.device)
+        for layer, (k_cache, v_cache) in zip(self.attention_layers, self.kv_cache):
+            layer.bind_cache(k_cache, v_cache, self._backend)
+
+    @torch.inference_mode()
+    def _capture(self, sizes: list[int]) -> None:
+        self.graphs.capture(sizes)
+
+    def _graph_bytes(self) -> int:
+        """Memory that the CUDA graphs will take: the largest one's is measured, the others share its buffers."""
+        if not self.graphs:
+            return 0
+        self._bind_cache(1)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self._capture(self.graphs.sizes[-1:])
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        self.graphs.clear()
+        self._bind_cache(0)
+        return taken + len(self.graphs.sizes) * GRAPH_BYTES
+
+    def _run_largest_step(self) -> None:
+        """A prefill of the whole token budget that draws for every sequence, without a cache to write to."""
+        self._bind_cache(0)
+        budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
+        length = min(-(-budget // count), self.max_model_len)
+        lengths = [min(length, budget - start) for start in range(0, min(budget, count * length), length)]
+        chunks = [PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0) for i, length in enumerate(lengths)]
+        self.launch(Batch(prefills=tuple(chunks))).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> DrawnTokens:
+        """Start a step and return at once; `wait` on the result gives the drawn tokens in the batch's order."""
+        if batch.new_blocks:
+            row, index, block = self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy())
+            self.block_tables[row, index] = block.int()
+        num_decodes = len(batch.decode_rows)
+        if batch.decode_rows != self._decode_rows:
+            padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
+            self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
+            self._decode_rows = batch.decode_rows
+        drawn = self._mixed_step(num_decodes, batch.prefills) if batch.prefills else self._decode_step(num_decodes)
+        rows = batch.decode_rows + tuple([chunk.row for chunk in batch.prefills if chunk.draws])
+        return self._read_back(drawn.tokens, self._draw_special(rows, drawn))
+
+    def _decode_step(self, num_decodes: int) -> Drawn:
+        """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
+        drawn = self.graphs.replay(num_decodes) if self.graphs else None
+        return self._run_decode(num_decodes) if drawn is None else Drawn(*(x[:num_decodes] for x in drawn))
+
+    def _run_decode(self, num_decodes: int) -> Drawn:
+        rows = self.rows[:num_decodes]
+        token_ids, positions, slots, lens, tables = self._decode_inputs(rows)
+        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables))
+        return self._draw(hidden, rows, lens)
+
+    def _mixed_step(self, num_decodes: int, chunks: tuple[PrefillChunk, ...]) -> Drawn:
+        """Run decoding rows and prompt chunks in one forward pass -> one token for each row, then each chunk that draws."""
+        token_ids, positions, slots, rows, ends, prefill = self._prefill_inputs(chunks)
+        lens = tables = None
+        if num_decodes:
+            decode_rows = self.rows[:num_decodes]
+            *decode_inputs, lens, tables = self._decode_inputs(decode_rows)
+            token_ids, positions, slots = map(torch.cat, zip(decode_inputs, (token_ids, positions, slots)))
+        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables, prefill))
+        # Only the last token of a chunk that reaches its sequence's end is followed by a draw.
+        drawing = [i for i, chunk in enumerate(chunks) if chunk.draws]
+        last = np.cumsum([len(chunk.token_ids) for chunk in chunks])[drawing] - 1 + num_decodes
+        picks = self._upload(np.concatenate([np.arange(num_decodes), last, drawing]).astype(np.int64))
+        picks, drawing = picks[: num_decodes + len(drawing)], picks[num_decodes + len(drawing) :]
+        rows, ends = rows[drawing], ends[drawing]
+        if num_decodes:
+            rows, ends = torch.cat((decode_rows, rows)), torch.cat((lens, ends))
+        return self._draw(hidden[picks], rows, ends)
+
+    def _decode_inputs(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return kernels.decode_inputs(rows, self.last_tokens, self.context_lens, self.block_tables, self.block_size)
+
+    def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> tuple:
+        """Bring the chunks' tokens to the device and set their rows of the running state.
+
+        Returns token_ids, positions, slots [P] int64; rows [N] int64 and ends [N] int32; the attention's metadata.
+        """
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        starts_q = np.concatenate(([0], np.cumsum(lengths)))
+        tokens = np.empty((3, starts_q[-1]), dtype=np.int64)
+        tables = np.zeros((len(chunks), self.block_tables.shape[1]), dtype=np.int32)
+        for i, chunk in enumerate(chunks):
+            table = tables[i]
+            table[: len(chunk.block_table)] = chunk.block_table
+            positions = np.arange(chunk.start, chunk.end)
+            slots = table[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
+            slots[: max(0, chunk.write_from - chunk.start)] = -1
+            tokens[:, starts_q[i] : starts_q[i + 1]] = chunk.token_ids, positions, slots
+
+        ends = np.array([chunk.end for chunk in chunks])
+        starts_k = np.concatenate(([0], np.cumsum(ends)))
+        temperatures = np.array([chunk.temperature for chunk in chunks], dtype=np.float32).view(np.int32)
+        ints = self._upload(np.concatenate((starts_q, starts_k, ends, temperatures), dtype=np.int32))
+        cu_seqlens_q, cu_seqlens_k, ends_d, temperatures = ints.split([len(starts_q), len(starts_k), len(ends), len(ends)])
+        rows, seeds = self._upload(np.array([[chunk.row for chunk in chunks], [chunk.seed for chunk in chunks]]))
+        tables = self._upload(tables)
+        self.context_lens[rows] = ends_d
+        self.block_tables[rows] = tables
+        self.temperatures[rows] = temperatures.view(torch.float32)
+        self.seeds[rows] = seeds
+        for chunk in chunks:
+            self.special.set(chunk.row, chunk.special)
+
+        cached = any(chunk.start for chunk in chunks)
+        prefill = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), tables if cached else None)
+        return *self._upload(tokens), rows, ends_d, prefill
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
+        with forward_context(metadata):
+            return self.model(token_ids, positions)
+
+    def _draw(self, hidden: Tensor, rows: Tensor, lens: Tensor) -> Drawn:
+        """Draw the token at position `lens` of each row, and make it the row's last."""
+        logits = self.model.compute_logits(hidden)
+        start = self.model.lm_head.vocab_start
+        tokens, values = kernels.sample(logits, self.temperatures[rows], self.seeds[rows], lens.long(), start)
+        tokens = choose_over_ranks(tokens, values, self.group)
+        self.last_tokens[rows] = tokens
+        return Drawn(tokens, logits, lens)
+
+    def _draw_special(self, rows: tuple[int, ...], drawn: Drawn) -> list[Logprobs]:
+        """Draw again for the special ones among a step's rows; returns what they asked to know."""
+        logprobs = []
+        for part in self.special.among(rows):
+            logprobs.append(self.special.draw(part, drawn.logits, self.seeds, drawn.lens, drawn.tokens))
+            self.last_tokens[part.rows] = drawn.tokens[part.at]
+        return [part for part in logprobs if part is not None]
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is done.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _read_back(self, tokens: Tensor, logprobs: list[Logprobs]) -> DrawnTokens:
+        if self.device.type == "cpu":
+            return DrawnTokens(tokens, None, logprobs)
+        tokens = self._to_host(tokens)
+        logprobs = [replace(part, token_ids=self._to_host(part.token_ids), values=self._to_host(part.values)) for part in logprobs]
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return DrawnTokens(tokens, arrived, logprobs)
+
+    @staticmethod
+    def _to_host(x: Tensor) -> Tensor:
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return host.copy_(x, non_blocking=True)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Give the device's memory back."""
+        self.synchronize()
+        self.attention_layers.clear()
+        if self.graphs:
+            self.graphs.clear()
+        del self.model, self.kv_cache
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def resolve_device(name: str, rank: int) -> torch.device:
+    """The device of a rank; "auto" is cuda where there is one."""
+    available = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if available else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not available:
+        raise ValueError(f"device is {name!r}, but PyTorch sees no CUDA device: use 'cpu' or install a CUDA build of torch")
+    index = int(name.partition(":")[2] or 0) + rank
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device cuda:{index} is needed for rank {rank}, but there are {torch.cuda.device_count()} CUDA devices: "
+            "lower tensor_parallel_size, or choose another device"
+        )
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations; "auto" is the checkpoint's on a GPU, float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.float32
+    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+@contextmanager
+def _defaults(dtype: torch.dtype, device: torch.device):
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)

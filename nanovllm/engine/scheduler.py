@@ -1,0 +1,234 @@
+"""Decide which tokens run next: admission, chunking, preemption.
+
+Works on lengths, never on token values, so a step can be planned while the last one still runs; `commit` hears later
+which tokens it drew. Knows nothing about tensors, devices or models.
+"""
+
+from collections import deque
+
+from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, Status
+
+
+class Scheduler:
+    """First come, first served, under two budgets: tokens a step and sequences at a time.
+
+    A step runs every decoding sequence, then fills what is left of the token budget with prompts. When blocks run
+    out, the sequence admitted last gives its own back and is computed anew later: the oldest always get on.
+    """
+
+    def __init__(self, blocks: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.blocks = blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # A decoding sequence takes a token of every step, so no more can run than a step has tokens.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        # Every prefill interrupts decoding for a pass over the weights: admit in groups.
+        self.admission_group = max(1, self.max_num_seqs // 8)
+        # Blocks to leave free when admitting beside running sequences, so that these need not be preempted at once.
+        self.reserve = blocks.num_blocks // 64
+        self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # decoding, in order of admission
+        self.partial: Sequence | None = None  # the one admitted sequence whose prompt is not scheduled to its end
+        self.num_preemptions = 0
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._in_flight: deque[list[Sequence]] = deque()  # for each step scheduled and not committed: who draws
+
+    def add(self, seq: Sequence) -> None:
+        self.sequences[seq.id] = seq
+        self.waiting.append(seq)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.sequences)
+
+    def schedule(self) -> Batch | None:
+        """Plan the next step. None: nothing can run until a step in flight is committed."""
+        if not self._make_room_to_decode():
+            return None
+        drawing, new_blocks = self._schedule_decodes()
+        decode_rows = tuple([seq.row for seq in drawing])
+        prefills = self._schedule_prefills(self.max_num_batched_tokens - len(decode_rows), drawing)
+        if not decode_rows and not prefills:
+            assert self._in_flight or not self.sequences, "with nothing in flight, some sequence can always run"
+            return None
+        self._in_flight.append(drawing)
+        return Batch(decode_rows, tuple(new_blocks), tuple(prefills))
+
+    def _make_room_to_decode(self) -> bool:
+        """See that there is a block for every sequence that needs one, preempting if need be. False: commit first."""
+        while sum([seq.num_tokens > seq.capacity for seq in self.running]) > self.blocks.num_free:
+            if self._in_flight:
+                return False  # a preempted sequence is computed anew from its tokens: all of them must be known
+            self._preempt(self.partial or self.running[-1])
+        return True
+
+    def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
+        decoding, block_size = self.running, self.blocks.block_size
+        new_blocks = []
+        last_step = False
+        for seq in decoding:
+            length = seq.num_tokens
+            # The step writes the K and V of position length - 1: a block is added when that passes a multiple of the
+            # block size.
+            if length > seq.capacity:
+                seq.block_table += self.blocks.allocate(1)
+                seq.capacity += block_size
+                new_blocks.append((seq.row, len(seq.block_table) - 1, seq.block_table[-1]))
+            seq.num_computed = length
+            seq.num_tokens = length + 1
+            if length + 1 == seq.max_len:
+                last_step = True
+        if last_step:
+            self.running = [seq for seq in decoding if seq.num_tokens < seq.max_len]
+        return list(decoding), new_blocks
+
+    def _schedule_prefills(self, budget: int, drawing: list[Sequence]) -> list[PrefillChunk]:
+        chunks: list[PrefillChunk] = []
+        if self.partial is None and not self._worth_admitting():
+            return chunks
+        while budget > 0:
+            seq = self.partial or self._admit()
+            if seq is None:
+                break
+            chunk = self._next_chunk(seq, budget)
+            budget -= len(chunk.token_ids)
+            chunks.append(chunk)
+            if not chunk.draws:
+                self.partial = seq
+                continue
+            self.partial = None
+            drawing.append(seq)
+            seq.num_tokens += 1
+            if seq.num_tokens < seq.max_len:
+                self.running.append(seq)
+        return chunks
+
+    def _worth_admitting(self) -> bool:
+        return bool(self.waiting) and (
+            not self.running or len(self._free_rows) >= min(len(self.waiting), self.admission_group)
+        )
+
+    def _admit(self) -> Sequence | None:
+        """Give the first waiting sequence a row and blocks, shared ones where its prefix is cached, if there are enough."""
+        if not self.waiting or not self._free_rows:
+            return None
+        seq, blocks = self.waiting[0], self.blocks
+        shared = blocks.match(seq.token_ids)
+        count = -(-seq.num_tokens // blocks.block_size) - len(shared)
+        reserve = self.reserve if self.running else 0
+        if blocks.num_free_without(shared) < count + reserve:
+            return None
+        self.waiting.popleft()
+        blocks.share(shared)
+        seq.block_table = shared + blocks.allocate(count)
+        seq.capacity = len(seq.block_table) * blocks.block_size
+        seq.num_hashed_blocks = len(shared)
+        seq.last_hash = blocks.hash_of(shared[-1]) if shared else 0
+        # Of a prompt that is cached to its end, the last token is computed again: drawing needs its logits.
+        seq.num_computed = min(len(shared) * blocks.block_size, seq.num_tokens - 1)
+        seq.row = self._free_rows.pop()
+        seq.status = Status.RUNNING
+        return seq
+
+    def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
+        start, end = seq.num_computed, min(seq.num_computed + budget, seq.num_tokens)
+        # Blocks known before this chunk are shared, or were written by the chunk before it.
+        write_from = seq.num_hashed_blocks * self.blocks.block_size
+        seq.num_computed = end
+        # Known from here on, even to the next sequence of this very step: a layer writes all K and V before it attends.
+        self._register_full_blocks(seq, end)
+        draws = end == seq.num_tokens
+        return PrefillChunk(
+            row=seq.row,
+            token_ids=seq.token_ids[start:end],
+            start=start,
+            write_from=write_from,
+            block_table=list(seq.block_table),
+            draws=draws,
+            temperature=seq.params.temperature,
+            seed=seq.seed,
+            special=seq.special_row() if draws else None,
+        )
+
+    def _register_full_blocks(self, seq: Sequence, length: int) -> None:
+        """Tell the prefix cache of the blocks filled by the first `length` tokens, whose values are known."""
+        size = self.blocks.block_size
+        while (seq.num_hashed_blocks + 1) * size <= length:
+            index = seq.num_hashed_blocks
+            tokens = seq.token_ids[index * size : (index + 1) * size]
+            seq.last_hash = self.blocks.register(seq.block_table[index], seq.last_hash, tokens)
+            seq.num_hashed_blocks += 1
+
+    def commit(
+        self, tokens: list[int], logprobs: dict[int, dict[int, float]] = {}
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Take the tokens drawn by the oldest step in flight, and log-probabilities, by index, for those who asked.
+
+        Returns the sequences that drew one, and those among them that ended with it. A sequence that had ended before
+        ran one step too far: its token is dropped.
+        """
+        drew, ended = [], []
+        block_size = self.blocks.block_size
+        drawing = self._in_flight.popleft()
+        assert len(drawing) == len(tokens), "a step answers one token for each sequence that draws"
+        for i, of_token in logprobs.items():
+            if drawing[i].status is not Status.FINISHED:
+                drawing[i].logprobs.append(of_token)
+        for seq, token in zip(drawing, tokens):
+            if seq.status is Status.FINISHED:
+                continue
+            drew.append(seq)
+            seq.token_ids.append(token)
+            length = len(seq.token_ids)
+            if (length - 1) % block_size == 0:  # the tokens before this one fill a block
+                self._register_full_blocks(seq, length - 1)
+            if token in seq.stop_ids:
+                seq.finish_reason = "stop"
+                ended.append(seq)
+            elif length == seq.max_len:
+                seq.finish_reason = "length"
+                ended.append(seq)
+        if ended:
+            for seq in ended:
+                self._release(seq)
+            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+        return drew, ended
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence now, wherever it stands."""
+        if seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        elif seq in self.running:
+            self.running.remove(seq)
+        if self.partial is seq:
+            self.partial = None
+        seq.finish_reason = "abort"
+        self._release(seq)
+
+    def abort_all(self) -> None:
+        """Drop every sequence, every step in flight and what the prefix cache knows."""
+        for seq in list(self.sequences.values()):
+            self.abort(seq)
+        self._in_flight.clear()
+        self.blocks.clear_cache()
+
+    def _release(self, seq: Sequence) -> None:
+        """Give back a sequence's row and blocks. A step in flight may still use them: later steps come after it."""
+        if seq.status is Status.RUNNING:
+            self.blocks.release(seq.block_table)
+            self._free_rows.append(seq.row)
+        seq.status = Status.FINISHED
+        del self.sequences[seq.id]
+
+    def _preempt(self, seq: Sequence) -> None:
+        if seq is self.partial:
+            self.partial = None
+        else:
+            self.running.remove(seq)
+        self.num_preemptions += 1
+        self.blocks.release(seq.block_table)
+        self._free_rows.append(seq.row)
+        seq.reset()
+        seq.status = Status.WAITING
+        self.waiting.appendleft(seq)

@@ -1,0 +1,70 @@
+"""One request while it is served: its tokens, its blocks, its status.
+
+Knows no tensor and no policy: the scheduler changes it, the block manager lends it blocks.
+"""
+
+from enum import Enum, auto
+
+from nanovllm.sampling_params import SamplingParams, SpecialRow
+
+
+class Status(Enum):
+    WAITING = auto()  # no row, no blocks: new, or preempted
+    RUNNING = auto()  # holds a row on the device and blocks
+    FINISHED = auto()
+
+
+class Sequence:
+    """`token_ids` holds the tokens whose values are known; `num_tokens` counts those in flight too.
+
+    A step may be scheduled before the last one's tokens are read back, so the scheduler works with `num_tokens`
+    alone, and `num_tokens - len(token_ids)` is 0 or 1 between steps.
+    """
+
+    __slots__ = (
+        "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
+        "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: int,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        max_len: int,
+        seed: int = 0,
+        stop_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.seed = seed  # of the sampling noise
+        self.stop_ids = stop_ids  # drawing one of these ends the sequence
+        self.token_ids = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.max_len = max_len  # prompt and output together
+        self.num_tokens = len(prompt)
+        self.status = Status.WAITING
+        self.finish_reason: str | None = None
+        self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget where the sequence ran: it must be computed anew."""
+        self.num_computed = 0  # tokens whose K and V are written, or will be by a step in flight
+        self.row = -1
+        self.block_table: list[int] = []
+        self.capacity = 0  # tokens that the block table has room for
+        self.num_hashed_blocks = 0  # leading blocks that the prefix cache knows
+        self.last_hash = 0  # of those blocks
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def special_row(self) -> SpecialRow | None:
+        """What the runner must know to draw the sequence's next tokens, beyond temperature and seed."""
+        params = self.params
+        if params.is_plain:
+            return None
+        return SpecialRow(params, self.stop_ids, self.num_prompt_tokens, list(self.token_ids) if params.penalizes else [])

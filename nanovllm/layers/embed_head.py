@@ -1,0 +1,61 @@
+"""The two ends of a model that face the vocabulary, each split over the ranks by vocabulary entry.
+
+The shares differ by one entry when the ranks do not divide the vocabulary. So nothing is padded: every logit belongs to
+a real entry, and none needs masking before sampling.
+"""
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm import kernels
+from nanovllm.layers.linear import empty_parameter
+from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.utils.source import Source
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids [T] -> [T, hidden]. Each rank looks up the entries it has; the sum over ranks is the embedding."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.group = group
+        self.vocab_start = vocab_size * group.rank // group.size
+        self.vocab_end = vocab_size * (group.rank + 1) // group.size
+        self.weight = empty_parameter(self.vocab_end - self.vocab_start, hidden_size)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return F.embedding(token_ids, self.weight)
+        elsewhere = (token_ids < self.vocab_start) | (token_ids >= self.vocab_end)
+        local_ids = (token_ids - self.vocab_start).masked_fill(elsewhere, 0)
+        hidden = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return self.group.all_reduce(hidden)
+
+    def sources(self, path: str) -> Iterator[Source]:
+        rows = (slice(self.vocab_start, self.vocab_end), slice(None))
+        yield Source(f"{path}.weight", self.weight, rows, (self.vocab_size, self.weight.shape[1]))
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Hidden states [B, hidden] -> logits [B, this rank's entries], which are vocab_start and up to vocab_end.
+
+    A head tied to an embedding shares its parameter and takes nothing from the checkpoint.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, group: ParallelGroup, *, tied_to: VocabParallelEmbedding | None = None
+    ):
+        super().__init__(vocab_size, hidden_size, group)
+        self.tied = tied_to is not None
+        if tied_to is not None:
+            self.weight = tied_to.weight
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return kernels.linear(hidden, self.weight)
+
+    def sources(self, path: str) -> Iterator[Source]:
+        if not self.tied:
+            yield from super().sources(path)

@@ -1,0 +1,26 @@
+"""Where a piece of a parameter comes from: what layers tell the loader.
+
+A layer that has parameters has a method `sources(path)`, `path` being its dotted name in the model, that yields one
+Source for each checkpoint tensor it needs. So a layer alone knows how it is split over the ranks and under which names
+a checkpoint stores it, and the loader alone knows files.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """`destination` = checkpoint[`name`][`index`]."""
+
+    name: str
+    destination: Tensor  # a contiguous view of this rank's parameter
+    index: tuple[slice, ...]  # this rank's part of the checkpoint's tensor
+    shape: tuple[int, ...]  # of the checkpoint's whole tensor
+
+
+def sibling(path: str, name: str) -> str:
+    """The dotted name of `name` next to the module at `path`."""
+    parent, dot, _ = path.rpartition(".")
+    return parent + dot + name

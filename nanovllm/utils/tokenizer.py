@@ -1,0 +1,31 @@
+"""The model folder's tokenizer and its end-of-sequence tokens."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase | None":
+    """The folder's tokenizer, or None where it has none: then prompts are token ids and outputs have no text."""
+    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return None
+    from transformers import AutoTokenizer  # here because the ranks of tensor parallelism need none of it, and it takes seconds
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def load_stop_ids(folder: str, tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
+    """The tokens that end a sequence: generation_config.json's (config.json's where that has none) and the tokenizer's."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if eos is not None:
+            ids.update(eos if isinstance(eos, list) else [eos])
+            break
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)

@@ -1,0 +1,87 @@
+"""What the model tests share: random small checkpoints, and a paged cache driven by hand."""
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nanovllm import kernels
+from nanovllm.layers.attention import Attention
+from nanovllm.models import build_model
+from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
+from nanovllm.utils.loader import load_hf_config, load_weights
+from nanovllm.utils.parallel import ParallelGroup
+
+BLOCK_SIZE = 4
+
+
+def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_size: str = "40KB"):
+    """Save a random model of `config` in several files; return it, in float32. Norms and biases are random too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            else:
+                parameter.normal_(0.0, 0.15)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def load(folder, rank: int = 0, size: int = 1):
+    model = build_model(load_hf_config(folder), ParallelGroup(rank, size))
+    load_weights(model, folder)
+    return model
+
+
+def expected_logits(reference, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return reference(torch.tensor([tokens])).logits[0]
+
+
+class Driver:
+    """Runs a model's steps over a small paged cache, whose blocks lie in no order; sequences are numbered from 0."""
+
+    def __init__(self, model, num_sequences: int, max_tokens: int):
+        self.model = model
+        width = -(-max_tokens // BLOCK_SIZE)
+        blocks = num_sequences * width
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
+        self.tables = order.view(num_sequences, width).int()
+        self.lens = [0] * num_sequences
+        for layer in model.modules():
+            if isinstance(layer, Attention):
+                shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
+                layer.bind_cache(torch.full(shape, 1e3), torch.full(shape, 1e3), kernels.TORCH_BACKEND)
+
+    @torch.inference_mode()
+    def step(self, decodes: dict[int, int], chunks: dict[int, list[int]]) -> torch.Tensor:
+        """One token for each decoding sequence, then chunks of prompts -> the logits of all these tokens, in order."""
+        tokens, positions, slots = [], [], []
+        for i, new in [(i, [token]) for i, token in decodes.items()] + list(chunks.items()):
+            for token in new:
+                position = self.lens[i]
+                tokens.append(token)
+                positions.append(position)
+                slots.append(int(self.tables[i, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
+                self.lens[i] += 1
+        prefill = None
+        if chunks:
+            len_q = torch.tensor([0] + [len(chunk) for chunk in chunks.values()])
+            len_k = torch.tensor([0] + [self.lens[i] for i in chunks])
+            cached = bool((len_q != len_k).any())
+            prefill = PrefillMetadata(
+                len_q.cumsum(0).int(),
+                len_k.cumsum(0).int(),
+                int(len_q.max()),
+                int(len_k.max()),
+                self.tables[list(chunks)] if cached else None,
+            )
+        meta = StepMetadata(
+            torch.tensor(slots),
+            len(decodes),
+            torch.tensor([self.lens[i] for i in decodes], dtype=torch.int32),
+            self.tables[list(decodes)],
+            prefill,
+        )
+        with forward_context(meta):
+            return self.model.compute_logits(self.model(torch.tensor(tokens), torch.tensor(positions)))
