@@ -10,7 +10,10 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
     """The folder's tokenizer, or None where it has none: then prompts are token ids and outputs have no text."""
     if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded, download it again ({error})") from error
 
 
 def load_stop_ids(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
@@ -18,7 +21,10 @@ def load_stop_ids(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> fro
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        try:
+            eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         if eos is not None:
             ids.update(eos if isinstance(eos, list) else [eos])
             break
