@@ -11,6 +11,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import load_hf_config
 
@@ -23,7 +24,8 @@ class LLMEngine:
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.runner = ModelRunner(
+        runner_class = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
+        self.runner = runner_class(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )
         self.overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
@@ -34,7 +36,7 @@ class LLMEngine:
         )
         self.num_prefill_tokens = 0  # computed so far
         self.num_decode_tokens = 0
-        self._in_flight: DrawnTokens | None = None
+        self._in_flight: DrawnTokens | RemoteTokens | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -50,8 +52,8 @@ class LLMEngine:
             prompt,
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
-            seed=self._seeds.getrandbits(63),
-            stop_ids=frozenset() if params.ignore_eos else self.stop_ids,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
         )
         self.scheduler.add(seq)
         return seq
@@ -74,7 +76,7 @@ class LLMEngine:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        result = self.scheduler.commit(launched.wait())
+        result = self.scheduler.commit(launched.wait(), launched.read_logprobs())
         if self._in_flight is not None and not self.scheduler.has_unfinished():
             # Every sequence ended: what is in flight ran one step too far.
             self.scheduler.commit(self._in_flight.wait())
