@@ -26,7 +26,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike, **options: Any) -> None:
-        config = Config.from_options(os.fspath(model), options)
+        config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
         self.tokenizer = load_tokenizer(folder)
         self.engine: LLMEngine | None = LLMEngine(config, folder, load_stop_ids(folder, self.tokenizer))
