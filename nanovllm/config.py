@@ -29,6 +29,7 @@ class Config:
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
+    step_timeout: seconds after which ranks that give no sign count as hung.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Config:
     attention_backend: str = "auto"
     overlap: bool | None = None
     seed: int | None = None
+    step_timeout: float = 60.0
 
     @classmethod
     def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
@@ -75,6 +77,10 @@ class Config:
             raise TypeError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}: use a number such as 0.9")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: use a fraction above 0, at most 1")
+        if not isinstance(self.step_timeout, (int, float)) or isinstance(self.step_timeout, bool):
+            raise TypeError(f"step_timeout is {self.step_timeout!r}: use a number of seconds")
+        if not self.step_timeout > 0:
+            raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0")
         for name in ("enforce_eager", "enable_prefix_caching", "overlap"):
             if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")

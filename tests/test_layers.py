@@ -6,18 +6,22 @@ from dataclasses import dataclass
 import pytest
 import torch
 from model_helpers import Driver, load, make_checkpoint
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import build_model
 from nanovllm.utils.loader import init_dummy_weights, load_hf_config, load_weights, model_sources
 from nanovllm.utils.parallel import ParallelGroup
 
-CONFIG = Qwen3Config(
-    architectures=["Qwen3ForCausalLM"],
+SMALL = dict(
     vocab_size=101,  # which neither 2 nor 4 divide
     hidden_size=32,
     intermediate_size=48,
@@ -28,6 +32,16 @@ CONFIG = Qwen3Config(
     attention_bias=True,
     max_position_embeddings=64,
 )
+CONFIG = Qwen3Config(architectures=["Qwen3ForCausalLM"], **SMALL)
+MOE_CONFIG = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"],
+    **SMALL,
+    moe_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    mlp_only_layers=[0],
+)
+CONFIGS = {"dense": CONFIG, "experts": MOE_CONFIG}
 
 
 @dataclass(frozen=True)
@@ -43,10 +57,10 @@ class ThreadGroup(ParallelGroup):
         return x
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    make_checkpoint(folder, CONFIG)
+    make_checkpoint(folder, CONFIGS[request.param])
     return folder
 
 
@@ -64,10 +78,11 @@ def test_the_ranks_parts_make_the_whole_tensors(size, saved):
         torch.testing.assert_close(parts[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size):
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size, config):
     def dummy(rank, size):
-        model = build_model(CONFIG, ParallelGroup(rank, size))
+        model = build_model(config, ParallelGroup(rank, size))
         init_dummy_weights(model, seed=3)
         return {source.name: source for source in model_sources(model)}
 
@@ -83,7 +98,8 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
 
     def logits(model):
         driver = Driver(model, num_sequences=2, max_tokens=16)
-        return torch.cat((driver.step({}, {0: tokens[:9], 1: tokens[:5]}), driver.step({0: tokens[9], 1: tokens[5]}, {})))
+        prompts = driver.step({}, {0: tokens[:9], 1: tokens[:5]})
+        return torch.cat((prompts, driver.step({0: tokens[9], 1: tokens[5]}, {})))
 
     state = threading.Barrier(size, timeout=60), [None] * size
     results = [None] * size

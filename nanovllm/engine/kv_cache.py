@@ -4,9 +4,11 @@ On a GPU the budget is a part of the whole memory, for this process alone: what 
 running the largest step, and memory that other processes hold only counts where less than the budget is free.
 """
 
+import math
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +17,11 @@ GIB = 2**30
 
 def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[layers, 2 (K, V), blocks, block_size, G, D]. Zeroed: a masked position must not hold a NaN."""
-    heads, dim = layers[0].num_kv_heads, layers[0].head_dim
-    return torch.zeros(len(layers), 2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+    shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
+    if device.type == "cpu":
+        # NumPy's zeros are pages that the system provides when first touched; torch.zeros would write them all now.
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:

@@ -12,6 +12,7 @@ from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
 from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import load_hf_config
 
@@ -31,7 +32,8 @@ class LLMEngine:
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.runner = ModelRunner(
+        runner_class = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
+        self.runner = runner_class(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )
         self.overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
@@ -42,7 +44,7 @@ class LLMEngine:
         )
         self.num_prefill_tokens = 0  # computed so far
         self.num_decode_tokens = 0
-        self._in_flight: DrawnTokens | None = None
+        self._in_flight: DrawnTokens | RemoteTokens | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 

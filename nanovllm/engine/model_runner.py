@@ -19,7 +19,7 @@ from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import Logprobs, SpecialRows
+from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
 from nanovllm.models import build_model
 from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
 from nanovllm.utils.loader import init_dummy_weights, load_weights
@@ -35,6 +35,9 @@ class DrawnTokens:
     tokens: Tensor
     arrived: "torch.cuda.Event | None"
     logprobs: list[Logprobs] = field(default_factory=list)
+
+    def ready(self) -> bool:
+        return self.arrived is None or self.arrived.query()
 
     def wait(self) -> list[int]:
         if self.arrived is not None:
@@ -73,6 +76,8 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.device = resolve_device(config.device, group.rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.dtype = resolve_dtype(config.dtype, hf_config, self.device)
         on_gpu = self.device.type == "cuda"
         budget = GpuBudget(self.device, config.gpu_memory_utilization) if on_gpu else None
@@ -232,7 +237,9 @@ class ModelRunner:
     def _draw(self, hidden: Tensor, rows: Tensor, lens: Tensor) -> Drawn:
         """Draw the token at position `lens` of each row, and make it the row's last."""
         logits = self.model.compute_logits(hidden)
-        tokens, _ = kernels.sample(logits, self.temperatures[rows], self.seeds[rows], lens.long())
+        start = self.model.lm_head.vocab_start
+        tokens, values = kernels.sample(logits, self.temperatures[rows], self.seeds[rows], lens.long(), start)
+        tokens = choose_over_ranks(tokens, values, self.group)
         self.last_tokens[rows] = tokens
         return Drawn(tokens, logits, lens)
 
@@ -291,10 +298,11 @@ def resolve_device(name: str, rank: int) -> torch.device:
         raise ValueError(f"device is {name!r}, but PyTorch sees no CUDA device: use 'cpu' or install a CUDA build of torch")
     index = int(name.partition(":")[2] or 0) + rank
     if index >= torch.cuda.device_count():
-        raise ValueError(f"device cuda:{index} is needed, but there are {torch.cuda.device_count()} CUDA devices")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    return device
+        raise ValueError(
+            f"device cuda:{index} is needed for rank {rank}, but there are {torch.cuda.device_count()} CUDA devices: "
+            "lower tensor_parallel_size, or choose another device"
+        )
+    return torch.device("cuda", index)
 
 
 def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:

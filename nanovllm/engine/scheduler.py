@@ -181,14 +181,14 @@ class Scheduler:
             drew.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)
+            if (length - 1) % block_size == 0:  # the tokens before this one fill a block
+                self._register_full_blocks(seq, length - 1)
             if token in seq.stop_ids:
                 seq.finish_reason = "stop"
                 ended.append(seq)
             elif length == seq.max_len:
                 seq.finish_reason = "length"
                 ended.append(seq)
-            elif length % block_size == 1:  # the tokens before this one fill a block
-                self._register_full_blocks(seq, length - 1)
         if ended:
             for seq in ended:
                 self._release(seq)

@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import overlap, wait_for_inputs
 from nanovllm.utils.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 
 
 def prefill_attention(
@@ -29,14 +30,19 @@ def prefill_attention(
     if tables is not None:
         page = k_cache.shape[1]
         k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, G, D]: a block table turns tokens into slots
-    wide = head_dim * q.element_size() > 256
-    block_m, block_n = (64, 32) if wide else (128, 64)
+    # Measured on an H200: small tiles for short prompts, large ones where each query sees many keys.
+    if head_dim * q.element_size() > 256:
+        block_m, block_n, warps, stages = 64, 32, 4, 2
+    elif meta.max_seqlen_q < 1024 or tables is not None:
+        block_m, block_n, warps, stages = 64, 64, 4, 3
+    else:
+        block_m, block_n, warps, stages = 128, 128, 8, 3
     grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
     _prefill_kernel[grid](
         q, k, v, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables, scale * LOG2_E,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0) if page else 0,
         num_heads // k.shape[1], head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n,
-        num_warps=4 if wide else 8, num_stages=2 if wide else 3,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -60,7 +66,8 @@ def _prefill_kernel(
         query = tl.load(q + q_row * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
         k += head // GROUP * D
         v += head // GROUP * D
-        tables += chunk * table_stride
+        if PAGE:
+            tables += chunk * table_stride
         position = len_k - len_q + row
         # Keys every row may see need no mask; the last ones do.
         unmasked = (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N
@@ -142,19 +149,20 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, 
         q, k_cache, v_cache, lens, tables, parts, part_lse, scale * LOG2_E,
         q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0),
         groups, group, max(16, triton.next_power_of_2(group)), head_dim, triton.next_power_of_2(head_dim),
-        page, block_n, splits > 1, num_warps=4, num_stages=3,
+        page, block_n, splits > 1, num_warps=4, num_stages=3, **overlap(q),
     )  # fmt: skip
     if splits > 1:
         _merge_splits_kernel[(num_heads, batch)](
-            parts, part_lse, lens, out, head_dim, triton.next_power_of_2(head_dim), splits, block_n, num_warps=2
-        )
+            parts, part_lse, lens, out, head_dim, triton.next_power_of_2(head_dim), splits, block_n,
+            num_warps=2, **overlap(q),
+        )  # fmt: skip
     return out
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
-    """A power of 2 that gives every multiprocessor a few programs, but no more splits than there can be tiles."""
-    wanted = triton.next_power_of_2(triton.cdiv(4 * _num_processors(device), rows))
-    return max(1, min(MAX_SPLITS, wanted, triton.next_power_of_2(tiles)))
+    """A power of 2 that gives every multiprocessor up to four programs, but no more splits than there can be tiles."""
+    splits = min(MAX_SPLITS, max(1, 4 * _num_processors(device) // rows))
+    return min(1 << splits.bit_length() - 1, triton.next_power_of_2(tiles))
 
 
 @lru_cache
@@ -172,8 +180,9 @@ def _span(length, splits, BLOCK_N: tl.constexpr):
 def _decode_kernel(
     q, k_cache, v_cache, lens, tables, out, part_lse, scale, q_stride, k_stride, v_stride, table_stride,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lens + seq)
     span = _span(length, tl.num_programs(1), BLOCK_N)
@@ -209,9 +218,11 @@ def _decode_kernel(
 
 @triton.jit
 def _merge_splits_kernel(
-    parts, part_lse, lens, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    parts, part_lse, lens, out,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Weigh each split's result by its share of the softmax's denominator."""
+    wait_for_inputs(PDL)
     head, seq = tl.program_id(0), tl.program_id(1)
     length = tl.load(lens + seq)
     split = tl.arange(0, SPLITS)

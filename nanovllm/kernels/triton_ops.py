@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import overlap, wait_for_inputs
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
@@ -30,28 +32,28 @@ def _launch_norm(x, residual, weight, eps, out):
     if x.shape[0]:
         block = triton.next_power_of_2(width)
         warps = max(1, min(8, block // 512))
-        _norm_kernel[(x.shape[0],)](x, residual, weight, out, eps, width, block, residual is not None, num_warps=warps)
+        _norm_kernel[(x.shape[0],)](
+            x, residual, weight, out, eps, width, block, residual is not None, num_warps=warps, **overlap(x)
+        )
 
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _norm_kernel(
+    x, residual, weight, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
     start = tl.program_id(0).to(tl.int64) * N
     cols = tl.arange(0, BLOCK)
     inside = cols < N
+    scale = tl.load(weight + cols, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
     value = tl.load(x + start + cols, mask=inside, other=0.0)
     if ADD:
         summed = value.to(tl.float32) + tl.load(residual + start + cols, mask=inside, other=0.0).to(tl.float32)
         value = summed.to(value.dtype)
         tl.store(residual + start + cols, value, mask=inside)
-    scale = tl.load(weight + cols, mask=inside, other=0.0)
-    tl.store(out + start + cols, _normalize(value, scale, eps, N), mask=inside)
-
-
-@triton.jit
-def _normalize(value, scale, eps, N: tl.constexpr):
     wide = value.to(tl.float32)
-    normed = wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)
-    return (normed.to(value.dtype).to(tl.float32) * scale.to(tl.float32)).to(value.dtype)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)).to(value.dtype)
+    tl.store(out + start + cols, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -59,12 +61,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = x.new_empty(tokens, width)
     if tokens:
         block = 1024
-        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](x, out, width, block, num_warps=4)
+        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](x, out, width, block, num_warps=4, **overlap(x))
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < F
@@ -97,7 +100,7 @@ def qk_norm_rope_store(
         _qk_norm_rope_store_kernel[(heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program))](
             qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0),
             num_heads, num_kv_heads, head_dim, heads_per_program, triton.next_power_of_2(head_dim // 2),
-            q_weight is not None, k_cache.numel() > 0, num_warps=2,
+            q_weight is not None, k_cache.numel() > 0, num_warps=4, **overlap(qkv),
         )  # fmt: skip
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
@@ -106,8 +109,9 @@ def qk_norm_rope_store(
 def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, token_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, STORE: tl.constexpr,
+    NORM: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # q heads, then k heads, then v heads
     col = tl.arange(0, HALF)[None, :]  # the two halves of a head rotate into each other: x1 holds one, x2 the other
@@ -161,6 +165,7 @@ def decode_inputs(
         _decode_inputs_kernel[(batch,)](
             rows, last_tokens, context_lens, block_tables, token_ids, positions, slots, lens, tables,
             context_lens.shape[0] - 1, width, block_size, min(1024, triton.next_power_of_2(width)), num_warps=1,
+            **overlap(rows),
         )  # fmt: skip
     return token_ids, positions, slots, lens, tables
 
@@ -168,8 +173,9 @@ def decode_inputs(
 @triton.jit
 def _decode_inputs_kernel(
     rows, last_tokens, context_lens, block_tables, token_ids, positions, slots, lens, tables,
-    scratch, W, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    scratch, W, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(PDL)
     i = tl.program_id(0)
     row = tl.load(rows + i)
     position = tl.load(context_lens + row)

@@ -1,7 +1,7 @@
 """Triton kernels that draw the next tokens in one pass over the logits.
 
-Knows the arg max of logits / temperature + noise, by tiles of the vocabulary. What is computed, and the layout of the
-noise over Philox's counters, is said by the twin in `reference`.
+Knows how to find the arg max of logits / temperature + noise with little arithmetic. What is computed, and the layout of
+the noise over Philox's counters, is said by the twin in `reference`.
 Shapes: B sequences, V vocabulary entries, S parts of the vocabulary, one program each.
 """
 
@@ -10,9 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.kernels.launch import overlap, wait_for_inputs
 from nanovllm.kernels.reference import PHILOX_TILE
 
-TILES_PER_PROGRAM = 4
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def sample(
@@ -20,67 +22,86 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     batch, vocab = logits.shape
     first_tile, last_tile = vocab_start // PHILOX_TILE, triton.cdiv(vocab_start + vocab, PHILOX_TILE)
-    parts = triton.cdiv(last_tile - first_tile, TILES_PER_PROGRAM)
+    tiles, warps = (4, 2) if batch > 16 else (1, 4)  # a few rows fill the device with short programs only
+    parts = triton.cdiv(last_tile - first_tile, tiles)
     part_values = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
     part_tokens = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
     values = torch.empty(batch, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch:
         _best_of_part_kernel[(batch, parts)](
-            logits, temperatures, seeds, positions, part_values, part_tokens,
-            logits.stride(0), vocab_start, vocab, first_tile, TILES_PER_PROGRAM, PHILOX_TILE // 4, num_warps=4,
+            logits, temperatures, seeds, positions, part_values, part_tokens, logits.stride(0), vocab_start, vocab,
+            first_tile, tiles, PHILOX_TILE // 4, num_warps=warps, **overlap(logits),
         )  # fmt: skip
         _best_of_row_kernel[(batch,)](
-            part_values, part_tokens, values, tokens, parts, triton.next_power_of_2(parts), num_warps=1
-        )
+            part_values, part_tokens, values, tokens, parts, triton.next_power_of_2(parts),
+            num_warps=1, **overlap(logits),
+        )  # fmt: skip
     return tokens, values
 
 
 @triton.jit
 def _best_of_part_kernel(
-    logits, temperatures, seeds, positions, part_values, part_tokens,
-    row_stride, vocab_start, vocab, first_tile, TILES: tl.constexpr, QUARTER: tl.constexpr,
+    logits, temperatures, seeds, positions, part_values, part_tokens, row_stride, vocab_start, vocab, first_tile,
+    TILES: tl.constexpr, QUARTER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    part = tl.program_id(1)
+    wait_for_inputs(PDL)
+    row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * row_stride
-    temperature = tl.load(temperatures + row)
+    temperature, seed = tl.load(temperatures + row), tl.load(seeds + row)
+    position = tl.load(positions + row).to(tl.uint32)
     greedy = temperature <= 0
-    inverse = 1.0 / tl.where(greedy, 1.0, temperature)
-    # A lane sees its tokens in rising order, so keeping the first best keeps the lowest. NaN is never best.
+    scale = tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
+    # A lane meets its tokens in rising order, so keeping the first best keeps the lowest. NaN is never best.
     lane = tl.arange(0, QUARTER)
     best = tl.full([QUARTER], float("-inf"), tl.float32)
-    token = tl.full([QUARTER], 0, tl.int32) + vocab_start
+    best_col = tl.zeros([QUARTER], tl.int32)
     for tile in range(first_tile + part * TILES, first_tile + (part + 1) * TILES):
-        at = tile * (4 * QUARTER) + lane
+        col = tile * (4 * QUARTER) - vocab_start + lane
+        scores = _load_scores(logits, col, vocab, scale, QUARTER)
         if greedy:
             for i in tl.static_range(4):
-                scores = _load_scores(logits, at + i * QUARTER - vocab_start, vocab, inverse)
-                token = tl.where(scores > best, at + i * QUARTER, token)
-                best = tl.maximum(best, scores)
+                best_col = tl.where(scores[i] > best, col + i * QUARTER, best_col)
+                best = tl.maximum(best, scores[i])
         else:
-            position = tl.load(positions + row).to(tl.uint32)
-            words = tl.philox(tl.load(seeds + row), (tile * QUARTER + lane).to(tl.uint32), position, 0, 0)
+            # With noise g = -log(E), E = -log(uniform), the largest score + g is where E / exp(score) is smallest: among
+            # a lane's four, that race costs an exponential each and one logarithm for the winner.
+            words = tl.philox(seed, (tile * QUARTER + lane).to(tl.uint32), position, 0, 0)
+            peak = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
+            peak = tl.maximum(peak, -1e30)  # four entries outside the vocabulary are -inf, and -inf + inf no number
+            shortest = tl.full([QUARTER], float("inf"), tl.float32)
+            winner = tl.zeros([QUARTER], tl.int32)
             for i in tl.static_range(4):
-                scores = _load_scores(logits, at + i * QUARTER - vocab_start, vocab, inverse)
-                uniform = ((words[i] >> 8).to(tl.float32) + 0.5) * (1.0 / (1 << 24))
-                scores -= tl.log(-tl.log(uniform))
-                token = tl.where(scores > best, at + i * QUARTER, token)
-                best = tl.maximum(best, scores)
+                uniform = ((words[i] >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
+                time = -tl.log(uniform) * tl.exp2(peak - scores[i])
+                winner = tl.where(time < shortest, i, winner)
+                shortest = tl.minimum(shortest, time)
+            score = peak - tl.log2(shortest)
+            best_col = tl.where(score > best, col + winner * QUARTER, best_col)
+            best = tl.maximum(best, score)
     value = tl.max(best, axis=0)
-    part += row * tl.num_programs(1)
-    tl.store(part_values + part, value)
-    tl.store(part_tokens + part, tl.min(tl.where(best == value, token, 0x7FFFFFFF), axis=0))
+    token = tl.min(tl.where(best == value, best_col, 0x7FFFFFFF), axis=0) + vocab_start
+    at = row * tl.num_programs(1) + part
+    tl.store(part_values + at, tl.where(greedy, value, value * LN_2))
+    tl.store(part_tokens + at, token)
 
 
 @triton.jit
-def _load_scores(logits, col, vocab, inverse):
-    inside = (col >= 0) & (col < vocab)
-    return tl.load(logits + col, mask=inside, other=float("-inf")).to(tl.float32) * inverse
+def _load_scores(logits, col, vocab, scale, QUARTER: tl.constexpr):
+    """Scaled logits of the four entries of each lane: the four words of its counter are their noise."""
+    s0 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
+    col += QUARTER
+    s1 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
+    col += QUARTER
+    s2 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
+    col += QUARTER
+    s3 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
+    return s0.to(tl.float32) * scale, s1.to(tl.float32) * scale, s2.to(tl.float32) * scale, s3.to(tl.float32) * scale
 
 
 @triton.jit
-def _best_of_row_kernel(part_values, part_tokens, values, tokens, parts, BLOCK: tl.constexpr):
+def _best_of_row_kernel(part_values, part_tokens, values, tokens, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     part = tl.arange(0, BLOCK)
     value = tl.load(part_values + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -2,18 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase | None":
     """The folder's tokenizer, or None where it has none: then prompts are token ids and outputs have no text."""
     if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
+    from transformers import AutoTokenizer  # here because the ranks of tensor parallelism need none of it, and it takes seconds
+
     return AutoTokenizer.from_pretrained(folder)
 
 
-def load_stop_ids(folder: str, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def load_stop_ids(folder: str, tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
     """The tokens that end a sequence: generation_config.json's (config.json's where that has none) and the tokenizer's."""
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):

@@ -1,0 +1,284 @@
+"""Several ranks behind the interface of one runner: start them, command them, notice their death, end them.
+
+Every rank, rank 0 included, is a process of its own. So this process joins no process group and holds no GPU: whatever
+happens to a rank, it can be reported and the others killed from here, where nothing waits in a collective. Ranks are
+fresh interpreters that do not run the user's script again, so scripts need no `if __name__ == "__main__"`.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.channel import (
+    Channel,
+    Done,
+    Failed,
+    Launch,
+    Listening,
+    Ready,
+    Start,
+    Synchronize,
+    interrupts_held,
+)
+from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.models import build_model
+from nanovllm.utils.parallel import ParallelGroup
+
+START_SECONDS = 3600  # to load the model, however slow the disk: a rank that dies meanwhile is noticed at once
+END_SECONDS = 5  # to leave when asked to
+EVIDENCE_SECONDS = 0.5  # after the first complaint, for the rank that is its cause to be seen dead
+
+
+class RankError(RuntimeError):
+    """A rank died, raised or hung. All ranks are gone, and the LLM with them: make a new one."""
+
+
+@dataclass
+class Rank:
+    """A rank's process, as the engine sees it."""
+
+    number: int
+    process: subprocess.Popen
+    channel: Channel
+    done: int = 0  # the last step it answered
+    answers: list[Any] = field(default_factory=list)  # all else it said
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTokens:
+    """Tokens on their way from rank 0."""
+
+    runner: "TensorParallelRunner"
+    step: int
+
+    def wait(self) -> list[int]:
+        return self.runner.tokens_of(self.step)
+
+
+class TensorParallelRunner:
+    """Looks like a ModelRunner; each of its ranks has one."""
+
+    def __init__(self, config: Config, hf_config, folder: str, *, max_model_len: int, max_num_seqs: int) -> None:
+        check_split(config, hf_config)
+        self._step_seconds = config.step_timeout
+        self._step = 0  # the last command's number
+        self._drawn: dict[int, list[int]] = {}  # tokens that arrived, by step
+        self._error: RankError | None = None
+        self._ranks: list[Rank] = []
+        self._by_fd: dict[int, Rank] = {}
+        self._poll = select.poll()
+        self._end = weakref.finalize(self, end_ranks, self._ranks, os.getpid())
+        try:
+            for number in range(config.tensor_parallel_size):
+                self._ranks.append(rank := spawn_rank(number, timeout=self._step_seconds))
+                self._by_fd[rank.channel.sock.fileno()] = rank
+                self._poll.register(rank.channel.sock, select.POLLIN)
+            ready = self._start(config, plain_config(hf_config), folder, max_model_len, max_num_seqs)
+        except BaseException:
+            self._end()
+            raise
+        self.num_blocks = ready.num_blocks
+        self.device = torch.device(ready.device)
+
+    def _start(self, config: Config, hf_config, folder: str, max_model_len: int, max_num_seqs: int) -> Ready:
+        """Tell every rank what to be, and wait until all are."""
+
+        def start(rank: Rank, port: int | None) -> None:
+            message = Start(
+                rank=rank.number,
+                size=len(self._ranks),
+                port=port,
+                runner_class=ModelRunner,
+                config=config,
+                hf_config=hf_config,
+                folder=folder,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+            )
+            self._send(rank, Channel.frame(message))
+
+        first, *others = self._ranks
+        start(first, None)
+        self._listen(lambda: first.answers, START_SECONDS)
+        listening: Listening = first.answers.pop()
+        for rank in others:
+            start(rank, listening.port)
+        self._listen(lambda: all(rank.answers for rank in self._ranks), START_SECONDS)
+        return first.answers.pop()
+
+    def launch(self, batch: Batch) -> RemoteTokens:
+        """Start a step on every rank and return at once; `wait` on the result gives the drawn tokens."""
+        return RemoteTokens(self, self._command(Launch(self._step + 1, batch)))
+
+    def tokens_of(self, step: int) -> list[int]:
+        self._listen(lambda: step in self._drawn, self._step_seconds)
+        return self._drawn.pop(step)
+
+    def synchronize(self) -> None:
+        """Wait until every rank has finished what it was commanded. Does nothing when the ranks are gone."""
+        if not self._end.alive:
+            return
+        try:
+            step = self._command(Synchronize(self._step + 1))
+            self._listen(lambda: all(rank.done == step for rank in self._ranks), self._step_seconds)
+        except BaseException as error:
+            # A second Ctrl-C comes when a rank hangs: do not wait for it any more.
+            self._error = self._error or RankError(f"{type(error).__name__} while the ranks finished their last step")
+            self._end()
+            raise
+        self._drawn.clear()
+
+    def close(self) -> None:
+        """End every rank's process, which gives its device's memory back."""
+        self._end()
+
+    def _command(self, message: Launch | Synchronize) -> int:
+        if self._error is not None:
+            raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._error}")
+        frame = Channel.frame(message)
+        with interrupts_held():
+            self._step = message.step
+            for rank in self._ranks:
+                self._send(rank, frame)
+        return message.step
+
+    def _send(self, rank: Rank, frame: bytes) -> None:
+        try:
+            rank.channel.send_frame(frame)
+        except TimeoutError:
+            self._fail_silent([rank], self._step_seconds)
+        except OSError:
+            self._fail(rank)
+
+    def _listen(self, until: Callable[[], Any], seconds: float) -> None:
+        """Take what the ranks say until the condition holds. Silence for so many seconds means that they hang."""
+        deadline = time.monotonic() + seconds
+        while not until():
+            heard = self._poll.poll(500)
+            for fd, _ in heard:
+                self._hear(self._by_fd[fd])
+            if heard:
+                deadline = time.monotonic() + seconds
+                continue
+            for rank in self._ranks:
+                if rank.process.poll() is not None:  # its end of the channel is held by somebody it started
+                    self._fail(rank)
+            if time.monotonic() > deadline:
+                behind = min(rank.done for rank in self._ranks)
+                self._fail_silent([rank for rank in self._ranks if rank.done == behind], seconds)
+
+    def _hear(self, rank: Rank) -> None:
+        with interrupts_held():
+            try:
+                message = rank.channel.receive()
+            except (EOFError, OSError):
+                self._fail(rank)
+            if isinstance(message, Done):
+                rank.done = message.step
+                if message.tokens is not None:
+                    self._drawn[message.step] = message.tokens
+            elif isinstance(message, Failed):
+                self._fail(rank, message)
+            else:
+                rank.answers.append(message)
+
+    def _fail(self, rank: Rank, failed: Failed | None = None) -> NoReturn:
+        """End all ranks and say why: the rank died, or raised what it says."""
+        # A rank that lost its peer complains at once, perhaps before the peer is seen dead. Those who raise stay alive.
+        time.sleep(EVIDENCE_SECONDS)
+        dead = next((rank for rank in self._ranks if rank.process.poll() is not None), None)
+        if dead is None and failed is not None and failed.is_users and self._step == 0:
+            raise ValueError(failed.error) from RankError(f"rank {rank.number} raised:\n{failed.traceback}")
+        culprit = dead or rank
+        if dead is None and failed is not None:
+            what = f"raised:\n{failed.traceback}"
+        else:
+            what = f"died: {how_ended(culprit.process)}"
+        self._give_up(f"rank {culprit.number} of {len(self._ranks)} {what}")
+
+    def _fail_silent(self, ranks: list[Rank], seconds: float) -> NoReturn:
+        names = " and ".join(str(rank.number) for rank in ranks)
+        self._give_up(
+            f"rank {names} of {len(self._ranks)} gave no sign for {seconds:g} s: if a step may take longer, raise step_timeout"
+        )
+
+    def _give_up(self, what: str) -> NoReturn:
+        self._error = RankError(what + (" (while starting)" if self._step == 0 else ""))
+        for rank in self._ranks:
+            rank.process.kill()
+        self._end()
+        raise self._error
+
+
+def check_split(config: Config, hf_config) -> None:
+    """Refuse what cannot be split over the ranks, or what there are no devices for."""
+    for rank in range(config.tensor_parallel_size):
+        resolve_device(config.device, rank)
+    with torch.device("meta"):
+        build_model(hf_config, ParallelGroup(0, config.tensor_parallel_size))
+
+
+def plain_config(hf_config) -> SimpleNamespace:
+    """The configuration's values without their class, so that a rank need not import transformers, which takes seconds."""
+    values = {name: value for name, value in vars(hf_config).items() if not name.startswith("_")}
+    values.update((alias, getattr(hf_config, alias)) for alias in getattr(hf_config, "attribute_map", {}))
+    return SimpleNamespace(**values)
+
+
+def spawn_rank(number: int, timeout: float) -> Rank:
+    """Start a rank's process: a fresh interpreter that finds modules where this one does and runs none of its script."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from nanovllm.engine.rank_worker import run_rank; "
+            f"run_rank({theirs.fileno()}, dies_with_parent={in_main_thread})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,  # this process may be reading its script there
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # Ctrl-C in a terminal goes to this process alone
+        )
+    return Rank(number, process, Channel(ours, timeout))
+
+
+def end_ranks(ranks: list[Rank], owner: int) -> None:
+    """Let the ranks go, and make sure that they are gone."""
+    if os.getpid() != owner:
+        return  # a fork of the process whose ranks these are
+    with interrupts_held():
+        for rank in ranks:
+            rank.channel.close()
+        for patience in (END_SECONDS, 60):
+            for rank in ranks:
+                try:
+                    rank.process.wait(patience)
+                except subprocess.TimeoutExpired:
+                    rank.process.kill()
+                    patience = 0
+
+
+def how_ended(process: subprocess.Popen) -> str:
+    try:
+        status = process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "it closed its channel"
+    if status >= 0:
+        return f"it exited with status {status}"
+    hint = ", perhaps because memory ran out" if -status == signal.SIGKILL else ""
+    return f"it was killed by {signal.Signals(-status).name}{hint}"
