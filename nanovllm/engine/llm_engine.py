@@ -87,7 +87,7 @@ class LLMEngine:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        drew, ended = self.scheduler.commit(launched.wait(), launched.read_logprobs())
+        drew, ended = self.scheduler.commit(*launched.wait())
         if self._read_while_growing:
             self._extend_texts(drew, ended)
         self._settle()
@@ -108,7 +108,7 @@ class LLMEngine:
     def _settle(self) -> None:
         """When every sequence has ended, what is in flight ran one step too far: take it back."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            self.scheduler.commit(self._in_flight.wait())
+            self.scheduler.commit(*self._in_flight.wait())
             self._in_flight = None
 
     def abort(self, seq: Sequence) -> None:

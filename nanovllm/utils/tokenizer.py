@@ -31,7 +31,7 @@ def load_stop_ids(folder: str, tokenizer: "PreTrainedTokenizerBase | None") -> f
     return frozenset(ids)
 
 
-def decode_batch(tokenizer: PreTrainedTokenizerBase | None, outputs: list[list[int]]) -> list[str]:
+def decode_batch(tokenizer: "PreTrainedTokenizerBase | None", outputs: list[list[int]]) -> list[str]:
     """The text of each list of token ids, special tokens left out; without a tokenizer, no text."""
     if tokenizer is None:
         return [""] * len(outputs)
@@ -41,7 +41,7 @@ def decode_batch(tokenizer: PreTrainedTokenizerBase | None, outputs: list[list[i
     return [tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in outputs]
 
 
-def render_chats(tokenizer: PreTrainedTokenizerBase | None, chats: list[list[dict]], options: dict) -> list[list[int]]:
+def render_chats(tokenizer: "PreTrainedTokenizerBase | None", chats: list[list[dict]], options: dict) -> list[list[int]]:
     """The token ids of each conversation by the tokenizer's chat template, ready for the assistant's turn."""
     if tokenizer is None or not (tokenizer.chat_template or "chat_template" in options):
         raise ValueError("the model has no chat template: use generate, or give one in chat_template_kwargs['chat_template']")
