@@ -185,7 +185,7 @@ def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise FileNotFoundError("no network")
 
-    monkeypatch.setattr(loader, "snapshot_download", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(ValueError, match="'some/model', neither a folder here nor .* no network"):
         loader.resolve_model_folder("some/model")
 
