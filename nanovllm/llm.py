@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import check_length, check_token_ids, split_prompts, spread_params
+from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import resolve_model_folder
 from nanovllm.utils.tokenizer import load_stop_ids, load_tokenizer
@@ -39,7 +40,8 @@ class LLM:
         """Complete prompts: text, or token ids.
 
         `sampling_params`: one for all, or a list as long as `prompts`. Returns, in the order of the prompts,
-        {"text": str, "token_ids": list[int], "finish_reason": "stop" | "length"}. Raises ValueError or TypeError
+        {"text": str, "token_ids": list[int], "finish_reason": "stop" | "length"}; with `logprobs` asked for, also
+        "logprobs", a dict for each token. Raises ValueError or TypeError
         before anything runs if any request is wrong. An error or Ctrl-C inside leaves the LLM empty and usable.
         """
         engine = self._open_engine()
@@ -64,10 +66,7 @@ class LLM:
         finally:
             bar.close()
         texts = self._decode([seq.output_ids for seq in sequences])
-        return [
-            {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
-            for seq, text in zip(sequences, texts)
-        ]
+        return [_output(seq, text) for seq, text in zip(sequences, texts)]
 
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
@@ -97,6 +96,7 @@ class LLM:
             check_length(
                 name, len(ids), params, max_model_len=engine.max_model_len, cache_tokens=engine.cache_tokens
             )
+            check_token_ids(f"sampling_params[{i}].stop_token_ids", params.stop_token_ids, engine.vocab_size)
             requests.append((list(ids), params))
         return requests
 
@@ -114,3 +114,8 @@ class LLM:
         if self.tokenizer is None:
             return [""] * len(token_ids)
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+
+
+def _output(seq: Sequence, text: str) -> dict[str, Any]:
+    output = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
+    return output if seq.params.logprobs is None else {**output, "logprobs": seq.logprobs}

@@ -16,7 +16,7 @@ BLOCK_SIZE = 4
 def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_size: str = "40KB"):
     """Save a random model of `config` in several files; return it, in float32. Norms and biases are random too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -45,7 +45,8 @@ class Driver:
         self.model = model
         width = -(-max_tokens // BLOCK_SIZE)
         blocks = num_sequences * width
-        self.tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(num_sequences, width).int()
+        order = torch.randperm(blocks, generator=torch.Generator().manual_seed(0))
+        self.tables = order.view(num_sequences, width).int()
         self.lens = [0] * num_sequences
         for layer in model.modules():
             if isinstance(layer, Attention):

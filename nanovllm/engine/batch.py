@@ -5,6 +5,8 @@ Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to 
 
 from dataclasses import dataclass
 
+from nanovllm.sampling_params import SpecialRow
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
@@ -18,6 +20,7 @@ class PrefillChunk:
     draws: bool  # the chunk reaches the sequence's end, so a token is drawn after it
     temperature: float
     seed: int
+    special: SpecialRow | None = None  # what else decides the draw; None: nothing does
 
     @property
     def end(self) -> int:

@@ -1,25 +1,77 @@
-"""The KV cache's memory: how many blocks fit, and their tensors."""
+"""The KV cache's memory: its tensors, and how many blocks fit beside the model.
 
+On a GPU the budget is a part of the whole memory, for this process alone: what it needs at its peak is measured by
+running the largest step, and memory that other processes hold only counts where less than the budget is free.
+"""
+
+import math
 import os
+from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
+
+GIB = 2**30
 
 
 def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[layers, 2 (K, V), blocks, block_size, G, D]. Zeroed: a masked position must not hold a NaN."""
-    heads, dim = layers[0].num_kv_heads, layers[0].head_dim
-    return torch.zeros(len(layers), 2, num_blocks, block_size, heads, dim, dtype=dtype, device=device)
+    shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
+    if device.type == "cpu":
+        # NumPy's zeros are pages that the system provides when first touched; torch.zeros would write them all now.
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers."""
     return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
 
 
-def num_blocks_that_fit(runner, config, max_model_len: int, max_num_seqs: int) -> int:
-    """As many blocks as memory has room for, and on a CPU no more than `max_num_seqs` full-length sequences need."""
-    needed = max_num_seqs * -(-max_model_len // runner.block_size)
-    size = block_bytes(runner.attention_layers, runner.block_size, runner.dtype)
+def num_blocks_in_ram(block: int, needed: int) -> int:
+    """Blocks of `block` bytes for a CPU: what the running sequences can need, at most a quarter of the machine."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # A quarter of the machine leaves room for the weights and for others; untouched pages cost nothing.
-    return max(1, min(needed, physical // 4 // size))
+    return max(1, min(needed, physical // 4 // block))
+
+
+class GpuBudget:
+    """Made before anything is loaded, asked once the model and its largest step have been run."""
+
+    def __init__(self, device: torch.device, utilization: float) -> None:
+        self.device = device
+        self.utilization = utilization
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_reserved(device)  # another LLM of this process has it
+        self._others_before = self._outside_pytorch()
+
+    def num_blocks(self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int) -> int:
+        """Blocks of `block` bytes that fit; `graphs` bytes are left for CUDA graphs.
+
+        Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full length.
+        """
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run_largest_step()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_reserved(self.device) - self._before
+        torch.cuda.empty_cache()
+        now = torch.cuda.memory_reserved(self.device) - self._before
+        libraries = max(0, self._outside_pytorch() - self._others_before)
+        free, total = torch.cuda.mem_get_info(self.device)
+        within_budget = total * self.utilization - peak - libraries - graphs
+        # PyTorch's allocator needs a little slack when memory is all but full.
+        within_free = free - (peak - now) - graphs - GIB // 4
+        room = min(within_budget, within_free)
+        if room < needed_for_one * block:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.utilization} of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free; "
+                f"model and activations take {(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} GiB for "
+                f"the KV cache, but one sequence of max_model_len needs {needed_for_one * block / GIB:.1f} GiB: raise "
+                f"gpu_memory_utilization, lower max_model_len or max_num_batched_tokens, or free memory on the GPU"
+            )
+        return int(room // block)
+
+    def _outside_pytorch(self) -> int:
+        """Bytes in use on the device that PyTorch's allocator of this process does not hold."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)

@@ -52,8 +52,8 @@ class LLMEngine:
             prompt,
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
-            seed=self._seeds.getrandbits(63),
-            stop_ids=frozenset() if params.ignore_eos else self.stop_ids,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
         )
         self.scheduler.add(seq)
         return seq
@@ -76,7 +76,7 @@ class LLMEngine:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        result = self.scheduler.commit(launched.wait())
+        result = self.scheduler.commit(launched.wait(), launched.read_logprobs())
         if self._in_flight is not None and not self.scheduler.has_unfinished():
             # Every sequence ended: what is in flight ran one step too far.
             self.scheduler.commit(self._in_flight.wait())

@@ -6,7 +6,8 @@ device still works. Knows no sequences and no policy: those are the scheduler's.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,13 +16,16 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.kv_cache import allocate_kv_cache, num_blocks_that_fit
+from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.sampler import choose_over_ranks
+from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
 from nanovllm.models import build_model
 from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
 from nanovllm.utils.loader import init_dummy_weights, load_weights
 from nanovllm.utils.parallel import ParallelGroup
+
+GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class DrawnTokens:
 
     tokens: Tensor
     arrived: "torch.cuda.Event | None"
+    logprobs: list[Logprobs] = field(default_factory=list)
 
     def ready(self) -> bool:
         return self.arrived is None or self.arrived.query()
@@ -38,6 +43,18 @@ class DrawnTokens:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.tokens.tolist()
+
+    def read_logprobs(self) -> dict[int, dict[int, float]]:
+        """For the index of each token whose sequence asked: token id -> log-probability. Call it after `wait`."""
+        return {i: of_token for part in self.logprobs for i, of_token in part.read().items()}
+
+
+class Drawn(NamedTuple):
+    """What a step leaves on the device, for each row that drew: the tokens, and what they were drawn from."""
+
+    tokens: Tensor
+    logits: Tensor
+    lens: Tensor  # the tokens' positions
 
 
 class ModelRunner:
@@ -57,10 +74,13 @@ class ModelRunner:
         self.group = group
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = max_num_seqs
+        self.max_model_len = max_model_len
         self.device = resolve_device(config.device, group.rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.dtype = resolve_dtype(config.dtype, hf_config, self.device)
+        on_gpu = self.device.type == "cuda"
+        budget = GpuBudget(self.device, config.gpu_memory_utilization) if on_gpu else None
         with _defaults(self.dtype, self.device):
             self.model = build_model(hf_config, group)
         self.model.eval().requires_grad_(False)
@@ -79,16 +99,53 @@ class ModelRunner:
             self.seeds = torch.zeros(rows, dtype=torch.int64)
             self.rows = torch.full((max_num_seqs,), rows - 1)  # which rows decode in this step
         self._decode_rows: tuple[int, ...] = ()  # what self.rows says
+        self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
 
-        backend = kernels.select_attention_backend(
+        self._backend = kernels.select_attention_backend(
             config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
         )
-        self.num_blocks = group.minimum(
-            config.num_kvcache_blocks or num_blocks_that_fit(self, config, max_model_len, max_num_seqs)
-        )
-        self.kv_cache = allocate_kv_cache(self.attention_layers, self.num_blocks, self.block_size, self.dtype, self.device)
+        self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if on_gpu and not config.enforce_eager else None
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks is None:
+            block = block_bytes(self.attention_layers, self.block_size, self.dtype)
+            if budget is None:
+                num_blocks = num_blocks_in_ram(block, max_num_seqs * width)
+            else:
+                num_blocks = budget.num_blocks(block, width, self._run_largest_step, self._graph_bytes())
+        self.num_blocks = group.minimum(num_blocks)
+        self._bind_cache(self.num_blocks)
+        if self.graphs:
+            self._capture(self.graphs.sizes)
+
+    def _bind_cache(self, num_blocks: int) -> None:
+        self.kv_cache = allocate_kv_cache(self.attention_layers, num_blocks, self.block_size, self.dtype, self.device)
         for layer, (k_cache, v_cache) in zip(self.attention_layers, self.kv_cache):
-            layer.bind_cache(k_cache, v_cache, backend)
+            layer.bind_cache(k_cache, v_cache, self._backend)
+
+    @torch.inference_mode()
+    def _capture(self, sizes: list[int]) -> None:
+        self.graphs.capture(sizes)
+
+    def _graph_bytes(self) -> int:
+        """Memory that the CUDA graphs will take: the largest one's is measured, the others share its buffers."""
+        if not self.graphs:
+            return 0
+        self._bind_cache(1)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self._capture(self.graphs.sizes[-1:])
+        taken = free - torch.cuda.mem_get_info(self.device)[0]
+        self.graphs.clear()
+        self._bind_cache(0)
+        return taken + len(self.graphs.sizes) * GRAPH_BYTES
+
+    def _run_largest_step(self) -> None:
+        """A prefill of the whole token budget that draws for every sequence, without a cache to write to."""
+        self._bind_cache(0)
+        budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
+        length = min(-(-budget // count), self.max_model_len)
+        lengths = [min(length, budget - start) for start in range(0, min(budget, count * length), length)]
+        chunks = [PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0) for i, length in enumerate(lengths)]
+        self.launch(Batch(prefills=tuple(chunks))).wait()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DrawnTokens:
@@ -98,19 +155,25 @@ class ModelRunner:
             self.block_tables[row, index] = block.int()
         num_decodes = len(batch.decode_rows)
         if batch.decode_rows != self._decode_rows:
-            self.rows[:num_decodes] = self._upload(np.array(batch.decode_rows, dtype=np.int64))
+            padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
+            self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
             self._decode_rows = batch.decode_rows
-        tokens = self._mixed_step(num_decodes, batch.prefills) if batch.prefills else self._decode_step(num_decodes)
-        return self._read_back(tokens)
+        drawn = self._mixed_step(num_decodes, batch.prefills) if batch.prefills else self._decode_step(num_decodes)
+        rows = batch.decode_rows + tuple([chunk.row for chunk in batch.prefills if chunk.draws])
+        return self._read_back(drawn.tokens, self._draw_special(rows, drawn))
 
-    def _decode_step(self, num_decodes: int) -> Tensor:
-        """Run the first rows of self.rows for one token each -> [B] int64."""
+    def _decode_step(self, num_decodes: int) -> Drawn:
+        """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
+        drawn = self.graphs.replay(num_decodes) if self.graphs else None
+        return self._run_decode(num_decodes) if drawn is None else Drawn(*(x[:num_decodes] for x in drawn))
+
+    def _run_decode(self, num_decodes: int) -> Drawn:
         rows = self.rows[:num_decodes]
         token_ids, positions, slots, lens, tables = self._decode_inputs(rows)
         hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables))
         return self._draw(hidden, rows, lens)
 
-    def _mixed_step(self, num_decodes: int, chunks: tuple[PrefillChunk, ...]) -> Tensor:
+    def _mixed_step(self, num_decodes: int, chunks: tuple[PrefillChunk, ...]) -> Drawn:
         """Run decoding rows and prompt chunks in one forward pass -> one token for each row, then each chunk that draws."""
         token_ids, positions, slots, rows, ends, prefill = self._prefill_inputs(chunks)
         lens = tables = None
@@ -160,6 +223,8 @@ class ModelRunner:
         self.block_tables[rows] = tables
         self.temperatures[rows] = temperatures.view(torch.float32)
         self.seeds[rows] = seeds
+        for chunk in chunks:
+            self.special.set(chunk.row, chunk.special)
 
         cached = any(chunk.start for chunk in chunks)
         prefill = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), tables if cached else None)
@@ -169,14 +234,22 @@ class ModelRunner:
         with forward_context(metadata):
             return self.model(token_ids, positions)
 
-    def _draw(self, hidden: Tensor, rows: Tensor, lens: Tensor) -> Tensor:
-        """Draw the token at position `lens` of each row -> [B] int64, and make it the row's last."""
+    def _draw(self, hidden: Tensor, rows: Tensor, lens: Tensor) -> Drawn:
+        """Draw the token at position `lens` of each row, and make it the row's last."""
         logits = self.model.compute_logits(hidden)
         start = self.model.lm_head.vocab_start
         tokens, values = kernels.sample(logits, self.temperatures[rows], self.seeds[rows], lens.long(), start)
         tokens = choose_over_ranks(tokens, values, self.group)
         self.last_tokens[rows] = tokens
-        return tokens
+        return Drawn(tokens, logits, lens)
+
+    def _draw_special(self, rows: tuple[int, ...], drawn: Drawn) -> list[Logprobs]:
+        """Draw again for the special ones among a step's rows; returns what they asked to know."""
+        logprobs = []
+        for part in self.special.among(rows):
+            logprobs.append(self.special.draw(part, drawn.logits, self.seeds, drawn.lens, drawn.tokens))
+            self.last_tokens[part.rows] = drawn.tokens[part.at]
+        return [part for part in logprobs if part is not None]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -185,14 +258,19 @@ class ModelRunner:
         # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is done.
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def _read_back(self, tokens: Tensor) -> DrawnTokens:
+    def _read_back(self, tokens: Tensor, logprobs: list[Logprobs]) -> DrawnTokens:
         if self.device.type == "cpu":
-            return DrawnTokens(tokens, None)
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
+            return DrawnTokens(tokens, None, logprobs)
+        tokens = self._to_host(tokens)
+        logprobs = [replace(part, token_ids=self._to_host(part.token_ids), values=self._to_host(part.values)) for part in logprobs]
         arrived = torch.cuda.Event()
         arrived.record()
-        return DrawnTokens(host, arrived)
+        return DrawnTokens(tokens, arrived, logprobs)
+
+    @staticmethod
+    def _to_host(x: Tensor) -> Tensor:
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return host.copy_(x, non_blocking=True)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -202,6 +280,8 @@ class ModelRunner:
         """Give the device's memory back."""
         self.synchronize()
         self.attention_layers.clear()
+        if self.graphs:
+            self.graphs.clear()
         del self.model, self.kv_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

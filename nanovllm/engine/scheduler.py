@@ -138,15 +138,17 @@ class Scheduler:
         seq.num_computed = end
         # Known from here on, even to the next sequence of this very step: a layer writes all K and V before it attends.
         self._register_full_blocks(seq, end)
+        draws = end == seq.num_tokens
         return PrefillChunk(
             row=seq.row,
             token_ids=seq.token_ids[start:end],
             start=start,
             write_from=write_from,
             block_table=list(seq.block_table),
-            draws=end == seq.num_tokens,
+            draws=draws,
             temperature=seq.params.temperature,
             seed=seq.seed,
+            special=seq.special_row() if draws else None,
         )
 
     def _register_full_blocks(self, seq: Sequence, length: int) -> None:
@@ -158,8 +160,10 @@ class Scheduler:
             seq.last_hash = self.blocks.register(seq.block_table[index], seq.last_hash, tokens)
             seq.num_hashed_blocks += 1
 
-    def commit(self, tokens: list[int]) -> tuple[list[Sequence], list[Sequence]]:
-        """Take the tokens drawn by the oldest step in flight.
+    def commit(
+        self, tokens: list[int], logprobs: dict[int, dict[int, float]] = {}
+    ) -> tuple[list[Sequence], list[Sequence]]:
+        """Take the tokens drawn by the oldest step in flight, and log-probabilities, by index, for those who asked.
 
         Returns the sequences that drew one, and those among them that ended with it. A sequence that had ended before
         ran one step too far: its token is dropped.
@@ -168,20 +172,23 @@ class Scheduler:
         block_size = self.blocks.block_size
         drawing = self._in_flight.popleft()
         assert len(drawing) == len(tokens), "a step answers one token for each sequence that draws"
+        for i, of_token in logprobs.items():
+            if drawing[i].status is not Status.FINISHED:
+                drawing[i].logprobs.append(of_token)
         for seq, token in zip(drawing, tokens):
             if seq.status is Status.FINISHED:
                 continue
             drew.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)
+            if (length - 1) % block_size == 0:  # the tokens before this one fill a block
+                self._register_full_blocks(seq, length - 1)
             if token in seq.stop_ids:
                 seq.finish_reason = "stop"
                 ended.append(seq)
             elif length == seq.max_len:
                 seq.finish_reason = "length"
                 ended.append(seq)
-            elif length % block_size == 1:  # the tokens before this one fill a block
-                self._register_full_blocks(seq, length - 1)
         if ended:
             for seq in ended:
                 self._release(seq)

@@ -5,7 +5,7 @@ Knows no tensor and no policy: the scheduler changes it, the block manager lends
 
 from enum import Enum, auto
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, SpecialRow
 
 
 class Status(Enum):
@@ -23,7 +23,7 @@ class Sequence:
 
     __slots__ = (
         "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
-        "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash",
+        "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +46,7 @@ class Sequence:
         self.num_tokens = len(prompt)
         self.status = Status.WAITING
         self.finish_reason: str | None = None
+        self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
         self.reset()
 
     def reset(self) -> None:
@@ -60,3 +61,10 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    def special_row(self) -> SpecialRow | None:
+        """What the runner must know to draw the sequence's next tokens, beyond temperature and seed."""
+        params = self.params
+        if params.is_plain:
+            return None
+        return SpecialRow(params, self.stop_ids, self.num_prompt_tokens, list(self.token_ids) if params.penalizes else [])

@@ -4,58 +4,70 @@ The functions here pick the form by the device their tensors live on. Triton and
 this package alone, and only when a CUDA tensor asks for them, so that the library runs where neither is installed.
 """
 
-from dataclasses import dataclass
-from collections.abc import Callable
-
 import torch.nn.functional as F
-from torch import Tensor
 
-from nanovllm.kernels import reference, torch_attention
+from nanovllm.kernels import grouped_experts, reference
+from nanovllm.kernels.backends import TORCH_BACKEND, AttentionBackend, select_attention_backend
 
-
-@dataclass(frozen=True)
-class AttentionBackend:
-    """How attention is computed: one function for prompt chunks, one for decoding (see torch_attention for both)."""
-
-    name: str
-    prefill: Callable[..., Tensor]
-    decode: Callable[..., Tensor]
-
-
-TORCH_BACKEND = AttentionBackend("torch", torch_attention.prefill_attention, torch_attention.decode_attention)
-
-
-def _form(x: Tensor):
-    return reference
+__all__ = [
+    "TORCH_BACKEND",
+    "AttentionBackend",
+    "add_rms_norm",
+    "decode_inputs",
+    "linear",
+    "moe",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "sample",
+    "select_attention_backend",
+    "silu_and_mul",
+]
 
 
 def rms_norm(x, weight, eps):
-    return _form(x).rms_norm(x, weight, eps)
+    return _elementwise(x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x, residual, weight, eps):
-    return _form(x).add_rms_norm(x, residual, weight, eps)
+    return _elementwise(x).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_and_mul(x):
-    return _form(x).silu_and_mul(x)
+    return _elementwise(x).silu_and_mul(x)
 
 
 def qk_norm_rope_store(qkv, *args):
-    return _form(qkv).qk_norm_rope_store(qkv, *args)
+    return _elementwise(qkv).qk_norm_rope_store(qkv, *args)
 
 
 def decode_inputs(rows, *args):
-    return _form(rows).decode_inputs(rows, *args)
+    return _elementwise(rows).decode_inputs(rows, *args)
 
 
 def sample(logits, *args, **kwargs):
-    return _form(logits).sample(logits, *args, **kwargs)
+    if not logits.is_cuda:
+        return reference.sample(logits, *args, **kwargs)
+    from nanovllm.kernels import triton_sampling
+
+    return triton_sampling.sample(logits, *args, **kwargs)
 
 
-def select_attention_backend(name, device, dtype, head_dim, block_size):
-    return TORCH_BACKEND
+def linear(x, weight, bias=None):
+    if not x.is_cuda:
+        return F.linear(x, weight, bias)
+    from nanovllm.kernels import skinny_linear
+
+    return skinny_linear.linear(x, weight, bias)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+def moe(x, experts, weights, gate_up, down):
+    form = grouped_experts if grouped_experts.can_group(x, gate_up, down) else reference
+    return form.moe(x, experts, weights, gate_up, down)
+
+
+def _elementwise(x):
+    if not x.is_cuda:
+        return reference
+    from nanovllm.kernels import triton_ops
+
+    return triton_ops

@@ -13,8 +13,10 @@ PHILOX_TILE = 1024  # vocabulary entries that share a tile of counters: 256 coun
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., N] to root mean square 1, then by `weight` [N]. Computed in float32."""
-    normed = F.rms_norm(x.float(), (x.shape[-1],), eps=eps)
-    return normed.to(x.dtype) * weight
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over x; the rest is small
+    scale = torch.addcmul(length.new_tensor(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+    return (wide * scale).to(x.dtype) * weight
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,6 +29,23 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """[T, 2F] -> [T, F]: SiLU of the first half times the second."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def moe(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """A mixture of SwiGLU experts: each token goes through K of the E, and their results are summed by weight.
+
+    x [T, N], experts [T, K] int64, weights [T, K] float32, gate_up [E, 2F, N], down [E, N, F] -> [T, N].
+    """
+    num_tokens, top_k = experts.shape
+    order = experts.flatten().argsort(stable=True)  # the T K pairs of token and expert, expert by expert
+    counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    results = x.new_empty(num_tokens * top_k, x.shape[1])
+    for expert, pairs in enumerate(order.split(counts)):
+        if len(pairs):
+            hidden = silu_and_mul(F.linear(x[pairs // top_k], gate_up[expert]))
+            results[pairs] = F.linear(hidden, down[expert])
+    # Summing by token, not by expert, keeps a token's result independent of the others in the batch.
+    return (results.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
 def qk_norm_rope_store(
@@ -125,8 +144,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab_size:
     words = torch.stack(philox(seeds.unsqueeze(1), counters, positions.unsqueeze(1)))  # [4, B, tiles * 256]
     words = words.unflatten(-1, (-1, 256)).permute(1, 2, 0, 3).flatten(1)  # [B, tiles * 1024]
     begin = vocab_start - first_tile * PHILOX_TILE
-    uniform = ((words[:, begin : begin + vocab_size] >> 8).float() + 0.5) * 2.0**-24
-    return -torch.log(-torch.log(uniform))
+    return -torch.log(-torch.log(open_unit_interval(words[:, begin : begin + vocab_size])))
+
+
+def open_unit_interval(words: Tensor) -> Tensor:
+    """The upper 23 bits of 32-bit words as float32 in (0, 1). With one bit more, the largest would round to 1."""
+    return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
 def philox(seeds: Tensor, c0: Tensor, c1: Tensor, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:

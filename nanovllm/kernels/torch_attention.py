@@ -4,6 +4,8 @@ Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV h
 A cache is [blocks, block_size, G, D].
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,13 +40,17 @@ def prefill_attention(
 
 def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
     """One query a sequence over its cached tokens: q [B, H, D], lens [B] int32, tables [B, W] int32 -> [B, H, D]."""
-    batch, num_heads, head_dim = q.shape
+    # The query heads of a group share their K and V: let them be the rows of one small attention problem.
+    grouped = q.view(q.shape[0], k_cache.shape[2], -1, q.shape[2])  # [B, G, H / G, D]
+    attend = _attend_by_pages if q.device.type == "cpu" else _attend_padded
+    return attend(grouped, k_cache, v_cache, lens, tables, scale).view(q.shape)
+
+
+def _attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
     max_len = int(lens.max())
     k, v = (_gather(cache, tables, max_len).transpose(1, 2) for cache in (k_cache, v_cache))  # [B, G, L, D]
     mask = torch.arange(max_len, device=q.device) < lens.view(-1, 1, 1, 1)  # [B, 1, 1, L]
-    # The query heads of a group share their K and V: let them be the rows of one small attention problem.
-    q = q.view(batch, k.shape[1], -1, head_dim)
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale).view(batch, num_heads, head_dim)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
 
 
 def _gather(cache: Tensor, tables: Tensor, length: int) -> Tensor:
@@ -52,3 +58,44 @@ def _gather(cache: Tensor, tables: Tensor, length: int) -> Tensor:
     block_size = cache.shape[1]
     tables = tables[:, : -(-length // block_size)]
     return cache[tables].flatten(1, 2)[:, :length]
+
+
+PAGE = 64  # tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
+
+
+def _attend_by_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
+    """What `_attend_padded` computes, without padding every sequence to the longest.
+
+    Each page of each sequence is an attention problem of its own; their results are merged by the weight that each page's
+    log-sum-exp gives it, as flash decoding does (Dao et al. 2023).
+    """
+    batch, groups, _, dim = q.shape
+    page = math.gcd(k_cache.shape[1], PAGE)
+    owner, index, pages, mask = _split_into_pages(lens, tables, k_cache.shape[1], page)  # N pages in all
+    rows = (cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache))
+    k, v = (row.view(-1, page, groups, dim).transpose(1, 2) for row in rows)  # [N, G, page, D]
+    parts, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.index_select(0, owner), k, v, attn_mask=mask.to(q.dtype), scale=scale
+    )  # [N, G, H / G, D], [N, G, H / G]
+    weights = lse.new_full((batch, tables.shape[1] * k_cache.shape[1] // page, *lse.shape[1:]), float("-inf"))
+    weights[owner, index] = lse
+    weights = weights.softmax(dim=1)[owner, index].unsqueeze(-1)
+    return torch.zeros_like(q).index_add_(0, owner, (parts * weights).to(q.dtype))
+
+
+_split: tuple[Tensor, tuple[Tensor, ...]] | None = None  # of the last step: every layer asks for the same one
+
+
+def _split_into_pages(lens: Tensor, tables: Tensor, block_size: int, page: int) -> tuple[Tensor, ...]:
+    """For each of N pages: the sequence it belongs to, its index there, its place in the cache, and its mask [N, 1, 1, page]."""
+    global _split
+    if _split is None or _split[0] is not lens:
+        counts = (lens + page - 1) // page
+        owner = torch.repeat_interleave(torch.arange(len(lens)), counts)
+        index = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+        per_block = block_size // page
+        pages = tables[owner, index // per_block].long() * per_block + index % per_block
+        unused = torch.arange(page) >= (lens[owner] - index * page).unsqueeze(1)
+        mask = torch.zeros(unused.shape).masked_fill_(unused, float("-inf"))[:, None, None]
+        _split = lens, (owner, index, pages, mask)
+    return _split[1]

@@ -1,11 +1,31 @@
-"""Draw tokens from logits that are split over the ranks by vocabulary entry."""
+"""Draw tokens for the rows that ask for more than a temperature and a seed.
 
+A step draws for all its rows in one fused pass (kernels.sample). Rows whose SamplingParams ask for more are then drawn
+once more, with the same noise, from logits that went, in vLLM's order, through
+
+    min_tokens (no token that would end the output) -> repetition, then frequency and presence penalty
+    -> temperature -> min_p -> top_k -> top_p,
+
+and that draw replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the arg max of what the
+penalties leave. Reported log-probabilities are the model's own, before any of this.
+
+Shapes: S special rows, V vocabulary entries, M the most tokens of a sequence.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm import kernels
+from nanovllm.sampling_params import SamplingParams, SpecialRow
 from nanovllm.utils.parallel import ParallelGroup
 
+Upload = Callable[[np.ndarray], Tensor]
 LOW_WORD = 0xFFFFFFFF
+ROWS_AT_ONCE = 64  # bounds the memory that sorting the vocabulary takes
 
 
 def choose_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Tensor:
@@ -19,3 +39,173 @@ def choose_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> T
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as an integer as the float does: negative ones run backwards
     keys = (ordered.long() << 32) | (LOW_WORD - tokens)
     return LOW_WORD - (group.maximum(keys) & LOW_WORD)
+
+
+def apply_penalties(
+    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """logits [S, V] float32 -> the same, penalised.
+
+    seen [S, V] bool: tokens of prompt or output; counts [S, V] float32: how often each is in the output. The penalties
+    are [S, 1] float32; 1, 0 and 0 change nothing, to the bit.
+    """
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def count_tokens(history: Tensor, prompt_lens: Tensor, lens: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """What `apply_penalties` needs, from the first lens [S, 1] tokens of history [S, M], prompt_lens [S, 1] of them given."""
+    at = torch.arange(history.shape[1], device=history.device)
+    zeros = torch.zeros(history.shape[0], vocab_size, device=history.device)
+    known = zeros.scatter_add(1, history, (at < lens).float())
+    drawn = zeros.scatter_add_(1, history, ((at >= prompt_lens) & (at < lens)).float())
+    return known > 0, drawn
+
+
+def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> Tensor:
+    """[S, V] bool: which tokens may be drawn by scores [S, V] = logits / temperature.
+
+    top_k [S, 1] int64, top_p and min_p [S, 1] float32. width: of the sorted part; the largest top_k, V if a row needs all
+    tokens in order, 0 if none needs any. A token as likely as the last one kept is kept too, so that the set is a
+    function of the scores alone.
+    """
+    threshold = scores.amax(dim=-1, keepdim=True) + min_p.log()
+    if width:
+        best = scores.topk(width).values  # likeliest first
+        dropped = (torch.arange(width, device=scores.device) >= top_k) | (best < threshold)
+        probs = best.masked_fill(dropped, -torch.inf).softmax(dim=-1)
+        # The token that crosses the bound is kept: those before it do not reach top_p.
+        kept = ~dropped & (probs.cumsum(dim=-1) - probs < top_p)
+        threshold = best.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+    return scores >= threshold
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the rows `index` of a step, each asking for its `counts`: token ids and log-probabilities [rows, 1 + most].
+
+    The first column is the token drawn, the others are the likeliest in order.
+    """
+
+    index: list[int]
+    counts: list[int]
+    token_ids: Tensor
+    values: Tensor
+
+    def read(self) -> dict[int, dict[int, float]]:
+        """For each index, token id -> log-probability."""
+        rows = zip(self.index, self.counts, self.token_ids.tolist(), self.values.tolist())
+        return {i: dict(zip(ids[: count + 1], values)) for i, count, ids, values in rows}
+
+
+class _Part:
+    """Some of a step's special rows and what they ask for, on the device."""
+
+    def __init__(self, index: list[int], rows: Sequence[int], wishes: list[SpecialRow], vocab_size: int, upload: Upload):
+        params = [wish.params for wish in wishes]
+        limits = [limit(p, vocab_size) for p in params]
+        prompt_lens = [wish.num_prompt_tokens for wish in wishes]
+        # A sum of probabilities can come to a little over 1: who asked for no bound must not meet one there.
+        top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
+        names = ("min_p", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
+        ints = np.array([index, [rows[i] for i in index], limits, prompt_lens], dtype=np.int64)
+        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)], dtype=np.float32)
+        self.index = index
+        self.at, self.rows, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
+        top_p_d, min_p, self.temperatures, *penalties = upload(floats)
+        self.divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0).unsqueeze(1)
+        self.filters = [x.unsqueeze(1) for x in (limits_d, top_p_d, min_p)]
+        self.penalties = [x.unsqueeze(1) for x in penalties]
+        self.prompt_lens = prompt_lens_d.unsqueeze(1)
+
+        self.penalizes = any(p.penalizes for p in params)
+        self.width = max((k for p, k in zip(params, limits) if k < vocab_size or p.top_p < 1), default=0)
+        self.filters_any = self.width > 0 or any(p.min_p > 0 for p in params)
+        barred = [
+            (i, token, wish.num_prompt_tokens + wish.params.min_tokens)
+            for i, wish in enumerate(wishes)
+            if wish.params.min_tokens
+            for token in wish.stop_ids
+        ]
+        # Row i may not draw the token before it has this length.
+        self.barred = upload(np.array(barred, dtype=np.int64).T.copy()) if barred else None
+        self.asking = [i for i, p in enumerate(params) if p.logprobs is not None]
+        self.counts = [params[i].logprobs for i in self.asking]
+        self.asking_at = upload(np.array(self.asking, dtype=np.int64)) if self.asking else None
+
+
+class SpecialRows:
+    """Knows which rows of the running state are special, and draws for them."""
+
+    def __init__(self, num_rows: int, max_len: int, vocab_size: int, group: ParallelGroup, upload: Upload) -> None:
+        self.vocab_size = vocab_size
+        self.group = group
+        self._upload = upload
+        self._wishes: dict[int, SpecialRow] = {}  # by row
+        self._shape = (num_rows, max_len)
+        self._history: Tensor | None = None  # [rows, M] int32: the tokens of rows with penalties; made when first needed
+        self._rows: Sequence[int] = ()  # of the last step, and what they came to
+        self._parts: list[_Part] = []
+
+    def set(self, row: int, wish: SpecialRow | None) -> None:
+        """A sequence starts to draw in this row; None: temperature and seed are all it asks for."""
+        if wish is None:
+            if not self._wishes or self._wishes.pop(row, None) is None:
+                return
+        else:
+            self._wishes[row] = wish
+            if wish.params.penalizes:
+                tokens = self._upload(np.array(wish.token_ids, dtype=np.int32))
+                if self._history is None:
+                    self._history = torch.zeros(self._shape, dtype=torch.int32, device=tokens.device)
+                self._history[row, : len(tokens)] = tokens
+        self._rows, self._parts = (), []
+
+    def among(self, rows: Sequence[int]) -> list[_Part]:
+        """The special ones among a step's rows. Stays the same, and costs nothing, as long as the rows do."""
+        if self._wishes and rows != self._rows:
+            index = [i for i, row in enumerate(rows) if row in self._wishes]
+            index.sort(key=lambda i: limit(self._wishes[rows[i]].params, self.vocab_size))
+            parts = [index[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(index), ROWS_AT_ONCE)]
+            self._parts = [
+                _Part(part, rows, [self._wishes[rows[i]] for i in part], self.vocab_size, self._upload) for part in parts
+            ]
+            self._rows = rows
+        return self._parts
+
+    def draw(self, part: _Part, logits: Tensor, seeds: Tensor, lens: Tensor, tokens: Tensor) -> Logprobs | None:
+        """Replace the tokens of the part's rows.
+
+        Of the step's B rows: logits [B, this rank's entries], lens [B] (where the drawn token will stand) and tokens [B].
+        seeds: of the whole running state.
+        """
+        raw = logits = self.group.gather_columns(logits[part.at], self.vocab_size).float()
+        lens = lens[part.at].long()
+        if part.barred is not None:
+            row, token, least = part.barred
+            logits = raw.clone()
+            logits[row, token] = logits[row, token].masked_fill(lens[row] < least, -torch.inf)
+        if part.penalizes:
+            seen, counts = count_tokens(self._history[part.rows].long(), part.prompt_lens, lens.unsqueeze(1), self.vocab_size)
+            logits = apply_penalties(logits, seen, counts, *part.penalties)
+        if part.filters_any:
+            kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
+            logits = logits.masked_fill(~kept, -torch.inf)
+        drawn, _ = kernels.sample(logits, part.temperatures, seeds[part.rows], lens)
+        if part.penalizes:
+            self._history[part.rows, lens] = drawn.int()
+        tokens[part.at] = drawn
+        return self._logprobs(part, raw, drawn) if part.asking else None
+
+    @staticmethod
+    def _logprobs(part: _Part, raw: Tensor, drawn: Tensor) -> Logprobs:
+        logprobs = raw[part.asking_at].log_softmax(dim=-1)
+        best, token_ids = logprobs.topk(min(max(part.counts), logprobs.shape[1]))
+        drawn = drawn[part.asking_at].unsqueeze(1)
+        values = torch.cat((logprobs.gather(1, drawn), best), dim=1)
+        index = [part.index[i] for i in part.asking]
+        return Logprobs(index, part.counts, torch.cat((drawn, token_ids), dim=1), values)
+
+
+def limit(params: SamplingParams, vocab_size: int) -> int:
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size

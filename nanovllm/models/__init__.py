@@ -2,16 +2,23 @@
 
 from torch import nn
 
+from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
+from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.utils.parallel import ParallelGroup
 
 MODELS: dict[str, type[nn.Module]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
 }
 
 
 def build_model(hf_config, group: ParallelGroup) -> nn.Module:
-    """The model that `hf_config` describes, this rank's part: in the default dtype on the default device, not yet filled.
+    """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled.
 
     What a configuration asks for and no model here does is refused, never ignored.
     """
@@ -30,9 +37,7 @@ def check_supported(hf_config) -> None:
         raise ValueError(f"hidden_act is {activation!r}: only 'silu' is implemented")
     if getattr(hf_config, "quantization_config", None):
         raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
-    # Qwen configurations keep a window's size next to a switch that turns it off; others have the size alone.
+    # Qwen's configurations keep a window's size next to a switch that turns it off; others have the size alone.
     window = getattr(hf_config, "sliding_window", None)
-    if window is not None and getattr(hf_config, "use_sliding_window", True):
-        raise ValueError(f"sliding_window is {window}: sliding windows are not implemented, choose a model without")
-    if "sliding_attention" in (getattr(hf_config, "layer_types", None) or ()):
-        raise ValueError("layer_types has 'sliding_attention': sliding windows are not implemented")
+    if window and window < hf_config.max_position_embeddings and getattr(hf_config, "use_sliding_window", True):
+        raise ValueError(f"sliding_window is {window}: sliding windows are not implemented, choose a model without one")

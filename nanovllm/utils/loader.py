@@ -28,7 +28,7 @@ INDEX = "model.safetensors.index.json"
 DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = ("F64", "F32", "F16", "BF16")
-READERS = 8  # threads: one copy at a time leaves the disk and the bus idle in turn
+READERS = 8  # threads: one fills the bus from cached files, but leaves a disk idle between its reads
 
 
 def resolve_model_folder(model: str) -> Path:
@@ -37,7 +37,7 @@ def resolve_model_folder(model: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ValueError(f"model is {model!r}, and there is no such folder: give an existing one or a hub id like Qwen/Qwen3-0.6B")
+        raise ValueError(f"model is {model!r}: there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -69,9 +69,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     needed = {source.name for source in sources}
     if missing := needed - checkpoint.keys():
         raise ValueError(f"{folder}: no file has {_some(missing)}: download the model again, or check its config.json")
-    if extra := {name for name in checkpoint.keys() - needed if not name.endswith("rotary_emb.inv_freq")}:
-        if extra := extra - tied_heads(model):
-            raise ValueError(f"{folder}: the model has no place for {_some(extra)}: check its config.json")
+    extra = {name for name in checkpoint.keys() - needed if not name.endswith("rotary_emb.inv_freq")}
+    if extra := extra - tied_heads(model):
+        raise ValueError(f"{folder}: the model has no place for {_some(extra)}: check its config.json")
     for source in sources:
         check_tensor(source, *checkpoint[source.name])
 
@@ -87,7 +87,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """Fill `model` with normal noise of deviation 0.02, and norms with ones.
 
-    The noise of a checkpoint tensor is a function of the seed and its name, so that every number of ranks has one model.
+    The noise of a checkpoint tensor is a function of the seed and its name: any number of ranks has the same model.
     """
     sources = list(model_sources(model))
     check_coverage(model, sources)
@@ -96,7 +96,7 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         if source.name.endswith("norm.weight"):
             destination.fill_(1.0)
             continue
-        generator = torch.Generator(destination.device).manual_seed(seed << 32 | zlib.crc32(source.name.encode()))
+        generator = torch.Generator(destination.device).manual_seed(zlib.crc32(f"{seed} {source.name}".encode()))
         if destination.shape == source.shape:
             destination.normal_(0.0, 0.02, generator=generator)
         else:
@@ -141,7 +141,7 @@ def open_checkpoint(folder: Path) -> dict[str, tuple[Path, safe_open]]:
             raise ValueError(f"{path} is truncated or corrupt: download it again ({error})") from error
         for name in file.keys():
             if name in checkpoint:
-                raise ValueError(f"{path} and {checkpoint[name][0]} both have {name}: remove the file that is not the model's")
+                raise ValueError(f"{path} and {checkpoint[name][0]} both have {name}: remove the wrong one")
             checkpoint[name] = path, file
     return checkpoint
 
@@ -152,7 +152,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not index.is_file():
         if files := sorted(folder.glob("*.safetensors")):
             return files
-        raise ValueError(f"{folder} has no *.safetensors file: download the model again, or convert its weights to safetensors")
+        raise ValueError(f"{folder} has no *.safetensors file: download the model again, or convert its weights")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError) as error:
@@ -165,9 +165,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
 def check_tensor(source: Source, path: Path, file: safe_open) -> None:
     found = file.get_slice(source.name)
     if (shape := tuple(found.get_shape())) != source.shape:
-        raise ValueError(f"{path}: {source.name} has shape {shape}, config.json means {source.shape}: is it another model's?")
+        raise ValueError(f"{path}: {source.name} has shape {shape}, config.json means {source.shape}: check both")
     if (dtype := found.get_dtype()) not in FLOATS:
-        raise ValueError(f"{path}: {source.name} is {dtype}, expected one of {FLOATS}: choose the unquantized checkpoint")
+        raise ValueError(f"{path}: {source.name} is {dtype}, not one of {FLOATS}: choose the unquantized checkpoint")
 
 
 def _some(names: Iterable[str]) -> str:

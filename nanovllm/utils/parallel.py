@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 HOST = "127.0.0.1"
@@ -47,6 +48,15 @@ class ParallelGroup:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         dist.all_gather_into_tensor(gathered, x.contiguous())
         return gathered
+
+    def gather_columns(self, x: Tensor, total: int) -> Tensor:
+        """[B, own] -> [B, total], where rank r has the columns from total * r // size up to total * (r + 1) // size."""
+        if self.size == 1:
+            return x
+        starts = [total * rank // self.size for rank in range(self.size + 1)]
+        widest = -(-total // self.size)
+        parts = self.all_gather(F.pad(x, (0, widest - x.shape[1])))  # [size, B, widest]
+        return torch.cat([part[:, : end - begin] for part, begin, end in zip(parts, starts, starts[1:])], dim=1)
 
     def minimum(self, value: int) -> int:
         """The least of the ranks' values."""

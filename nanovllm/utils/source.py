@@ -1,8 +1,8 @@
 """Where a piece of a parameter comes from: what layers tell the loader.
 
 A layer that has parameters has a method `sources(path)`, `path` being its dotted name in the model, that yields one
-Source for each checkpoint tensor it needs. So a layer alone knows how it is split over the ranks and under which names a
-checkpoint stores it, and the loader alone knows files.
+Source for each checkpoint tensor it needs. So a layer alone knows how it is split over the ranks and under which names
+a checkpoint stores it, and the loader alone knows files.
 """
 
 from dataclasses import dataclass

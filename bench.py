@@ -1,0 +1,375 @@
+"""Measure throughput and latency, and compare with vLLM or transformers.
+
+    python bench.py                                         the default workload for this machine
+    python bench.py --model qwen3-8b --workload bench,latency
+    python bench.py --compare vllm                          both engines in turn, each in a process of its own
+    python bench.py --compare transformers --workload laptop --model tiny
+    python bench.py --host                                  what a step costs the host, with the device left out
+
+Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random weights, so that nothing is
+downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b. Times are the best of --repeat runs.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from random import Random
+
+START = time.perf_counter()
+TINY = Path(__file__).parent / "nanovllm" / "assets" / "tiny-qwen3"
+
+# hidden, layers, heads, KV heads, head size, intermediate, tied head
+SHAPES = {
+    "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, True),
+    "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144, True),
+    "qwen3-8b": (4096, 36, 32, 8, 128, 12288, False),
+    "qwen3-32b": (5120, 64, 64, 8, 128, 25600, False),
+}
+VOCAB = 151936
+
+WORKLOADS = {
+    "bench": "256 requests, 100-1024 tokens in, 100-1024 out (133,966 in all)",
+    "latency": "1 request, 128 in, 512 out",
+    "prefill": "128 requests, 2048 in, 1 out",
+    "shared": "256 requests, 2048 common tokens + 128 own in, 128 out",
+    "long": "64 requests, 3000 in, 512 out",
+    "many": "2048 requests, 16-128 in, 16-128 out",
+    "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
+}
+Work = list[tuple[list[int], int]]  # prompt, output length
+
+
+def workloads() -> Iterator[tuple[str, Work]]:
+    """Every workload but "laptop", drawn in this order from one stream: what was measured elsewhere to the token."""
+    r = Random(0)
+
+    def ids(n: int) -> list[int]:
+        return [r.randint(0, 10000) for _ in range(n)]
+
+    prompts = [ids(r.randint(100, 1024)) for _ in range(256)]
+    yield "bench", [(prompt, r.randint(100, 1024)) for prompt in prompts]
+    yield "latency", [(ids(128), 512)]
+    yield "prefill", [(ids(2048), 1) for _ in range(128)]
+    common = ids(2048)
+    yield "shared", [(common + ids(128), 128) for _ in range(256)]
+    yield "long", [(ids(3000), 512) for _ in range(64)]
+    yield "many", [(ids(r.randint(16, 128)), r.randint(16, 128)) for _ in range(2048)]
+
+
+def workload(name: str, vocab: int) -> Work:
+    if name == "laptop":
+        r = Random(0)
+        work = [([r.randrange(vocab) for _ in range(r.randint(16, 256))], r.randint(16, 256)) for _ in range(64)]
+    else:
+        work = next(work for key, work in workloads() if key == name)
+    return [([token % vocab for token in prompt], length) for prompt, length in work]
+
+
+def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
+    """Change the first token of each prompt, so that a prefix cache helps inside a workload but not between repeats."""
+    first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
+    return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
+
+
+def model_folder(name: str) -> tuple[str, bool]:
+    """The folder or hub id to load, and whether its weights are made up."""
+    if name == "tiny":
+        return str(TINY), False
+    if name not in SHAPES:
+        return name, False
+    hidden, layers, heads, kv_heads, head_dim, intermediate, tied = SHAPES[name]
+    config = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=VOCAB, hidden_size=hidden,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+        intermediate_size=intermediate, tie_word_embeddings=tied, hidden_act="silu", rms_norm_eps=1e-6,
+        rope_theta=1000000, max_position_embeddings=40960, attention_bias=False, use_sliding_window=False,
+        sliding_window=None, initializer_range=0.02, torch_dtype="bfloat16", bos_token_id=151643, eos_token_id=151645,
+    )  # fmt: skip
+    folder = Path(tempfile.gettempdir()) / f"nanovllm-bench-{os.getuid()}" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder), True
+
+
+class NanovllmEngine:
+    def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
+        from nanovllm import LLM
+
+        self.llm = LLM(
+            model,
+            load_format="dummy" if dummy else "auto",
+            max_model_len=args.max_model_len,
+            tensor_parallel_size=args.tensor_parallel_size,
+            **json.loads(args.options),
+        )
+        self.vocab = self.llm.engine.vocab_size
+
+    def run(self, work: Work, temperature: float) -> int:
+        from nanovllm import SamplingParams
+
+        params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work]
+        outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
+        return sum(len(output["token_ids"]) for output in outputs)
+
+
+class VllmEngine:
+    def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(
+            model,
+            load_format="dummy" if dummy else "auto",
+            skip_tokenizer_init=dummy,
+            max_model_len=args.max_model_len,
+            tensor_parallel_size=args.tensor_parallel_size,
+            **json.loads(args.options),
+        )
+        self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
+
+    def run(self, work: Work, temperature: float) -> int:
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work
+        ]
+        outputs = self.llm.generate([dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+class TransformersEngine:
+    """`generate` in left-padded static batches of 16, each as long as its longest output."""
+
+    def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.torch, cuda = torch, torch.cuda.is_available()
+        dtype, self.device = (torch.bfloat16, "cuda") if cuda else (torch.float32, "cpu")
+        make = AutoModelForCausalLM.from_config if dummy else AutoModelForCausalLM.from_pretrained
+        self.model = make(AutoConfig.from_pretrained(model) if dummy else model).to(self.device, dtype).eval()
+        self.vocab = self.model.config.vocab_size
+
+    def run(self, work: Work, temperature: float) -> int:
+        torch, total = self.torch, 0
+        for start in range(0, len(work), 16):
+            batch = work[start : start + 16]
+            width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
+            ids = torch.zeros(len(batch), width, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for i, (prompt, _) in enumerate(batch):
+                ids[i, width - len(prompt) :] = torch.tensor(prompt)
+                mask[i, width - len(prompt) :] = 1
+            sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
+            with torch.inference_mode():
+                self.model.generate(
+                    ids.to(self.device), attention_mask=mask.to(self.device), min_new_tokens=length,
+                    max_new_tokens=length, pad_token_id=0, **sampling,
+                )  # fmt: skip
+            total += sum(n for _, n in batch)  # the rest of each row was made for nothing
+        return total
+
+
+ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine}
+
+
+def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
+    """Seconds below which no engine comes on one GPU: every step reads the weights once and each running sequence's K and
+    V once, and every prompt token takes two operations a parameter. Steps hold at most 512 sequences."""
+    if model not in SHAPES:
+        return None
+    hidden, layers, heads, kv_heads, head_dim, intermediate, _ = SHAPES[model]
+    body = layers * (hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * intermediate)
+    kv_bytes = layers * kv_heads * head_dim * 2 * 2
+    steps = max(max(n for _, n in work), -(-sum(n for _, n in work) // 512))
+    kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work) * kv_bytes
+    computed = sum(len(prompt) for prompt, _ in work) - (2048 * (len(work) - 1) if name == "shared" else 0)
+    return (kv_read + (body + VOCAB * hidden) * 2 * steps) / bandwidth + 2 * body * computed / flops
+
+
+def ceilings() -> tuple[float, float] | None:
+    """This GPU's copy bandwidth in bytes/s and bf16 matrix rate in FLOP/s, measured now."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+
+    def seconds(f, n: int = 10) -> float:
+        for _ in range(3):
+            f()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(n):
+            f()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / n / 1e3
+
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    copy = 2 * x.nbytes / seconds(lambda: y.copy_(x))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    rate = 2 * 8192**3 / seconds(lambda: a @ b)
+    del x, y, a, b
+    torch.cuda.empty_cache()
+    return copy, rate
+
+
+def measure(args: argparse.Namespace) -> list[dict]:
+    """Run the workloads on one engine in this process."""
+    folder, dummy = model_folder(args.model)
+    limits = ceilings() if args.model in SHAPES else None
+    begun = time.perf_counter()
+    engine = ENGINES[args.engine](folder, dummy, args)
+    engine.run([([1, 2, 3], 16)], 0.0)
+    startup = time.perf_counter() - begun
+    rows = []
+    for name in args.workload.split(","):
+        work = workload(name, engine.vocab)
+        temperature = 0.0 if name == "laptop" else 0.6
+        seconds = []
+        for repeat in range(args.repeat):
+            fresh = refresh(work, name, repeat, engine.vocab)
+            begin = time.perf_counter()
+            tokens = engine.run(fresh, temperature)
+            seconds.append(time.perf_counter() - begin)
+        wanted = sum(n for _, n in work)
+        if tokens != wanted:
+            raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
+        best = min(seconds)
+        limit = roofline(args.model, work, name, *limits) if limits else None
+        rows.append(
+            dict(
+                engine=args.engine, model=args.model, workload=name, seconds=best, runs=seconds, output_tokens=tokens,
+                output_tokens_per_second=tokens / best, startup_seconds=startup,
+                roofline_seconds=limit, roofline_fraction=limit / best if limit else None,
+                device=device_name(), versions=versions(args.engine),
+            )
+        )  # fmt: skip
+        print_row(rows[-1])
+    return rows
+
+
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+
+
+def versions(engine: str) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in {"torch", "triton", "flash-attn", "flash-attn-4", "transformers", engine}:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def print_row(row: dict) -> None:
+    fraction = f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
+    print(
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<8} {row['seconds']:8.3f} s  "
+        f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
+        flush=True,
+    )
+
+
+def compare(args: argparse.Namespace) -> list[dict]:
+    """Run nanovllm and the other engine in processes of their own, and print one table."""
+    results: dict[str, dict[str, dict]] = {}
+    for engine in ("nanovllm", args.compare):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            own = ["--options", args.options] if engine == "nanovllm" else []
+            command = [sys.executable, __file__, "--engine", engine, "--model", args.model, "--workload", args.workload]
+            command += ["--repeat", str(args.repeat), "--max-model-len", str(args.max_model_len), "--json", file.name]
+            command += ["--tensor-parallel-size", str(args.tensor_parallel_size), *own]
+            if subprocess.run(command).returncode:
+                sys.exit(f"bench.py: {engine} failed (its error is above)")
+            results[engine] = {row["workload"]: row for row in json.load(open(file.name))}
+    ours, theirs = results["nanovllm"], results[args.compare]
+    one = next(iter(ours.values()))
+    print(f"\n{args.model} on {one['device']}; seconds, best of {args.repeat}\n")
+    print(f"| workload | nanovllm | {args.compare} | {args.compare} / nanovllm | nanovllm of roofline |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, row in ours.items():
+        fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
+        other = theirs[name]["seconds"]
+        print(f"| {name} | {row['seconds']:.3f} | {other:.3f} | {other / row['seconds']:.2f} | {fraction} |")
+    print(f"| start to first token | {one['startup_seconds']:.1f} | {next(iter(theirs.values()))['startup_seconds']:.1f} | | |")
+    return [row for rows in results.values() for row in rows.values()]
+
+
+def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400) -> None:
+    """Schedule and commit of decode steps, with a runner that computes nothing: milliseconds of host time a step."""
+    from nanovllm import SamplingParams
+    from nanovllm.engine.block_manager import BlockManager
+    from nanovllm.engine.scheduler import Scheduler
+    from nanovllm.engine.sequence import Sequence
+
+    for count in counts:
+        blocks = BlockManager(count * 8, 256)
+        scheduler = Scheduler(blocks, max_num_seqs=count, max_num_batched_tokens=max(16384, count))
+        r = Random(0)
+        for i in range(count):
+            prompt = [r.randrange(VOCAB) for _ in range(r.randint(100, 300))]
+            scheduler.add(Sequence(i, prompt, SamplingParams(max_tokens=1024), max_len=len(prompt) + 1024))
+        while len(scheduler.running) < count:
+            batch = scheduler.schedule()
+            drawing = len(batch.decode_rows) + sum(chunk.draws for chunk in batch.prefills)
+            scheduler.commit([1] * drawing)
+        tokens, seconds = [1] * count, []
+        for _ in range(steps):
+            begin = time.perf_counter()
+            scheduler.schedule()
+            scheduler.commit(tokens)
+            seconds.append(time.perf_counter() - begin)
+        seconds.sort()
+        print(
+            f"{count:5} running sequences: {seconds[steps // 2] * 1e3:.3f} ms a step (median of {steps}; "
+            f"mean {sum(seconds) / steps * 1e3:.3f}, worst {seconds[-1] * 1e3:.3f})"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="workloads:\n" + "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items()),
+    )
+    parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
+    parser.add_argument("--compare", choices=[name for name in ENGINES if name != "nanovllm"], help="run this engine too")
+    parser.add_argument("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
+    parser.add_argument("--workload", help="one or several, separated by commas; default: bench on a GPU, laptop without one")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--options", default="{}", help="further options of the engine's LLM, as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write the measurements there")
+    parser.add_argument("--host", action="store_true", help="measure the host's cost of a step and nothing else")
+    args = parser.parse_args()
+    if args.host:
+        return host_cost()
+    if args.model is None or args.workload is None:
+        import torch
+
+        model, work = ("qwen3-0.6b", "bench") if torch.cuda.is_available() else ("tiny", "laptop")
+        args.model, args.workload = args.model or model, args.workload or work
+    if unknown := [name for name in args.workload.split(",") if name not in WORKLOADS]:
+        parser.error(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
+    if args.repeat < 1:
+        parser.error(f"--repeat is {args.repeat}: use 1 or more")
+    rows = compare(args) if args.compare else measure(args)
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Attention from the flash-attn packages, version 2 and version 4.
+
+Knows how each spells what `torch_attention` defines, and how to tell them apart: both install into the package name
+`flash_attn`. Version 2 wheels carry an old `flash_attn.cute` that is not version 4, and version 4 alone leaves
+`flash_attn` without functions, so what counts is the function that is needed, not whether the package imports.
+"""
+
+import inspect
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from nanovllm.utils.context import PrefillMetadata
+
+
+def why_not_v2(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """What keeps flash-attn 2 from serving, as the user would put it right; None if it can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return f"device {device} is not an Ampere or newer NVIDIA GPU: take attention_backend='auto'"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {dtype} is neither float16 nor bfloat16: take one of them or attention_backend='auto'"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim {head_dim} is not a multiple of 8 up to 256: take attention_backend='auto'"
+    if block_size % 256:
+        return f"kvcache_block_size {block_size} is not a multiple of 256: take one or attention_backend='auto'"
+    if find_v2() is None:
+        return "flash-attn 2 is not installed: pip install nanovllm[flash-attn], or take attention_backend='auto'"
+    return None
+
+
+def why_not_v4(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+    """The same for flash-attn 4, which takes any block size."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        return f"device {device} is neither a Hopper nor a Blackwell GPU"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"dtype {dtype} is neither float16 nor bfloat16"
+    if head_dim % 8 or head_dim > 128:
+        return f"head_dim {head_dim} is not a multiple of 8 up to 128"
+    if find_v4() is None:
+        return "flash-attn 4 is not installed: pip install nanovllm[flash-attn-4]"
+    return None
+
+
+@lru_cache
+def find_v2():
+    """flash-attn 2's (flash_attn_varlen_func, flash_attn_with_kvcache), or None."""
+    try:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+    except ImportError:
+        return None
+    return flash_attn_varlen_func, flash_attn_with_kvcache
+
+
+@lru_cache
+def find_v4():
+    """flash-attn 4's flash_attn_varlen_func, or None."""
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except Exception:  # the old copy fails in many ways, for it was written for another release of its compiler
+        return None
+    # Only version 4 takes the maximum lengths.
+    return flash_attn_varlen_func if "max_seqlen_k" in inspect.signature(flash_attn_varlen_func).parameters else None
+
+
+def prefill_attention_v2(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+) -> Tensor:
+    varlen, _ = find_v2()
+    cached = meta.block_tables is not None
+    return varlen(
+        q,
+        k_cache if cached else k,
+        v_cache if cached else v,
+        meta.cu_seqlens_q,
+        meta.cu_seqlens_k,
+        meta.max_seqlen_q,
+        meta.max_seqlen_k,
+        softmax_scale=scale,
+        causal=True,
+        block_table=meta.block_tables,
+    )
+
+
+def decode_attention_v2(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float
+) -> Tensor:
+    _, with_kvcache = find_v2()
+    return with_kvcache(
+        q.unsqueeze(1), k_cache, v_cache, cache_seqlens=lens, block_table=tables, softmax_scale=scale, causal=True
+    ).squeeze(1)
+
+
+def prefill_attention_v4(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+) -> Tensor:
+    options = dict(
+        cu_seqlens_q=meta.cu_seqlens_q,
+        max_seqlen_q=meta.max_seqlen_q,
+        max_seqlen_k=meta.max_seqlen_k,
+        softmax_scale=scale,
+        causal=True,
+    )
+    if meta.block_tables is None:
+        out = find_v4()(q, k, v, cu_seqlens_k=meta.cu_seqlens_k, **options)
+    else:
+        lens = meta.cu_seqlens_k.diff()  # a paged cache takes each sequence's length instead of where it starts
+        out = find_v4()(q, k_cache, v_cache, seqused_k=lens, page_table=meta.block_tables, **options)
+    return out[0] if isinstance(out, tuple) else out

@@ -1,0 +1,237 @@
+"""Attention over the paged KV cache in Triton: prompt chunks by flash attention, decoding by split-KV flash decoding.
+
+Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size. `torch_attention` says
+what both functions compute. Neither waits for the device; the shape of a decode launch depends on B and W alone, so that
+a CUDA graph may replay it with other lengths.
+Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W block-table width,
+S splits. Scores are kept in units of log2, for the exponential is a power of 2 on the device.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import overlap, wait_for_inputs
+from nanovllm.utils.context import PrefillMetadata
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 32
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+) -> Tensor:
+    num_heads, head_dim = q.shape[1:]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tables, page = meta.block_tables, 0
+    if tables is not None:
+        page = k_cache.shape[1]
+        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, G, D]: a block table turns tokens into slots
+    # Measured on an H200: small tiles for short prompts, large ones where each query sees many keys.
+    if head_dim * q.element_size() > 256:
+        block_m, block_n, warps, stages = 64, 32, 4, 2
+    elif meta.max_seqlen_q < 1024 or tables is not None:
+        block_m, block_n, warps, stages = 64, 64, 4, 3
+    else:
+        block_m, block_n, warps, stages = 128, 128, 8, 3
+    grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
+    _prefill_kernel[grid](
+        q, k, v, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables, scale * LOG2_E,
+        q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0) if page else 0,
+        num_heads // k.shape[1], head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _prefill_kernel(
+    q, k, v, out, cu_seqlens_q, cu_seqlens_k, tables, scale, q_stride, k_stride, v_stride, out_stride, table_stride,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    # Later queries see more keys: their long programs go first, and the short ones fill the end of the launch.
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head, chunk = tl.program_id(1), tl.program_id(2)
+    start_q, start_k = tl.load(cu_seqlens_q + chunk), tl.load(cu_seqlens_k + chunk)
+    len_q, len_k = tl.load(cu_seqlens_q + chunk + 1) - start_q, tl.load(cu_seqlens_k + chunk + 1) - start_k
+    if first < len_q:
+        row = first + tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        inside = (row < len_q)[:, None] & (dim < D)[None, :]
+        q_row = (start_q + row).to(tl.int64)[:, None]
+        query = tl.load(q + q_row * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
+        k += head // GROUP * D
+        v += head // GROUP * D
+        if PAGE:
+            tables += chunk * table_stride
+        position = len_k - len_q + row
+        # Keys every row may see need no mask; the last ones do.
+        unmasked = (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N
+        end = tl.minimum(len_k, len_k - len_q + first + BLOCK_M)
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(0, unmasked, BLOCK_N):
+            slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
+            key, value = _load_tiles(k, v, slot, None, k_stride, v_stride, D, BLOCK_D)
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+            peak, total, acc = _accumulate(scores, value, peak, total, acc)
+        for start in range(unmasked, end, BLOCK_N):
+            token = start + tl.arange(0, BLOCK_N)
+            slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
+            key, value = _load_tiles(k, v, slot, token < len_k, k_stride, v_stride, D, BLOCK_D)
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+            peak, total, acc = _accumulate(scores, value, peak, total, acc)
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + q_row * out_stride + head * D + dim[None, :], result, mask=inside)
+
+
+@triton.jit
+def _slots(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the sequence's tokens start .. start + BLOCK_N live: from first_slot on, or as the block table says."""
+    offset = tl.arange(0, BLOCK_N)
+    if PAGE == 0:
+        slot = (first_slot + start).to(tl.int64) + offset
+    elif PAGE % BLOCK_N == 0:  # one page holds them all
+        slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + offset
+    else:
+        token = start + offset
+        slot = tl.load(table + token // PAGE, mask=token < length, other=0).to(tl.int64) * PAGE + token % PAGE
+    return slot
+
+
+@triton.jit
+def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """K transposed [D, BLOCK_N] and V [BLOCK_N, D] of the slots. What is not inside reads 0: 0 times NaN would be NaN."""
+    dim = tl.arange(0, BLOCK_D)
+    k_at = k + slot[None, :] * k_stride + dim[:, None]
+    v_at = v + slot[:, None] * v_stride + dim[None, :]
+    if inside is None:
+        if D == BLOCK_D:
+            key, value = tl.load(k_at), tl.load(v_at)
+        else:
+            key = tl.load(k_at, mask=(dim < D)[:, None], other=0.0)
+            value = tl.load(v_at, mask=(dim < D)[None, :], other=0.0)
+    else:
+        key = tl.load(k_at, mask=inside[None, :] & (dim < D)[:, None], other=0.0)
+        value = tl.load(v_at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+    return key, value
+
+
+@triton.jit
+def _accumulate(scores, value, peak, total, acc):
+    """One step of the online softmax: rescale what was summed under the old peak, add this tile's share."""
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    rescale = tl.exp2(peak - new_peak)
+    weights = tl.exp2(scores - new_peak[:, None])
+    total = total * rescale + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision="ieee")
+    return new_peak, total, acc
+
+
+def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
+    batch, num_heads, head_dim = q.shape
+    page, groups = k_cache.shape[1:3]
+    group = num_heads // groups
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    block_n = 64 if head_dim * q.element_size() <= 256 else 32
+    splits = _num_splits(batch * groups, triton.cdiv(tables.shape[1] * page, block_n), q.device)
+    parts, part_lse = out, None
+    if splits > 1:
+        parts = torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device)
+    _decode_kernel[(groups, splits, batch)](
+        q, k_cache, v_cache, lens, tables, parts, part_lse, scale * LOG2_E,
+        q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0),
+        groups, group, max(16, triton.next_power_of_2(group)), head_dim, triton.next_power_of_2(head_dim),
+        page, block_n, splits > 1, num_warps=4, num_stages=3, **overlap(q),
+    )  # fmt: skip
+    if splits > 1:
+        _merge_splits_kernel[(num_heads, batch)](
+            parts, part_lse, lens, out, head_dim, triton.next_power_of_2(head_dim), splits, block_n,
+            num_warps=2, **overlap(q),
+        )  # fmt: skip
+    return out
+
+
+def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
+    """A power of 2 that gives every multiprocessor up to four programs, but no more splits than there can be tiles."""
+    splits = min(MAX_SPLITS, max(1, 4 * _num_processors(device) // rows))
+    return min(1 << splits.bit_length() - 1, triton.next_power_of_2(tiles))
+
+
+@lru_cache
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@triton.jit
+def _span(length, splits, BLOCK_N: tl.constexpr):
+    """Tokens a split takes: whole tiles, evenly, from the length on the device, so that short contexts spread as well."""
+    return tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
+
+
+@triton.jit
+def _decode_kernel(
+    q, k_cache, v_cache, lens, tables, out, part_lse, scale, q_stride, k_stride, v_stride, table_stride,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lens + seq)
+    span = _span(length, tl.num_programs(1), BLOCK_N)
+    begin = split * span
+    end = tl.minimum(begin + span, length)
+    if begin < end:
+        # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot takes.
+        row = tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        inside = (row < GROUP)[:, None] & (dim < D)[None, :]
+        in_group = (group * GROUP + row)[:, None] * D + dim[None, :]
+        query = tl.load(q + seq.to(tl.int64) * q_stride + in_group, mask=inside, other=0.0)
+        tables += seq * table_stride
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            seen = start + tl.arange(0, BLOCK_N) < end
+            slot = _slots(tables, start, 0, length, PAGE, BLOCK_N)
+            key, value = _load_tiles(k_cache + group * D, v_cache + group * D, slot, seen, k_stride, v_stride, D, BLOCK_D)
+            scores = tl.dot(query, key, input_precision="ieee") * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            peak, total, acc = _accumulate(scores, value, peak, total, acc)
+        result = acc / total[:, None]
+        first = seq.to(tl.int64) * G * GROUP
+        if SPLIT:
+            part = (first + group * GROUP + row) * tl.num_programs(1) + split  # [BLOCK_M]
+            tl.store(out + part[:, None] * D + dim[None, :], result, mask=inside)
+            tl.store(part_lse + part, peak + tl.log2(total), mask=row < GROUP)
+        else:
+            tl.store(out + first * D + in_group, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge_splits_kernel(
+    parts, part_lse, lens, out,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Weigh each split's result by its share of the softmax's denominator."""
+    wait_for_inputs(PDL)
+    head, seq = tl.program_id(0), tl.program_id(1)
+    length = tl.load(lens + seq)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, BLOCK_D)
+    written = split * _span(length, SPLITS, BLOCK_N) < length  # a split without tokens wrote nothing
+    first = (seq.to(tl.int64) * tl.num_programs(0) + head) * SPLITS
+    lse = tl.load(part_lse + first + split, mask=written, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, axis=0))
+    inside = written[:, None] & (dim < D)[None, :]
+    part = tl.load(parts + (first + split)[:, None] * D + dim[None, :], mask=inside, other=0.0)
+    result = tl.sum(part * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+    tl.store(out + (seq.to(tl.int64) * tl.num_programs(0) + head) * D + dim, result.to(out.dtype.element_ty), mask=dim < D)

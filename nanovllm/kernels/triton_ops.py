@@ -1,0 +1,193 @@
+"""Triton kernels of the memory-bound operations around attention: norms, activation, rotary embedding, decode inputs.
+
+Knows how to move each byte once. What each function computes is said by its twin in `reference`.
+Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W block-table width.
+Arithmetic is float32, and rounds to the tensors' dtype where the twin does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.launch import overlap, wait_for_inputs
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    _launch_norm(rows, None, weight, eps, out)
+    return out.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Both results overwrite their arguments."""
+    rows = x.view(-1, x.shape[-1])
+    _launch_norm(rows, residual.view(rows.shape), weight, eps, rows)
+    return x, residual
+
+
+def _launch_norm(x, residual, weight, eps, out):
+    width = x.shape[1]
+    if x.shape[0]:
+        block = triton.next_power_of_2(width)
+        warps = max(1, min(8, block // 512))
+        _norm_kernel[(x.shape[0],)](
+            x, residual, weight, out, eps, width, block, residual is not None, num_warps=warps, **overlap(x)
+        )
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
+    start = tl.program_id(0).to(tl.int64) * N
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    scale = tl.load(weight + cols, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + start + cols, mask=inside, other=0.0)
+    if ADD:
+        summed = value.to(tl.float32) + tl.load(residual + start + cols, mask=inside, other=0.0).to(tl.float32)
+        value = summed.to(value.dtype)
+        tl.store(residual + start + cols, value, mask=inside)
+    wide = value.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)).to(value.dtype)
+    tl.store(out + start + cols, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(tokens, width)
+    if tokens:
+        block = 1024
+        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](x, out, width, block, num_warps=4, **overlap(x))
+    return out
+
+
+@triton.jit
+def _silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < F
+    gate = tl.load(x + token * 2 * F + cols, mask=inside, other=0.0)
+    up = tl.load(x + token * 2 * F + F + cols, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    product = silu.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + token * F + cols, product.to(gate.dtype), mask=inside)
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    head_dim: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k are normed and rotated in place: the results are views of `qkv`."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    if heads.shape[0]:
+        heads_per_program = 8
+        _qk_norm_rope_store_kernel[(heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program))](
+            qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0),
+            num_heads, num_kv_heads, head_dim, heads_per_program, triton.next_power_of_2(head_dim // 2),
+            q_weight is not None, k_cache.numel() > 0, num_warps=4, **overlap(qkv),
+        )  # fmt: skip
+    return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+@triton.jit
+def _qk_norm_rope_store_kernel(
+    qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, token_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # q heads, then k heads, then v heads
+    col = tl.arange(0, HALF)[None, :]  # the two halves of a head rotate into each other: x1 holds one, x2 the other
+    in_half = col < D // 2
+    inside = (head < H + 2 * G) & in_half
+    at = qkv + token * token_stride + head * D + col
+    x1 = tl.load(at, mask=inside, other=0.0)
+    x2 = tl.load(at + D // 2, mask=inside, other=0.0)
+    y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(y1 * y1, axis=1) + tl.sum(y2 * y2, axis=1)) / D + eps)[:, None]
+        # Round to the tensors' dtype after the scale and after the weight, as the twin does.
+        w1 = _head_weight(q_weight, k_weight, head < H, col, in_half)
+        w2 = _head_weight(q_weight, k_weight, head < H, col + D // 2, in_half)
+        y1 = ((y1 * scale).to(x1.dtype).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
+        y2 = ((y2 * scale).to(x1.dtype).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
+    angles = cos_sin + tl.load(positions + token) * D + col
+    cos = tl.load(angles, mask=in_half, other=0.0)
+    sin = tl.load(angles + D // 2, mask=in_half, other=0.0)
+    z1 = (y1 * cos - y2 * sin).to(x1.dtype)
+    z2 = (y2 * cos + y1 * sin).to(x1.dtype)
+    rotates = inside & (head < H + G)
+    tl.store(at, z1, mask=rotates)
+    tl.store(at + D // 2, z2, mask=rotates)
+    if STORE:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            k_at = k_cache + (slot * G + head - H) * D + col
+            tl.store(k_at, z1, mask=rotates & (head >= H))
+            tl.store(k_at + D // 2, z2, mask=rotates & (head >= H))
+            v_at = v_cache + (slot * G + head - H - G) * D + col
+            tl.store(v_at, x1, mask=inside & (head >= H + G))
+            tl.store(v_at + D // 2, x2, mask=inside & (head >= H + G))
+
+
+@triton.jit
+def _head_weight(q_weight, k_weight, is_q, col, inside):
+    q = tl.load(q_weight + col, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(k_weight + col, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_q, q, k)
+
+
+def decode_inputs(
+    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, width = rows.shape[0], block_tables.shape[1]
+    token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
+    lens = torch.empty(batch, dtype=torch.int32, device=rows.device)
+    tables = torch.empty(batch, width, dtype=torch.int32, device=rows.device)
+    if batch:
+        _decode_inputs_kernel[(batch,)](
+            rows, last_tokens, context_lens, block_tables, token_ids, positions, slots, lens, tables,
+            context_lens.shape[0] - 1, width, block_size, min(1024, triton.next_power_of_2(width)), num_warps=1,
+            **overlap(rows),
+        )  # fmt: skip
+    return token_ids, positions, slots, lens, tables
+
+
+@triton.jit
+def _decode_inputs_kernel(
+    rows, last_tokens, context_lens, block_tables, token_ids, positions, slots, lens, tables,
+    scratch, W, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    position = tl.load(context_lens + row)
+    tl.store(token_ids + i, tl.load(last_tokens + row))
+    tl.store(positions + i, position.to(tl.int64))
+    tl.store(lens + i, position + 1)
+    block = tl.load(block_tables + row * W + position // BLOCK_SIZE).to(tl.int64)
+    is_real = row != scratch
+    tl.store(slots + i, tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
+    # Only the scratch row may occur twice, and it is not counted: no two programs write one row.
+    tl.store(context_lens + row, position + 1, mask=is_real)
+    for start in range(0, W, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        entry = tl.load(block_tables + row * W + col, mask=col < W)
+        tl.store(tables + i * W + col, entry, mask=col < W)

@@ -1,0 +1,67 @@
+"""A mixture of experts in the place of an MLP: a router picks for each token a few small SwiGLU MLPs out of many.
+
+Every rank has a share of each expert's width, as with a dense MLP, so no token moves between ranks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm import kernels
+from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
+from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.utils.source import Source
+
+
+class MixtureOfExperts(nn.Module):
+    """[T, hidden] -> [T, hidden]: the sum of each token's `top_k` experts, weighted by the router's probabilities."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        group: ParallelGroup,
+        *,
+        renormalize: bool,  # let the weights of the experts that were picked sum to 1
+    ):
+        super().__init__()
+        self.top_k = top_k
+        self.renormalize = renormalize
+        self.gate = ColumnParallelLinear(hidden_size, num_experts, ParallelGroup())  # whole on every rank
+        self.experts = Experts(hidden_size, intermediate_size, num_experts, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = torch.softmax(self.gate(x), dim=-1, dtype=torch.float32)  # [T, E]
+        weights, experts = probabilities.topk(self.top_k, dim=-1)  # [T, top_k]
+        if self.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.experts(x, experts, weights)
+
+
+class Experts(nn.Module):
+    """The experts' weights, stacked; a checkpoint has a tensor for each expert and projection."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, group: ParallelGroup):
+        super().__init__()
+        self.intermediate_size = intermediate_size
+        self.group = group
+        share = group.share(intermediate_size, "moe_intermediate_size")
+        self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size)
+        self.down_proj = empty_parameter(num_experts, hidden_size, share)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        return self.group.all_reduce(kernels.moe(x, experts, weights, self.gate_up_proj, self.down_proj))
+
+    def sources(self, path: str) -> Iterator[Source]:
+        num_experts, hidden, share = self.down_proj.shape
+        part, all_of_it = slice(self.group.rank * share, (self.group.rank + 1) * share), slice(None)
+        for expert in range(num_experts):
+            gate, up = self.gate_up_proj[expert].split(share)
+            for name, destination in (("gate_proj", gate), ("up_proj", up)):
+                shape = (self.intermediate_size, hidden)
+                yield Source(f"{path}.{expert}.{name}.weight", destination, (part, all_of_it), shape)
+            shape = (hidden, self.intermediate_size)
+            yield Source(f"{path}.{expert}.down_proj.weight", self.down_proj[expert], (all_of_it, part), shape)

@@ -1,0 +1,32 @@
+"""Qwen3-MoE: Qwen3 whose MLP is a mixture of experts, in all layers but those that the config keeps dense."""
+
+from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.utils.parallel import ParallelGroup
+
+
+class Qwen3MoeLayer(DecoderLayer):
+    def __init__(self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup):
+        bias = config.attention_bias
+        attention = SelfAttention(config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias)
+        if is_sparse(config, index):
+            mlp = MixtureOfExperts(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                config.num_experts,
+                config.num_experts_per_tok,
+                group,
+                renormalize=config.norm_topk_prob,
+            )
+        else:
+            mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
+        super().__init__(config, attention, mlp)
+
+
+def is_sparse(config, index: int) -> bool:
+    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    layer_class = Qwen3MoeLayer

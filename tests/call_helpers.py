@@ -1,0 +1,62 @@
+"""A random small Qwen3 with a byte-level tokenizer, and its plain continuation, for the tests of sampling and calls."""
+
+import json
+from pathlib import Path
+
+import torch
+from model_helpers import make_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+END = 256  # <|end|>; then <|user|> and <|assistant|>, and a few tokens of several bytes
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('unknown role ' + m.role) }}"
+    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if not enable_thinking | default(true) %}no{% endif %}{% endif %}"
+)
+
+
+def make_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
+    """One token for each byte and merges of a few, so that characters are split over tokens."""
+    vocab = {byte: i for i, byte in enumerate(BYTES)}
+    vocab |= {name: 256 + i for i, name in enumerate(("<|end|>", "<|user|>", "<|assistant|>"))}
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the")]
+    vocab |= {a + b: len(vocab) + i for i, (a, b) in enumerate(merges)}
+    backend = Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", additional_special_tokens=["<|user|>", "<|assistant|>"]
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE if chat else None
+    return tokenizer
+
+
+def make_folder(folder: Path, *, tokenizer: bool = True, chat: bool = True) -> Path:
+    config = Qwen3Config(
+        vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=None,
+    )  # fmt: skip
+    make_checkpoint(folder, config)
+    if tokenizer:
+        make_tokenizer(chat).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": END}))
+    return folder
+
+
+class Plain:
+    """The same model by transformers, a token at a time, without a cache."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        return self.model(torch.tensor([tokens])).logits[0, -1]
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens).argmax()))
+        return tokens[len(prompt) :]

@@ -1,0 +1,58 @@
+"""What the tests share: random small checkpoints, their greedy output by transformers, and LLMs that run them."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton's kernels run in its interpreter; the choice must be made before triton is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest  # noqa: E402
+from engine_helpers import MODELS, Checkpoint, save_checkpoint  # noqa: E402
+
+from nanovllm import LLM  # noqa: E402
+
+torch.set_num_threads(1)  # the models are so small that more threads only wait for each other
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def get_checkpoint(tmp_path_factory):
+    """A function: the name of a model in MODELS -> its Checkpoint, made once."""
+    made: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            save_checkpoint(folder, MODELS[name])
+            made[name] = Checkpoint(folder)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def checkpoint(get_checkpoint) -> Checkpoint:
+    return get_checkpoint("gqa-2")
+
+
+@pytest.fixture
+def make_llm(checkpoint):
+    """A function: options -> an LLM on the CPU with small blocks; all are closed after the test."""
+    made: list[LLM] = []
+
+    def make(folder=checkpoint.folder, **options) -> LLM:
+        options = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 96} | options
+        made.append(LLM(folder, **options))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()

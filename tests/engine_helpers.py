@@ -1,0 +1,102 @@
+"""What the tests of the whole engine share: small models, prompts, and the output that transformers gives for them."""
+
+import random
+from pathlib import Path
+
+import torch
+from model_helpers import make_checkpoint
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+
+VOCAB = 199
+SHAPE = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,  # unlike hidden_size / num_attention_heads
+    max_position_embeddings=512,
+    eos_token_id=None,
+)
+MODELS = {
+    "gqa-1": Qwen3Config(**SHAPE | dict(num_key_value_heads=4)),
+    "gqa-2": Qwen3Config(**SHAPE),
+    "gqa-4": Qwen3Config(**SHAPE | dict(num_key_value_heads=1, head_dim=24)),
+    "tied": Qwen3Config(**SHAPE | dict(tie_word_embeddings=True)),
+    "attention-bias": Qwen3Config(**SHAPE | dict(attention_bias=True)),
+}
+
+
+def save_checkpoint(folder: Path, config: PretrainedConfig, seed: int = 2) -> None:
+    model = make_checkpoint(folder, config, seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.mul_(2)  # attention that chooses: the output varies, and depends on every token
+    model.save_pretrained(folder, max_shard_size="40KB")
+
+
+def save_tokenizer(folder: Path, eos_token: str | None = None) -> None:
+    """Words "0" to "198", each the token of that number."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token).save_pretrained(folder)
+
+
+def make_prompts(seed: int = 0) -> list[list[int]]:
+    """From one token to several blocks of 16, around their borders; some begin alike."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 15, 16, 17, 33, 64, 70)]
+    return prompts + [prompts[6][:40] + prompts[5][:5], prompts[7][:48], prompts[6][:32] + [5]]
+
+
+PROMPTS = make_prompts()
+
+
+class Checkpoint:
+    """A folder, and the greedy continuations that transformers computes from it in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._outputs: dict[tuple[int, ...], list[int]] = {}
+
+    def expected(self, prompt: list[int], count: int) -> list[int]:
+        """The `count` tokens that follow, past any end of sequence."""
+        known = self._outputs.get(tuple(prompt), [])
+        if len(known) < count:
+            known = self._outputs[tuple(prompt)] = self._generate(prompt, max(count, 24))
+        return known[:count]
+
+    def _generate(self, prompt: list[int], count: int) -> list[int]:
+        how = GenerationConfig(max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        ids = torch.tensor([prompt])
+        answer = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+        first, second = torch.cat(answer.logits).topk(2).values.unbind(-1)
+        assert (first - second).min() > 1e-4, "a near tie: rounding could decide it, choose another prompt"
+        return answer.sequences[0, len(prompt) :].tolist()
+
+
+def greedy(max_tokens: int, ignore_eos: bool = True) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+
+
+def assert_greedy(llm: LLM, checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, max_tokens: int = 24) -> None:
+    """One call gives what transformers gives for each prompt alone, and leaves the engine empty."""
+    outputs = llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [checkpoint.expected(prompt, max_tokens) for prompt in prompts]
+    assert [output["finish_reason"] for output in outputs] == ["length"] * len(prompts)
+    assert_empty(llm)
+
+
+def assert_empty(llm: LLM) -> None:
+    """No request is left and no block is referenced."""
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_unfinished() and not scheduler.waiting and not scheduler.running
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and not any(scheduler.blocks.ref_counts)
+    assert len(scheduler._free_rows) == scheduler.max_num_seqs
+    assert llm.engine._in_flight is None and not scheduler._in_flight

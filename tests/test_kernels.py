@@ -1,0 +1,290 @@
+"""Each kernel against its PyTorch twin: in Triton's interpreter on a CPU, and compiled, in bfloat16 too, on a GPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels import reference, skinny_linear, torch_attention, triton_attention, triton_ops, triton_sampling
+from nanovllm.kernels import TORCH_BACKEND, sample, select_attention_backend
+from nanovllm.utils.context import PrefillMetadata
+
+# The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+# The interpreter computes in numpy, which has no bfloat16.
+DTYPES = [torch.float32, torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_close(actual, expected):
+    """By the norm of the error: single roundings may differ, the result as a whole may not."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-9)
+    assert error < TOLERANCE[expected.dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100), (2, 3, 48)])
+def test_rms_norm_equals_its_twin(shape, dtype):
+    x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
+    assert_close(triton_ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (7, 100)])
+def test_add_rms_norm_equals_its_twin(shape, dtype):
+    x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
+    expected = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    for mine, twins in zip(triton_ops.add_rms_norm(x, residual, weight, 1e-6), expected):
+        assert_close(mine, twins)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 2200)])
+def test_silu_and_mul_equals_its_twin(shape, dtype):
+    x = randn(*shape, dtype=dtype)
+    assert_close(triton_ops.silu_and_mul(x), reference.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(4, 1, 64, 16), (7, 2, 80, 32), (16, 8, 128, 256)])
+def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_size, norm, dtype):
+    slots = torch.tensor([3, -1, 0, 2 * block_size - 1, block_size, -1, 5], device=DEVICE)
+    tokens = len(slots)
+    qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    weights = [randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    cos_sin = randn(50, head_dim)
+    positions = torch.randint(0, 50, (tokens,), device=DEVICE)
+
+    def run(form):
+        caches = torch.zeros(2, 2, block_size, kv_heads, head_dim, device=DEVICE, dtype=dtype)
+        return *form.qk_norm_rope_store(
+            qkv.clone(), head_dim, kv_heads, *weights, 1e-6, cos_sin, positions, slots, *caches
+        ), *caches
+
+    for mine, twins in zip(run(triton_ops), run(reference)):
+        assert_close(mine, twins)
+
+
+def test_qk_norm_rope_store_without_a_cache_writes_nothing():
+    none = torch.empty(0, device=DEVICE)
+    at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    qkv = randn(2, 3 * 32)
+    args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
+    for mine, twins in zip(
+        triton_ops.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)
+    ):
+        assert_close(mine, twins)
+
+
+@pytest.mark.parametrize("width", [3, 1500])
+def test_decode_inputs_equals_its_twin(width):
+    def state():
+        torch.manual_seed(1)
+        lens = torch.randint(0, 47, (9,), dtype=torch.int32)
+        lens[-1] = 0
+        tables = torch.randint(0, 99, (9, width), dtype=torch.int32)
+        return [x.to(DEVICE) for x in (torch.randint(0, 99, (9,)), lens, tables)]
+
+    rows = torch.tensor([2, 8, 0, 5, 8], device=DEVICE)  # 8 is the scratch row
+    mine, twins = state(), state()
+    for a, b in zip(
+        (*triton_ops.decode_inputs(rows, *mine, 16), *mine), (*reference.decode_inputs(rows, *twins, 16), *twins)
+    ):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_philox_gives_its_known_answer():
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert [int(w) for w in reference.philox(zero, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_uniform_noise_never_reaches_its_bounds():
+    """At 1 the Gumbel noise would be infinite, and its token would be drawn whatever its logit."""
+    uniform = reference.open_unit_interval(torch.tensor([0, 2**32 - 1]))
+    assert 0 < uniform[0] and uniform[1] < 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab, vocab_start", [(9000, 0), (1500, 777), (100, 1000)])
+def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
+    logits = randn(6, vocab, dtype=dtype)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 0.01, 3.0, 0.0], device=DEVICE)
+    seeds = torch.tensor([0, 1, -5, 2**40 + 3, 2**63 - 1, 9], device=DEVICE)
+    positions = torch.tensor([0, 2, 3, 2**33, 77, 9], device=DEVICE)
+    tokens, values = triton_sampling.sample(logits, temperatures, seeds, positions, vocab_start)
+    expected_tokens, expected_values = reference.sample(logits, temperatures, seeds, positions, vocab_start)
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(values, expected_values)
+
+
+def test_sample_gives_a_tie_to_the_lowest_token():
+    logits = torch.zeros(1, 9000, device=DEVICE)
+    logits[0, [300, 299, 1030, 8888]] = 1.0
+    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert triton_sampling.sample(logits, torch.zeros(1, device=DEVICE), zero, zero)[0].item() == 299
+
+
+def test_sample_of_shards_equals_sample_of_the_whole():
+    logits = randn(4, 5000)
+    temperatures = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)
+    seeds, positions = torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE) + 10
+    whole, _ = triton_sampling.sample(logits, temperatures, seeds, positions)
+    shards = [
+        triton_sampling.sample(logits[:, begin : begin + 1250], temperatures, seeds, positions, begin)
+        for begin in range(0, 5000, 1250)
+    ]
+    tokens, values = (torch.stack(x) for x in zip(*shards))
+    assert torch.equal(tokens.gather(0, values.argmax(dim=0, keepdim=True))[0], whole)
+
+
+def test_sample_follows_the_softmax():
+    """Pearson's chi-squared over 10 tokens: 27.9 is passed once in a thousand, and the seeds are fixed."""
+    draws, temperature = 5000, 0.7
+    logits = torch.linspace(-1, 1, 10, device=DEVICE)
+    tokens, _ = sample(
+        logits.expand(draws, -1).contiguous(),
+        torch.full((draws,), temperature, device=DEVICE),
+        torch.arange(draws, device=DEVICE),
+        torch.full((draws,), 3, device=DEVICE),
+    )
+    expected = torch.softmax(logits / temperature, dim=0) * draws
+    assert ((tokens.bincount(minlength=10) - expected) ** 2 / expected).sum() < 27.9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows, inputs, outputs", [(1, 96, 70), (1, 1024, 33), (3, 300, 50), (4, 256, 64), (5, 64, 5)])
+def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
+    x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
+    b = randn(outputs, dtype=dtype) if bias else None
+    expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
+    assert_close(skinny_linear.linear(x, weight, b), expected)
+
+
+# (query heads, KV heads, head size, block size)
+ATTENTION_SHAPES = [(4, 4, 32, 16), (4, 2, 64, 32), (4, 2, 80, 256), (8, 1, 128, 256), (2, 1, 256, 16)]
+
+
+def paged_cache(batch, longest, kv_heads, head_dim, block_size, dtype):
+    """Caches with unwritten blocks full of NaN, and tables of `batch` sequences: block 0 belongs to none of them."""
+    width = -(-longest // block_size) + 1
+    caches = [randn(1 + batch * width, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    tables = 1 + torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
+    return caches, tables
+
+
+def poison_unused(caches, lens, tables, block_size):
+    """What no sequence has written may hold anything."""
+    used = torch.zeros(caches[0].shape[:2], dtype=torch.bool, device=DEVICE)
+    for length, table in zip(lens.tolist(), tables.tolist()):
+        for token in range(length):
+            used[table[token // block_size], token % block_size] = True
+    return [torch.where(used[:, :, None, None], cache, float("nan")) for cache in caches]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
+def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size, dtype):
+    lens = torch.tensor([1, 17, 260, 64], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(4, 300, kv_heads, head_dim, block_size, dtype)
+    q = randn(4, heads + 2, head_dim, dtype=dtype)[:, :heads]  # a view, as the layer passes it
+    expected = torch_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    caches = poison_unused(caches, lens, tables, block_size)
+    assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
+
+
+def test_decode_attention_of_one_split_and_of_many_agree(monkeypatch):
+    lens = torch.tensor([300, 5], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(2, 300, 2, 32, 16, torch.float32)
+    q = randn(2, 4, 32)
+    results = []
+    for splits in (1, 4, 64):
+        monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+        results.append(triton_attention.decode_attention(q, *caches, lens, tables, 0.1))
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
+
+
+def test_decode_attention_of_padding_rows_is_harmless():
+    """A padding row has length 1 and a table of zeros, and its block may hold anything."""
+    lens = torch.tensor([20, 1, 1], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(3, 30, 2, 32, 16, torch.float32)
+    tables[1:] = 0
+    caches[0][0], caches[1][0] = float("nan"), float("nan")
+    q = randn(3, 4, 32)
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    assert_close(mine[:1], torch_attention.decode_attention(q[:1], *caches, lens[:1], tables[:1], 0.1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cached", [0, 70])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
+def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size, cached, dtype):
+    lens_q = torch.tensor([1, 17, 150])
+    lens_k = lens_q + cached
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
+    q, k, v = randn(168, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
+    caches, tables = paged_cache(3, 300, kv_heads, head_dim, block_size, dtype)
+    meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
+    expected = torch_attention.prefill_attention(q, k, v, *caches, meta, 0.1)
+    caches = poison_unused(caches, lens_k, tables, block_size)
+    assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
+
+
+def test_the_cpu_takes_plain_pytorch():
+    assert select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16) is TORCH_BACKEND
+
+
+def test_an_unknown_backend_raises():
+    with pytest.raises(ValueError, match="attention_backend is 'xformers': choose auto, flash-attn, triton or torch"):
+        select_attention_backend("xformers", torch.device("cpu"), torch.float32, 64, 16)
+
+
+def test_flash_attn_on_a_cpu_raises():
+    with pytest.raises(ValueError, match="attention_backend is 'flash-attn', but device cpu"):
+        select_attention_backend("flash-attn", torch.device("cpu"), torch.bfloat16, 64, 256)
+
+
+def test_a_block_size_triton_cannot_take_raises():
+    with pytest.raises(ValueError, match="kvcache_block_size is 24"):
+        select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("name", ["auto", "flash-attn", "triton"])
+@pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (8, 2, 64)])
+def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim):
+    dtype = torch.bfloat16
+    try:
+        backend = select_attention_backend(name, torch.device("cuda"), dtype, head_dim, 256)
+    except ValueError as error:
+        pytest.skip(str(error))
+    lens_q, lens_k = torch.tensor([1, 300, 700]), torch.tensor([40, 300, 1300])
+    caches, tables = paged_cache(3, 1300, kv_heads, head_dim, 256, dtype)
+    q, k, v = randn(1001, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (lens_q, lens_k))
+    for meta in (
+        PrefillMetadata(starts_q, starts_k, 700, 1300, tables),
+        PrefillMetadata(starts_q, starts_q, 700, 700, None),
+    ):
+        expected = torch_attention.prefill_attention(q, k, v, *caches, meta, 0.1)
+        assert_close(backend.prefill(q, k, v, *caches, meta, 0.1), expected)
+    lens = lens_k.int().cuda()
+    expected = torch_attention.decode_attention(q[:3], *caches, lens, tables, 0.1)
+    assert_close(backend.decode(q[:3], *caches, lens, tables, 0.1), expected)

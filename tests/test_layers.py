@@ -1,0 +1,166 @@
+"""Layers: each rank holds its part of every tensor, and the ranks' results add up to the whole model's."""
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+from model_helpers import Driver, load, make_checkpoint
+from transformers import Qwen3Config, Qwen3MoeConfig
+
+from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models import build_model
+from nanovllm.utils.loader import init_dummy_weights, load_hf_config, load_weights, model_sources
+from nanovllm.utils.parallel import ParallelGroup
+
+SMALL = dict(
+    vocab_size=101,  # which neither 2 nor 4 divide
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,  # which 4 ranks hold twice
+    head_dim=16,
+    attention_bias=True,
+    max_position_embeddings=64,
+)
+CONFIG = Qwen3Config(architectures=["Qwen3ForCausalLM"], **SMALL)
+MOE_CONFIG = Qwen3MoeConfig(
+    architectures=["Qwen3MoeForCausalLM"],
+    **SMALL,
+    moe_intermediate_size=24,
+    num_experts=4,
+    num_experts_per_tok=2,
+    mlp_only_layers=[0],
+)
+CONFIGS = {"dense": CONFIG, "experts": MOE_CONFIG}
+
+
+@dataclass(frozen=True)
+class ThreadGroup(ParallelGroup):
+    """Ranks that are threads of this process: `handle` is (barrier, one slot a rank)."""
+
+    def all_reduce(self, x):
+        barrier, slots = self.handle
+        slots[self.rank] = x.clone()
+        barrier.wait()
+        x.copy_(sum(slots))
+        barrier.wait()  # none may write its slot again before all have read
+        return x
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    make_checkpoint(folder, CONFIGS[request.param])
+    return folder
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_ranks_parts_make_the_whole_tensors(size, saved):
+    whole = {source.name: source.destination for source in model_sources(load(saved))}
+    parts = {name: torch.full(tensor.shape, torch.nan) for name, tensor in whole.items()}
+    for rank in range(size):
+        for source in model_sources(load(saved, rank, size)):
+            part = parts[source.name][source.index]
+            # What two ranks both hold (norms, shared key-value heads) they hold alike.
+            assert part.isnan().all() or torch.equal(part, source.destination), source.name
+            part.copy_(source.destination)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size, config):
+    def dummy(rank, size):
+        model = build_model(config, ParallelGroup(rank, size))
+        init_dummy_weights(model, seed=3)
+        return {source.name: source for source in model_sources(model)}
+
+    whole = dummy(0, 1)
+    for rank in range(size):
+        for name, source in dummy(rank, size).items():
+            assert torch.equal(source.destination, whole[name].destination[source.index]), name
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
+    tokens = torch.randint(101, (12,), generator=torch.Generator().manual_seed(1)).tolist()
+
+    def logits(model):
+        driver = Driver(model, num_sequences=2, max_tokens=16)
+        prompts = driver.step({}, {0: tokens[:9], 1: tokens[:5]})
+        return torch.cat((prompts, driver.step({0: tokens[9], 1: tokens[5]}, {})))
+
+    state = threading.Barrier(size, timeout=60), [None] * size
+    results = [None] * size
+
+    def run(rank):
+        model = build_model(load_hf_config(saved), ThreadGroup(rank, size, state))
+        load_weights(model, saved)
+        results[rank] = logits(model)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(torch.cat(results, dim=1), logits(load(saved)), rtol=0, atol=1e-4)
+
+
+def test_shares_of_an_uneven_vocabulary_are_real_and_meet():
+    heads = [ParallelLMHead(101, 8, ParallelGroup(rank, 4)) for rank in range(4)]
+    assert [head.weight.shape[0] for head in heads] == [25, 25, 25, 26]
+    assert [(head.vocab_start, head.vocab_end) for head in heads] == [(0, 25), (25, 50), (50, 75), (75, 101)]
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda group: ColumnParallelLinear(8, 10, group), "out_features is 10, .*=4"),
+        (lambda group: MergedColumnParallelLinear(8, 10, group, names=("gate", "up")), "gate is 10, .*=4"),
+        (lambda group: RowParallelLinear(10, 8, group), "in_features is 10, .*=4"),
+        (lambda group: QKVParallelLinear(8, 6, 2, 4, group), "num_attention_heads is 6, .*=4"),
+        (lambda group: QKVParallelLinear(8, 12, 6, 4, group), "num_key_value_heads is 6, .*=4"),
+        (lambda group: QKVParallelLinear(8, 12, 3, 4, group), "num_key_value_heads is 3, .*=4"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make(ParallelGroup(0, 4))
+
+
+def test_ranks_without_a_kv_head_of_their_own_take_their_queries():
+    for rank in range(8):
+        layer = QKVParallelLinear(8, 16, 2, 4, ParallelGroup(rank, 8))
+        _, k, v = layer.projections
+        assert (k.start, k.count) == (v.start, v.count) == (rank // 4 * 4, 4)
+
+
+def test_norm_of_a_sum_is_the_sum_s_norm():
+    norm = RMSNorm(16, 1e-6)
+    norm.weight.normal_()
+    x, residual = torch.randn(2, 3, 16)
+    want = norm(x + residual)
+    normed, total = norm(x.clone(), residual.clone())
+    torch.testing.assert_close(total, x + residual)
+    torch.testing.assert_close(normed, want)
+
+
+def test_rotation_table_is_float32_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        table = RotaryEmbedding.from_config(CONFIG, 16).cos_sin
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert table.dtype == torch.float32 and table.shape == (64, 16)
+    torch.testing.assert_close(table, RotaryEmbedding.from_config(CONFIG, 16).cos_sin, rtol=0, atol=0)

@@ -1,0 +1,201 @@
+"""Loading: every parameter filled exactly once, and every fault of a checkpoint named."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from model_helpers import load, make_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
+
+from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.models import build_model
+from nanovllm.utils import loader
+from nanovllm.utils.parallel import ParallelGroup
+
+CONFIG = Qwen3Config(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    attention_bias=True,
+    max_position_embeddings=64,
+)
+INDEX = "model.safetensors.index.json"
+NORM = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    make_checkpoint(folder, CONFIG)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+@pytest.fixture
+def model():
+    return build_model(with_architecture(CONFIG), ParallelGroup())
+
+
+def with_architecture(config):
+    config.architectures = [config.model_type.capitalize() + "ForCausalLM"]
+    return config
+
+
+def tensors_of(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def rewrite(folder, tensors):
+    """Save `tensors` as the folder's only file."""
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_files_and_dtype_do_not_change_what_is_loaded(folder):
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    sharded = load(folder).state_dict()
+    rewrite(folder, {name: tensor.double() for name, tensor in tensors_of(folder).items()})
+    for name, tensor in load(folder).state_dict().items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, sharded[name], rtol=0, atol=0)
+
+
+def test_a_file_the_index_does_not_name_is_not_read(folder):
+    save_file({"stray": torch.zeros(1)}, folder / "consolidated.safetensors")
+    load(folder)
+
+
+def test_missing_tensor_is_named(folder):
+    tensors = tensors_of(folder)
+    del tensors[NORM]
+    rewrite(folder, tensors)
+    with pytest.raises(ValueError, match=rf"no file has {NORM}: download"):
+        load(folder)
+
+
+def test_extra_tensor_is_named(folder):
+    rewrite(folder, tensors_of(folder) | {"model.layers.2.mlp.up_proj.weight": torch.zeros(48, 32)})
+    with pytest.raises(ValueError, match=r"no place for model.layers.2.mlp.up_proj.weight"):
+        load(folder)
+
+
+def test_inverse_frequencies_of_old_checkpoints_are_ignored(folder):
+    rewrite(folder, tensors_of(folder) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    load(folder)
+
+
+def test_wrong_shape_is_named_with_both_shapes(folder):
+    rewrite(folder, tensors_of(folder) | {NORM: torch.zeros(33)})
+    with pytest.raises(ValueError, match=rf"model.safetensors: {NORM} has shape \(33,\), .* \(32,\)"):
+        load(folder)
+
+
+def test_quantized_tensor_is_refused(folder):
+    rewrite(folder, tensors_of(folder) | {NORM: torch.zeros(32).to(torch.float8_e4m3fn)})
+    with pytest.raises(ValueError, match=rf"{NORM} is F8_E4M3"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_truncated_file_is_named(folder, keep):
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=f"{path.name} is truncated or corrupt: download it again"):
+        load(folder)
+
+
+def test_missing_file_is_named(folder):
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.unlink()
+    with pytest.raises(ValueError, match=f"lacks {path.name}, which {INDEX} names: download"):
+        load(folder)
+
+
+def test_corrupt_index_is_named(folder):
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(ValueError, match=f"{INDEX} is corrupt: download it again"):
+        load(folder)
+
+
+def test_folder_without_weights_is_named(folder):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"has no \*.safetensors file: download"):
+        load(folder)
+
+
+def test_two_files_with_one_tensor_are_named(folder):
+    tensors = tensors_of(folder)
+    rewrite(folder, tensors)
+    save_file({NORM: tensors[NORM]}, folder / "other.safetensors")
+    with pytest.raises(ValueError, match=rf"both have {NORM}"):
+        load(folder)
+
+
+def test_tied_head_in_the_file_is_not_needed_and_not_an_error(folder):
+    tensors = tensors_of(folder)
+    rewrite(folder, tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tied = load(folder)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    torch.testing.assert_close(tied.lm_head.weight.data, tensors["model.embed_tokens.weight"])
+
+
+def test_coverage_sees_gaps_and_overlaps(model):
+    sources = list(loader.model_sources(model))
+    loader.check_coverage(model, sources)
+    with pytest.raises(AssertionError):
+        loader.check_coverage(model, sources[:5] + sources[6:])
+    with pytest.raises(AssertionError):
+        loader.check_coverage(model, sources + sources[:1])
+    with pytest.raises(AssertionError):
+        loader.check_coverage(model, sources + list(ColumnParallelLinear(4, 4, ParallelGroup()).sources("")))
+
+
+def test_dummy_weights_depend_on_the_seed_alone(model):
+    loader.init_dummy_weights(model, seed=1)
+    first = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loader.init_dummy_weights(model, seed=1)
+    assert all(torch.equal(tensor, first[name]) for name, tensor in model.state_dict().items())
+    loader.init_dummy_weights(model, seed=2)
+    assert not torch.equal(model.lm_head.weight, first["lm_head.weight"])
+    assert torch.equal(model.model.norm.weight, torch.ones(32))
+    assert 0.018 < first["lm_head.weight"].std() < 0.022
+    assert not torch.equal(first["lm_head.weight"], first["model.embed_tokens.weight"])
+
+
+def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
+    assert loader.resolve_model_folder(str(tmp_path)) == tmp_path
+    for name in (str(tmp_path / "absent"), "./absent", "~/absent", "a/b/c", "absent"):
+        with pytest.raises(ValueError, match="no such folder"):
+            loader.resolve_model_folder(name)
+
+    def offline(*args, **kwargs):
+        raise FileNotFoundError("no network")
+
+    monkeypatch.setattr(loader, "snapshot_download", offline)
+    with pytest.raises(ValueError, match="'some/model', neither a folder here nor .* no network"):
+        loader.resolve_model_folder("some/model")
+
+
+def test_config_errors_name_the_folder(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        loader.load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        loader.load_hf_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        loader.load_hf_config(tmp_path)

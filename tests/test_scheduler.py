@@ -1,0 +1,321 @@
+"""The scheduler's promises, over random streams of requests and a device that checks every read (simulated_device)."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import VOCABULARY, SimulatedDevice, WatchedScheduler, check_blocks, output_alone
+
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    arrival: int = 0  # step before which it is added
+    patience: int | None = None  # steps after which it is aborted
+
+
+def make_sequence(id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset()) -> Sequence:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return Sequence(id, prompt, params, max_len=len(prompt) + max_tokens, stop_ids=frozenset(stop_ids))
+
+
+def make_scheduler(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **options):
+    return WatchedScheduler(
+        num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options
+    )
+
+
+@dataclass
+class Server:
+    """The engine's loop around a scheduler, with a simulated device in place of the runner."""
+
+    scheduler: WatchedScheduler
+    in_flight: deque = field(default_factory=deque)
+    batches: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.device = SimulatedDevice(self.scheduler)
+
+    def add(self, id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset()) -> Sequence:
+        seq = make_sequence(id, prompt, max_tokens, stop_ids)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self, delay: bool = False) -> None:
+        """Plan and launch a step, then commit what was in flight before it and, unless `delay`, the step itself."""
+        batch = self.scheduler.schedule()
+        check_blocks(self.scheduler)
+        if batch is not None:
+            self.check_budgets(batch)
+            self.batches.append(batch)
+            self.in_flight.append(self.device.launch(batch))
+        while len(self.in_flight) > (delay and batch is not None):
+            self.scheduler.commit(self.in_flight.popleft())
+            check_blocks(self.scheduler)
+
+    def check_budgets(self, batch):
+        num_rows = len(batch.decode_rows) + len(batch.prefills)
+        assert 0 < len(batch.decode_rows) + batch.num_prefill_tokens <= self.scheduler.max_num_batched_tokens
+        assert num_rows <= self.scheduler.max_num_seqs
+        running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
+        assert len(running) <= self.scheduler.max_num_seqs
+
+    def run(self, delay: bool = False) -> None:
+        while self.scheduler.has_unfinished() or self.in_flight:
+            self.step(delay)
+
+
+@st.composite
+def streams(draw):
+    """A scheduler's sizes, requests that each fit its cache, and whether each step's commit waits for the next one."""
+    block_size = draw(st.integers(1, 4))
+    num_blocks = draw(st.sampled_from([3, 4, 5, 6, 8, 13, 70]))
+    sizes = dict(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=draw(st.sampled_from([3, 1, 2, 5, 16])),
+        max_num_batched_tokens=draw(st.sampled_from([20, 1, 3, 8, 100])),
+        caching=draw(st.booleans()),
+    )
+    room = num_blocks * block_size  # for all but the last token
+    token = st.integers(0, VOCABULARY - 1)
+    families = draw(st.lists(st.lists(token, max_size=20), min_size=1, max_size=3))
+    requests = []
+    for _ in range(draw(st.integers(2, 8))):
+        family = draw(st.sampled_from(families))
+        prompt = family[: draw(st.sampled_from([20, 0, 4, 8]))] + draw(st.lists(token, max_size=5))
+        prompt = prompt[: room - draw(st.integers(0, room - 1))] or [0]
+        requests.append(
+            Request(
+                prompt,
+                max_tokens=min(draw(st.sampled_from([16, 1, 2, 7])), room + 1 - len(prompt)),
+                stop_ids=draw(st.sampled_from([frozenset(), frozenset(), frozenset({0}), frozenset({1, 2, 3})])),
+                arrival=draw(st.sampled_from([0, 0, 1, 4, 9])),
+                patience=draw(st.sampled_from([None, None, None, 1, 6])),
+            )
+        )
+    delays = draw(st.one_of(st.just([True]), st.just([False]), st.lists(st.booleans(), min_size=1, max_size=6)))
+    return sizes, requests, delays
+
+
+@settings(max_examples=600, deadline=None)
+@given(streams())
+def test_any_stream_of_requests_is_served_right(stream):
+    """Each answer is the one the request gets alone; each step reads what it should; no block leaks; none starves."""
+    sizes, requests, delays = stream
+    server = Server(make_scheduler(**sizes))
+    scheduler = server.scheduler
+    last_arrival = max(request.arrival for request in requests)
+    # A step that plans nothing commits, and any other gets the oldest sequence on by a token at least.
+    bound = last_arrival + 2 * sum(len(request.prompt) + request.max_tokens + 1 for request in requests)
+    sequences: dict[int, Sequence] = {}
+    added: list[int] = []
+    step = 0
+    while step <= last_arrival or scheduler.has_unfinished() or server.in_flight:
+        for id, request in enumerate(requests):
+            if request.arrival == step:
+                sequences[id] = server.add(id, request.prompt, request.max_tokens, request.stop_ids)
+                added.append(id)
+            elif request.patience is not None and request.arrival + request.patience == step:
+                if sequences[id].status is not Status.FINISHED:
+                    scheduler.abort(sequences[id])
+                    check_blocks(scheduler)
+        server.step(delays[step % len(delays)])
+        step += 1
+        assert step <= bound, "a request starves"
+
+    for id, request in enumerate(requests):
+        seq = sequences[id]
+        alone = output_alone(request.prompt, seq.max_len, request.stop_ids)
+        if seq.finish_reason == "abort":
+            assert request.patience is not None and seq.output_ids == alone[: len(seq.output_ids)]
+        else:
+            assert seq.output_ids == alone
+            assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
+    admitted = scheduler.first_admissions
+    assert admitted == [id for id in added if id in admitted], "first come, first served"
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
+    assert not scheduler.running and not scheduler.waiting and scheduler.partial is None
+
+
+def test_the_random_streams_reach_what_they_are_meant_for():
+    """Preemption, sharing within a step, chunks and overruns do happen in the streams above."""
+    seen = set()
+
+    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @given(streams())
+    def look(stream):
+        sizes, requests, delays = stream
+        server = Server(make_scheduler(**sizes))
+        for id, request in enumerate(requests):
+            server.add(id, request.prompt, request.max_tokens, request.stop_ids)
+        server.run(delays[0])
+        if server.scheduler.num_preemptions:
+            seen.add(("preemption", delays[0]))
+        for batch in server.batches:
+            seen.update(("chunk", chunk.draws) for chunk in batch.prefills)
+            if any(chunk.write_from > chunk.start for chunk in batch.prefills):
+                seen.add("fully cached")
+
+    look()
+    assert seen >= {("preemption", False), ("preemption", True), ("chunk", False), ("chunk", True), "fully cached"}
+
+
+def test_requests_are_admitted_in_order_of_arrival():
+    server = Server(make_scheduler(num_blocks=4, block_size=4))
+    server.add(0, [1] * 9, 4)
+    server.add(1, [2] * 9, 4)  # does not fit beside the first
+    server.add(2, [3], 2)  # would fit, but is not let past
+    server.step()
+    assert [seq.id for seq in server.scheduler.waiting] == [1, 2]
+    server.run()
+    assert server.scheduler.first_admissions == [0, 1, 2]
+
+
+def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
+    server = Server(make_scheduler(max_num_batched_tokens=10))
+    server.add(0, list(range(25)), 2)
+    server.run()
+    lengths = [[len(chunk.token_ids) for chunk in batch.prefills] for batch in server.batches]
+    assert lengths == [[10], [10], [5], []]
+
+
+def test_chunks_share_the_budget_with_decoding_sequences():
+    server = Server(make_scheduler(max_num_batched_tokens=8))
+    server.add(0, [1, 2, 3], 20)
+    server.step()
+    server.add(1, list(range(20)), 5)
+    server.step()
+    assert len(server.batches[-1].decode_rows) == 1 and server.batches[-1].num_prefill_tokens == 7
+
+
+def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
+    server = Server(make_scheduler(num_blocks=5, block_size=2))
+    for id in range(3):
+        server.add(id, [id, id], 8)
+    while not server.scheduler.num_preemptions:
+        server.step()
+    assert [seq.id for seq in server.scheduler.running] == [0, 1]
+    assert [seq.id for seq in server.scheduler.waiting] == [2]
+
+
+def test_preemption_waits_until_nothing_is_in_flight():
+    server = Server(make_scheduler(num_blocks=5, block_size=2))
+    for id in range(3):
+        server.add(id, [id, id], 8)
+    scheduler = server.scheduler
+    for _ in range(100):
+        batch = scheduler.schedule()
+        if batch is None:
+            break
+        server.in_flight.append(server.device.launch(batch))
+        if len(server.in_flight) > 1:
+            scheduler.commit(server.in_flight.popleft())
+    assert scheduler.num_preemptions == 0 and len(server.in_flight) == 1
+    scheduler.commit(server.in_flight.popleft())
+    assert scheduler.schedule() is not None and scheduler.num_preemptions == 1
+
+
+def test_a_preempted_sequence_shares_what_is_left_of_its_blocks():
+    server = Server(make_scheduler(num_blocks=6, block_size=2))
+    server.add(0, [0, 1], 9)
+    server.add(1, [1, 2, 3, 4, 5], 6)
+    server.run()
+    assert server.scheduler.num_preemptions
+    again = [chunk for batch in server.batches[1:] for chunk in batch.prefills]
+    assert again and all(chunk.start > 0 for chunk in again)
+
+
+@pytest.mark.parametrize("length", [4, 8, 20])
+def test_a_fully_cached_prompt_computes_its_last_token_and_writes_nothing(length):
+    server = Server(make_scheduler())
+    prompt = list(range(length))
+    server.add(0, prompt, 1)
+    server.run()
+    server.add(1, prompt, 1)
+    server.run()
+    (chunk,) = server.batches[-1].prefills
+    assert (chunk.start, chunk.end, chunk.write_from) == (length - 1, length, length)
+
+
+def test_requests_of_one_step_share_their_prefix():
+    server = Server(make_scheduler())
+    server.add(0, [1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    server.add(1, [1, 2, 3, 4, 5, 6, 7, 8, 10], 3)
+    server.step()
+    first, second = server.batches[0].prefills
+    assert (first.start, second.start) == (0, 8) and first.block_table[:2] == second.block_table[:2]
+    server.run()
+
+
+def test_without_prefix_caching_nothing_is_shared():
+    server = Server(make_scheduler(caching=False))
+    for id in range(3):
+        server.add(id, [1] * 16, 3)
+    server.run()
+    server.add(3, [1] * 16, 3)
+    server.run()
+    assert all(chunk.start == 0 == chunk.write_from for batch in server.batches for chunk in batch.prefills)
+
+
+def test_blocks_filled_by_drawn_tokens_are_shared_too():
+    server = Server(make_scheduler())
+    seq = server.add(0, [1, 2, 3], 10)
+    server.run()
+    server.add(1, list(seq.token_ids), 1)
+    server.run()
+    # 13 tokens of blocks of 4; the K and V of the last token were never computed.
+    assert server.batches[-1].prefills[0].start == 12
+
+
+def test_a_request_for_one_token_never_decodes():
+    server = Server(make_scheduler())
+    server.add(0, [1, 2, 3], 1)
+    server.run(delay=True)
+    assert len(server.batches) == 1 and not server.batches[0].decode_rows
+
+
+def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_token():
+    prompt = [1, 2, 3]
+    output = output_alone(prompt, 8)
+    server = Server(make_scheduler())
+    seq = server.add(0, prompt, 5, stop_ids={output[0]})
+    other = server.add(1, [4], 5)
+    server.run(delay=True)
+    assert len(server.batches[1].decode_rows) == 2, "the step after the stop was launched with the sequence in it"
+    assert seq.output_ids == output[:1] and seq.finish_reason == "stop"
+    assert other.output_ids == output_alone([4], 6)
+
+
+def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
+    server = Server(make_scheduler(num_blocks=200, max_num_seqs=16))
+    for id in range(16):
+        server.add(id, [id], 3 if id == 0 else 9)
+    for id in range(16, 20):
+        server.add(id, [id], 3)
+    for _ in range(4):
+        server.step()
+    assert len(server.scheduler.running) == 15 and len(server.scheduler.waiting) == 4, "one free row is no group"
+    server.run()
+
+
+def test_aborting_everything_leaves_an_empty_scheduler():
+    server = Server(make_scheduler(num_blocks=8, max_num_batched_tokens=6))
+    for id in range(4):
+        server.add(id, [id] * 8, 5)
+    server.step()
+    server.step(delay=True)
+    assert server.scheduler.partial is not None
+    server.scheduler.abort_all()
+    check_blocks(server.scheduler)
+    assert not server.scheduler.has_unfinished() and server.scheduler.blocks.num_free == 8
+    assert server.scheduler.schedule() is None
+    assert not server.scheduler.blocks.match([0] * 8), "half-written blocks must not be found again"
