@@ -93,7 +93,9 @@ def greedy(max_tokens: int, ignore_eos: bool = True) -> SamplingParams:
 def assert_greedy(llm: LLM, checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, max_tokens: int = 24) -> None:
     """One call gives what transformers gives for each prompt alone, and leaves the engine empty."""
     outputs = llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
-    assert [output["token_ids"] for output in outputs] == [checkpoint.expected(prompt, max_tokens) for prompt in prompts]
+    assert [output["token_ids"] for output in outputs] == [
+        checkpoint.expected(prompt, max_tokens) for prompt in prompts
+    ]
     assert [output["finish_reason"] for output in outputs] == ["length"] * len(prompts)
     assert_empty(llm)
 

@@ -104,7 +104,8 @@ def test_the_library_runs_where_triton_and_flash_attn_are_not_installed(checkpoi
 import sys
 sys.modules |= dict.fromkeys(("triton", "flash_attn", "flash_attn_interface"))
 from nanovllm import LLM, SamplingParams
-outputs = LLM({str(checkpoint.folder)!r}, device="cpu").generate([5, 6], SamplingParams(temperature=0, max_tokens=3), False)
+llm = LLM({str(checkpoint.folder)!r}, device="cpu")
+outputs = llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
 print(outputs[0]["token_ids"])
 """
     run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True)
