@@ -6,7 +6,17 @@ from pathlib import Path
 import torch
 from model_helpers import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nanovllm import LLM, SamplingParams
 
@@ -28,6 +38,10 @@ MODELS = {
     "gqa-4": Qwen3Config(**SHAPE | dict(num_key_value_heads=1, head_dim=24)),
     "tied": Qwen3Config(**SHAPE | dict(tie_word_embeddings=True)),
     "attention-bias": Qwen3Config(**SHAPE | dict(attention_bias=True)),
+    "experts": Qwen3MoeConfig(**SHAPE | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)),
+    "qwen2": Qwen2Config(**SHAPE),
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
 }
 
 
