@@ -30,7 +30,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike, **options: Any) -> None:
-        config = Config.from_options(os.fspath(model), options)
+        config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
         self.tokenizer = load_tokenizer(folder)
         decode = partial(decode_batch, self.tokenizer) if self.tokenizer else None

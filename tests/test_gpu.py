@@ -23,7 +23,12 @@ def available(name: str) -> bool:
     return True
 
 
-BACKENDS = ["triton", pytest.param("flash-attn", marks=pytest.mark.skipif(not available("flash-attn") if torch.cuda.is_available() else True, reason="flash-attn is not installed"))]  # fmt: skip
+HAS_FLASH_ATTN = torch.cuda.is_available() and available("flash-attn")
+BACKENDS = [
+    "auto",
+    "triton",
+    pytest.param("flash-attn", marks=pytest.mark.skipif(not HAS_FLASH_ATTN, reason="flash-attn is not installed")),
+]
 
 
 def make_model(folder, **changes):
@@ -35,11 +40,12 @@ def make_model(folder, **changes):
     )  # fmt: skip
     config = Qwen3Config(**(shape | changes))
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")  # no fused kernel's rounding
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name:
                 weight.mul_(2.0)  # otherwise every output repeats its input
+    model.generation_config.eos_token_id = None  # the reference runs on past it
     model.eval().save_pretrained(folder)
     return model
 
@@ -69,7 +75,7 @@ def prompts_of(lengths, vocab=1000):
 @torch.inference_mode()
 def greedy(model, prompt, count):
     ids = torch.tensor([prompt], device="cuda")
-    out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
 
 

@@ -4,12 +4,8 @@ Messages are frozen dataclasses that cross whole; a channel keeps their order an
 """
 
 import pickle
-import signal
 import socket
 import struct
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,62 +70,51 @@ class Failed:
 
 
 class Channel:
-    """One end of a socket pair. `timeout`: seconds that a message may take once it has begun; None: any."""
+    """One end of a socket pair. `timeout`: seconds that the other end may take to send the rest of a message, or to
+    take more of one; None: any.
+
+    Ctrl-C never cuts a message in two. It can come between any two steps of Python's, but not within a call of C's, so
+    the bytes that a call moves are counted in that same call.
+    """
 
     HEADER = struct.Struct("<Q")
 
     def __init__(self, sock: socket.socket, timeout: float | None = None) -> None:
         sock.settimeout(timeout)
         self.sock = sock
+        self._parts: list[bytes] = []  # of the message being received
 
     @classmethod
-    def frame(cls, message: Any) -> bytes:
-        """A message as it goes over the wire: once for all who get it."""
+    def frame(cls, message: Any) -> memoryview:
+        """A message as it goes over the wire: made once for all who get it."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        return cls.HEADER.pack(len(body)) + body
+        return memoryview(cls.HEADER.pack(len(body)) + body)
 
     def send(self, message: Any) -> None:
-        self.sock.sendall(self.frame(message))
+        self.send_rest(self.frame(message), [])
 
-    def send_frame(self, frame: bytes) -> None:
-        self.sock.sendall(frame)
+    def send_rest(self, frame: memoryview, sent: list[int]) -> None:
+        """Send what of the frame is not sent yet, and add to the counts of bytes in `sent`."""
+        while (begin := sum(sent)) < len(frame):
+            sent.extend(map(self.sock.send, (frame[begin:],)))
 
     def receive(self) -> Any:
-        """Wait for the next message. EOFError: the other end is closed."""
-        (length,) = self.HEADER.unpack(self._read(self.HEADER.size))
-        return pickle.loads(self._read(length))
-
-    def _read(self, length: int) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
-        while view:
-            count = self.sock.recv_into(view)
-            if count == 0:
+        """Wait for the next message, and take no byte of the one after. EOFError: the other end is closed."""
+        while missing := self._missing():
+            self._parts.extend(map(self.sock.recv, (missing,)))
+            if not self._parts[-1]:
                 raise EOFError("the other end of the channel is closed")
-            view = view[count:]
-        return data
+        data = b"".join(self._parts)
+        self._parts.clear()
+        return pickle.loads(memoryview(data)[self.HEADER.size :])
+
+    def _missing(self) -> int:
+        """Bytes that the message's header lacks or, once it is there, the message."""
+        have = sum(map(len, self._parts))
+        if have < self.HEADER.size:
+            return self.HEADER.size - have
+        (length,) = self.HEADER.unpack_from(b"".join(self._parts[: self.HEADER.size]))
+        return self.HEADER.size + length - have
 
     def close(self) -> None:
         self.sock.close()
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Keep Ctrl-C until the block is done: an exception inside would cut a message in two, and the channel with it."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or handler is None:
-        yield  # no handler of Python's runs in this thread
-        return
-    held = False
-
-    def hold(*_: Any) -> None:
-        nonlocal held
-        held = True
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            signal.raise_signal(signal.SIGINT)

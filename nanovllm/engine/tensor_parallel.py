@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -23,17 +24,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepResult
-from nanovllm.engine.channel import (
-    Channel,
-    Done,
-    Failed,
-    Launch,
-    Listening,
-    Ready,
-    Start,
-    Synchronize,
-    interrupts_held,
-)
+from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
 from nanovllm.engine.model_runner import ModelRunner, resolve_device
 from nanovllm.models import build_model
 from nanovllm.utils.parallel import ParallelGroup
@@ -69,6 +60,9 @@ class RemoteTokens:
         return self.runner.result_of(self.step)
 
 
+Outgoing = tuple[memoryview, list[tuple[Rank, list[int]]]]  # a frame, and what of it was sent to each who gets it
+
+
 class TensorParallelRunner:
     """Looks like a ModelRunner; each of its ranks has one."""
 
@@ -76,6 +70,7 @@ class TensorParallelRunner:
         check_split(config, hf_config)
         self._step_seconds = config.step_timeout
         self._step = 0  # the last command's number
+        self._outgoing: Outgoing = memoryview(b""), []
         self._drawn: dict[int, StepResult] = {}  # those that arrived, by step
         self._error: RankError | None = None
         self._ranks: list[Rank] = []
@@ -109,7 +104,8 @@ class TensorParallelRunner:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
             )
-            self._send(rank, Channel.frame(message))
+            self._outgoing = Channel.frame(message), [(rank, [])]
+            self._send()
 
         first, *others = self._ranks
         start(first, None)
@@ -149,20 +145,21 @@ class TensorParallelRunner:
     def _command(self, message: Launch | Synchronize) -> int:
         if self._error is not None:
             raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._error}")
-        frame = Channel.frame(message)
-        with interrupts_held():
-            self._step = message.step
-            for rank in self._ranks:
-                self._send(rank, frame)
+        self._send()  # the rest of a command that Ctrl-C came into: every rank gets the same ones
+        self._step = message.step
+        self._outgoing = Channel.frame(message), [(rank, []) for rank in self._ranks]
+        self._send()
         return message.step
 
-    def _send(self, rank: Rank, frame: bytes) -> None:
-        try:
-            rank.channel.send_frame(frame)
-        except TimeoutError:
-            self._fail_silent([rank], self._step_seconds)
-        except OSError:
-            self._fail(rank)
+    def _send(self) -> None:
+        frame, receivers = self._outgoing
+        for rank, sent in receivers:
+            try:
+                rank.channel.send_rest(frame, sent)
+            except TimeoutError:
+                self._fail_silent([rank], self._step_seconds)
+            except OSError:
+                self._fail(rank)
 
     def _listen(self, until: Callable[[], Any], seconds: float) -> None:
         """Take what the ranks say until the condition holds. Silence for so many seconds means that they hang."""
@@ -182,19 +179,18 @@ class TensorParallelRunner:
                 self._fail_silent([rank for rank in self._ranks if rank.done == behind], seconds)
 
     def _hear(self, rank: Rank) -> None:
-        with interrupts_held():
-            try:
-                message = rank.channel.receive()
-            except (EOFError, OSError):
-                self._fail(rank)
-            if isinstance(message, Done):
-                rank.done = message.step
-                if message.result is not None:
-                    self._drawn[message.step] = message.result
-            elif isinstance(message, Failed):
-                self._fail(rank, message)
-            else:
-                rank.answers.append(message)
+        try:
+            message = rank.channel.receive()
+        except (EOFError, OSError):
+            self._fail(rank)
+        if isinstance(message, Done):
+            rank.done = message.step
+            if message.result is not None:
+                self._drawn[message.step] = message.result
+        elif isinstance(message, Failed):
+            self._fail(rank, message)
+        else:
+            rank.answers.append(message)
 
     def _fail(self, rank: Rank, failed: Failed | None = None) -> NoReturn:
         """End all ranks and say why: the rank died, or raised what it says."""
@@ -261,16 +257,16 @@ def end_ranks(ranks: list[Rank], owner: int) -> None:
     """Let the ranks go, and make sure that they are gone."""
     if os.getpid() != owner:
         return  # a fork of the process whose ranks these are
-    with interrupts_held():
-        for rank in ranks:
-            rank.channel.close()
-        for patience in (END_SECONDS, 60):
-            for rank in ranks:
-                try:
-                    rank.process.wait(patience)
-                except subprocess.TimeoutExpired:
-                    rank.process.kill()
-                    patience = 0
+    for rank in ranks:
+        rank.channel.close()  # which each takes for the end
+    deadline = time.monotonic() + END_SECONDS
+    for rank in ranks:
+        try:
+            rank.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                rank.process.wait(END_SECONDS)
 
 
 def how_ended(process: subprocess.Popen) -> str:

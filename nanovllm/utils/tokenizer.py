@@ -14,7 +14,10 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase | None":
         return None
     from transformers import AutoTokenizer  # here because the ranks of tensor parallelism need none of it, and it takes seconds
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded, download it again ({error})") from error
 
 
 def load_stop_ids(folder: str, tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[int]:
@@ -22,7 +25,10 @@ def load_stop_ids(folder: str, tokenizer: "PreTrainedTokenizerBase | None") -> f
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        try:
+            eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
         if eos is not None:
             ids.update(eos if isinstance(eos, list) else [eos])
             break

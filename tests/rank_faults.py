@@ -1,0 +1,64 @@
+"""Runners that ranks run instead of ModelRunner in tests: ones that fail on purpose, and one that has no model.
+
+A module of its own, since the processes of the ranks import it.
+"""
+
+import json
+import os
+import signal
+import time
+
+import torch
+
+from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
+
+
+def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
+    """Let `rank` "kill" itself, "raise" or "hang" at its first `where`: "start", "prefill" or "decode"."""
+    monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
+    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", FaultyRunner)
+
+
+class FaultyRunner(ModelRunner):
+    def __init__(self, *args, group, **options):
+        rank, self.where, self.action = json.loads(os.environ["RANK_FAULT"])
+        self.is_faulty = rank == group.rank
+        self.fail_at("start")
+        super().__init__(*args, group=group, **options)
+
+    def launch(self, batch):
+        self.fail_at("prefill" if batch.prefills else "decode")
+        return super().launch(batch)
+
+    def fail_at(self, where):
+        if not self.is_faulty or where != self.where:
+            return
+        if self.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "raise":
+            raise RuntimeError("the planted error")
+        time.sleep(1000)
+
+
+class StarvedRunner(ModelRunner):
+    """Has room for 20 blocks on rank 1, and for 30 elsewhere."""
+
+    def __init__(self, *args, group, **options):
+        import nanovllm.engine.model_runner as module
+
+        module.num_blocks_that_fit = lambda *_: 20 if group.rank == 1 else 30
+        super().__init__(*args, group=group, **options)
+
+
+class EchoRunner:
+    """Has no model: answers each row's number, and for a prompt its length."""
+
+    def __init__(self, *args, group, **options):
+        self.group, self.device, self.num_blocks = group, torch.device("cpu"), 100
+
+    def launch(self, batch):
+        tokens = [*batch.decode_rows, *(len(chunk.token_ids) for chunk in batch.prefills)]
+        return DrawnTokens(torch.tensor(tokens), None)
+
+    def synchronize(self):
+        pass

@@ -1,0 +1,395 @@
+"""A model on several ranks draws the tokens it draws on one, and no failure leaves a process behind."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+from model_helpers import make_checkpoint
+from rank_faults import EchoRunner, StarvedRunner, set_fault
+from transformers import Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import Config
+from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.tensor_parallel import RankError, TensorParallelRunner
+from nanovllm.layers.sampler import choose_over_ranks
+from nanovllm.utils.loader import load_hf_config
+from nanovllm.utils.parallel import ParallelGroup
+
+MARK = f"{uuid.uuid4()}"  # in the environment of every process started here, and so of their children
+VOCAB = 1027  # a prime: no number of ranks divides it
+OPTIONS = dict(
+    device="cpu",
+    kvcache_block_size=16,
+    num_kvcache_blocks=100,
+    max_model_len=192,
+    max_num_batched_tokens=48,
+    max_num_seqs=8,
+    seed=1,
+)
+SMALL = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=16,
+    max_position_embeddings=256,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mark():
+    os.environ["TENSOR_PARALLEL_TEST"] = MARK
+    yield
+    del os.environ["TENSOR_PARALLEL_TEST"]
+    gc.collect()
+    assert leftovers() == []
+
+
+def leftovers() -> list[str]:
+    """Processes started by these tests that still run, and children nobody waited for."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (process / "stat").read_text().rpartition(")")[2].split()[:2]
+            environment = (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if int(process.name) == os.getpid():
+            continue
+        if MARK.encode() in environment or (state == "Z" and int(parent) == os.getpid()):
+            found.append(f"{process.name} {state}")
+    return found
+
+
+def wait_for_no_leftovers(before: list[str], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while set(leftovers()) - set(before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(leftovers()) - set(before) == set()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, Qwen3Config(**SMALL))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llms(folder):
+    """The model on 1, 2 and 4 ranks, all alive at once."""
+    llms = {}
+    try:
+        for size in (1, 2, 4):
+            llms[size] = LLM(folder, tensor_parallel_size=size, **OPTIONS)
+        yield llms
+    finally:
+        for llm in llms.values():
+            llm.close()
+
+
+def make_prompts(count: int, longest: int = 100, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(VOCAB) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+
+
+def run(llm: LLM, prompts: list[list[int]], max_tokens: int = 12, **sampling) -> list[list[int]]:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_greedy_output_is_that_of_one_rank(llms, size):
+    prompts = make_prompts(10)  # some longer than a step's budget: chunked
+    assert run(llms[size], prompts, temperature=0) == run(llms[1], prompts, temperature=0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_seed_draws_the_same_tokens_on_any_number_of_ranks(llms, size):
+    for llm in (llms[1], llms[size]):
+        llm.engine._seeds = random.Random(5)
+    prompts = make_prompts(10, seed=1)
+    drawn = run(llms[size], prompts, temperature=0.9)
+    assert drawn == run(llms[1], prompts, temperature=0.9)
+    assert drawn != run(llms[1], prompts, temperature=0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_overlap_does_not_change_output_on_several_ranks(llms, size, monkeypatch):
+    prompts = make_prompts(10, seed=2)
+    expected = run(llms[1], prompts, temperature=0)
+    monkeypatch.setattr(llms[size].engine, "overlap", True)
+    assert run(llms[size], prompts, temperature=0) == expected
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_cached_prefixes_do_not_change_output_on_several_ranks(llms, size):
+    start = make_prompts(1, seed=3)[0] * 9
+    prompts = [start[:64] + [i] * (i + 1) for i in range(6)]
+    expected = run(llms[1], prompts, temperature=0)
+    assert run(llms[size], prompts, temperature=0) == expected
+    assert run(llms[size], prompts, temperature=0) == expected  # all of them cached
+
+
+def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
+    # Fewer key-value heads than ranks, and a tied head.
+    make_checkpoint(tmp_path, Qwen3Config(**{**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True}))
+    prompts = make_prompts(8, longest=60, seed=4)
+    with LLM(tmp_path, **OPTIONS) as one:
+        expected = run(one, prompts, max_tokens=40, temperature=0)
+        assert one.engine.scheduler.num_preemptions == 0
+    with LLM(tmp_path, **{**OPTIONS, "num_kvcache_blocks": 20}, tensor_parallel_size=4) as four:
+        assert run(four, prompts, max_tokens=40, temperature=0) == expected
+        assert four.engine.scheduler.num_preemptions > 0
+
+
+def test_llms_in_one_process_do_not_meet(llms):
+    prompts = make_prompts(4, seed=5)
+    expected = run(llms[1], prompts, temperature=0)
+    for _ in range(2):
+        for size in (2, 4):
+            assert run(llms[size], prompts, temperature=0) == expected
+
+
+def test_an_interrupted_call_leaves_the_llm_usable(llms):
+    prompts = make_prompts(6, seed=6)
+    expected = run(llms[1], prompts, temperature=0)
+    timer = threading.Timer(0.15, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            run(llms[2], prompts, max_tokens=80, temperature=0)
+    assert run(llms[2], prompts, temperature=0) == expected
+
+
+def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", StarvedRunner)
+    with LLM(folder, **{**OPTIONS, "num_kvcache_blocks": None}, tensor_parallel_size=2) as llm:
+        assert llm.engine.runner.num_blocks == 20
+        assert run(llm, [[1, 2, 3]], temperature=0)
+
+
+@pytest.mark.parametrize(
+    "changes, size, message",
+    [
+        (dict(), 3, "num_attention_heads is 8"),
+        (dict(num_key_value_heads=4, num_attention_heads=12), 6, "num_key_value_heads is 4"),
+        (dict(intermediate_size=97), 2, "97"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_a_process_starts(tmp_path, monkeypatch, changes, size, message):
+    Qwen3Config(**{**SMALL, **changes, "architectures": ["Qwen3ForCausalLM"]}).save_pretrained(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(ValueError, match=message):
+        LLM(tmp_path, **OPTIONS, tensor_parallel_size=size)
+
+
+def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):
+    Qwen3Config(**SMALL, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    before = leftovers()
+    messages = []
+    for size in (1, 2):
+        with pytest.raises(ValueError) as error:
+            LLM(tmp_path, **OPTIONS, tensor_parallel_size=size)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    wait_for_no_leftovers(before, seconds=0)
+
+
+@pytest.mark.parametrize(
+    "rank, where, action, message",
+    [
+        (1, "start", "kill", r"rank 1 of 2 died: it was killed by SIGKILL"),
+        (0, "prefill", "kill", r"rank 0 of 2 died: it was killed by SIGKILL"),
+        (1, "decode", "kill", r"rank 1 of 2 died: it was killed by SIGKILL"),
+        (1, "decode", "raise", r"rank 1 of 2 raised:(.|\n)*in fail_at(.|\n)*RuntimeError: the planted error"),
+        (1, "prefill", "hang", r"gave no sign for 3 s"),
+    ],
+)
+def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, rank, where, action, message):
+    before = leftovers()
+    set_fault(monkeypatch, rank, where, action)
+    options = {**OPTIONS, "step_timeout": 3.0, "tensor_parallel_size": 2}
+    if where == "start":
+        with pytest.raises(RankError, match=message):
+            LLM(folder, **options)
+        assert set(leftovers()) <= set(before)
+        return
+    llm = LLM(folder, **options)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        run(llm, make_prompts(4), temperature=0)
+    assert time.monotonic() - begin < 10
+    assert set(leftovers()) <= set(before)
+    with pytest.raises(RankError, match="make a new one"):
+        run(llm, [[1]])
+    llm.close()
+
+
+@pytest.fixture(scope="module")
+def echo(folder):
+    """Two ranks that answer at once, started by a thread that is no more."""
+    runners = []
+
+    def start():
+        config = Config(str(folder), tensor_parallel_size=2, device="cpu")
+        runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder), max_model_len=64, max_num_seqs=4))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", EchoRunner)
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    yield runners[0]
+    runners[0].close()
+
+
+def test_a_command_has_no_size_limit(echo):
+    chunk = PrefillChunk(0, list(range(1_000_000)), 0, 0, [1], True, 0.0, 0)
+    assert echo.launch(Batch(decode_rows=(3, 1), prefills=(chunk,))).wait() == [3, 1, 1_000_000]
+
+
+def test_steps_are_launched_ahead_of_their_results(echo):
+    steps = [echo.launch(Batch(decode_rows=(i,))) for i in range(20)]
+    assert [step.wait() for step in reversed(steps)] == [[i] for i in reversed(range(20))]
+
+
+def test_an_interrupt_anywhere_leaves_the_channel_whole(echo):
+    class Alarm(BaseException):
+        pass
+
+    def interrupt(*_):
+        raise Alarm
+
+    chance = random.Random(0)
+    chunk = PrefillChunk(0, list(range(30_000)), 0, 0, [1], True, 0.0, 0)
+    interrupted = 0
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(300):
+            batch = Batch(decode_rows=(i,), prefills=(chunk,) * (i % 2))
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
+                for _ in range(100):
+                    echo.launch(batch).wait()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Alarm:
+                interrupted += 1
+                echo.synchronize()
+            assert echo.launch(batch).wait() == [i] + [30_000] * (i % 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert interrupted > 100
+
+
+def test_a_fork_does_not_end_its_parents_ranks(echo):
+    if (child := os.fork()) == 0:
+        echo.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert echo.launch(Batch(decode_rows=(7,))).wait() == [7]
+
+
+def make_script(folder: Path, forever: bool) -> str:
+    """Generates and prints some tokens, then again and again; it has no `if __name__ == "__main__"`."""
+    return f"""
+from nanovllm import LLM, SamplingParams
+llm = LLM({str(folder)!r}, tensor_parallel_size=2, **{OPTIONS!r})
+params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+print("tokens", llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]["token_ids"], flush=True)
+while {forever}:
+    llm.generate([[5, 6, 7]] * 4, params, use_tqdm=False)
+"""
+
+
+def start_script(arguments: list[str], stdin: str | None = None) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE if stdin else None,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    if stdin:
+        process.stdin.write(stdin)
+        process.stdin.close()
+    return process
+
+
+def first_tokens(process: subprocess.Popen) -> str:
+    line = process.stdout.readline()
+    assert line.startswith("tokens"), line + process.stderr.read()
+    return line.removeprefix("tokens").strip()
+
+
+def test_a_script_without_guard_runs_and_ends_with_ctrl_c(llms, folder, tmp_path):
+    before = leftovers()
+    script = tmp_path / "script.py"
+    script.write_text(make_script(folder, forever=True))
+    process = start_script([str(script)])
+    assert first_tokens(process) == str(run(llms[1], [[5, 6, 7]], temperature=0)[0])
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all it finds
+    process.wait(10)
+    assert process.stderr.read().count("KeyboardInterrupt") == 1  # no rank's traceback beside it
+    wait_for_no_leftovers(before)
+
+
+def test_ranks_end_with_a_parent_that_is_killed(folder):
+    before = leftovers()
+    process = start_script(["-"], stdin=make_script(folder, forever=True))
+    first_tokens(process)
+    assert len(set(leftovers()) - set(before)) >= 3
+    process.kill()
+    process.wait()
+    wait_for_no_leftovers(before)
+
+
+def test_ranks_end_with_a_script_that_closes_nothing(folder):
+    before = leftovers()
+    process = start_script(["-c", make_script(folder, forever=False)])
+    assert first_tokens(process)
+    assert process.wait(20) == 0
+    assert set(leftovers()) <= set(before)
+
+
+def test_an_llm_that_is_forgotten_ends_its_ranks(folder, monkeypatch):
+    before = leftovers()
+    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", EchoRunner)
+    llm = LLM(folder, **OPTIONS, tensor_parallel_size=2)
+    assert len(set(leftovers()) - set(before)) == 2
+    del llm
+    gc.collect()
+    assert set(leftovers()) <= set(before)
+
+
+class FixedGroup(ParallelGroup):
+    """One rank among others whose keys are given."""
+
+    def maximum(self, x):
+        others.append(x.clone())
+        return torch.stack(others).amax(0)
+
+
+others: list[torch.Tensor] = []
+
+
+def test_the_largest_value_of_any_rank_wins_and_the_lowest_token_a_tie():
+    values = torch.tensor([[-1.5, 3.0, 0.0, -0.0, float("-inf"), 1e-45], [-1.25, 3.0, -0.0, 0.0, -3e38, 0.0]])
+    tokens = torch.tensor([[7, 9, 1, 2, 3, 4], [1000, 8, 2, 1, 5, 6]])
+    others.clear()
+    choose_over_ranks(tokens[0], values[0], FixedGroup(0, 2))
+    assert choose_over_ranks(tokens[1], values[1], FixedGroup(1, 2)).tolist() == [1000, 8, 1, 1, 5, 4]
