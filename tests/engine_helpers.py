@@ -77,6 +77,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.generation_config = GenerationConfig()  # without an end of sequence
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
     def expected(self, prompt: list[int], count: int) -> list[int]:

@@ -198,13 +198,28 @@ def test_chunks_share_the_budget_with_decoding_sequences():
 
 
 def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
-    server = Server(make_scheduler(num_blocks=5, block_size=2))
-    for id in range(3):
+    server = Server(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=3))
+    for id in range(4):
         server.add(id, [id, id], 8)
     while not server.scheduler.num_preemptions:
         server.step()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
-    assert [seq.id for seq in server.scheduler.waiting] == [2]
+    assert [seq.id for seq in server.scheduler.waiting] == [2, 3]
+
+
+def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode():
+    server = Server(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=3))
+    server.add(0, [1, 2], 8)
+    server.add(1, [1, 3], 8)
+    server.step()
+    server.step()
+    third = server.add(2, [2] * 8, 3)
+    server.step()
+    assert server.scheduler.partial is third and server.scheduler.blocks.num_free == 0
+    while not server.scheduler.num_preemptions:
+        server.step()
+    assert [seq.id for seq in server.scheduler.running] == [0, 1]
+    assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.partial is None
 
 
 def test_preemption_waits_until_nothing_is_in_flight():
