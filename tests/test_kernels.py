@@ -215,6 +215,21 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
 
 
+@pytest.mark.parametrize("prefix_blocks", [0, 1, 5])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
+def test_decode_attention_that_shares_a_prefix_equals_its_twin(heads, kv_heads, head_dim, block_size, prefix_blocks):
+    prefix = prefix_blocks * block_size
+    lens = prefix + torch.tensor([1, 17, 3 * block_size, 9, 40 % block_size + 1], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(5, prefix + 3 * block_size, kv_heads, head_dim, block_size, torch.float32)
+    tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
+    lens[4] = 1  # a padding row may be shorter than the prefix: it must not disturb the others
+    q = randn(5, heads, head_dim)
+    expected = torch_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    shared = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1, shared)
+    assert_close(mine[:4], expected[:4])
+
+
 def test_decode_attention_of_one_split_and_of_many_agree(monkeypatch):
     lens = torch.tensor([300, 5], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(2, 300, 2, 32, 16, torch.float32)
