@@ -1,5 +1,6 @@
 """The scheduler's promises, over random streams of requests and a device that checks every read (simulated_device)."""
 
+import copy
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class Server:
     scheduler: WatchedScheduler
     in_flight: deque = field(default_factory=deque)
     batches: list = field(default_factory=list)
+    as_planned: list = field(default_factory=list)
 
     def __post_init__(self):
         self.device = SimulatedDevice(self.scheduler)
@@ -55,6 +57,7 @@ class Server:
         if batch is not None:
             self.check_budgets(batch)
             self.batches.append(batch)
+            self.as_planned.append(copy.deepcopy(batch))
             self.in_flight.append(self.device.launch(batch))
         while len(self.in_flight) > (delay and batch is not None):
             self.scheduler.commit(self.in_flight.popleft())
@@ -144,6 +147,7 @@ def test_any_stream_of_requests_is_served_right(stream):
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
     assert not scheduler.running and not scheduler.waiting and scheduler.partial is None
+    assert server.batches == server.as_planned, "a plan never changes: it may run in another process, or later"
 
 
 def test_the_random_streams_reach_what_they_are_meant_for():
