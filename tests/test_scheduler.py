@@ -70,9 +70,15 @@ class Server:
         running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
         assert len(running) <= self.scheduler.max_num_seqs
 
-    def run(self, delay: bool = False) -> None:
-        while self.scheduler.has_unfinished() or self.in_flight:
+    def run(self, delay: bool = False, until=lambda server: not server.scheduler.has_unfinished()) -> None:
+        for _ in range(1000):
+            if until(self) and not self.in_flight:
+                return
             self.step(delay)
+        raise AssertionError("waits forever")
+
+    def run_until_preemption(self) -> None:
+        self.run(until=lambda server: server.scheduler.num_preemptions)
 
 
 @st.composite
@@ -205,8 +211,7 @@ def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
     server = Server(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=3))
     for id in range(4):
         server.add(id, [id, id], 8)
-    while not server.scheduler.num_preemptions:
-        server.step()
+    server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2, 3]
 
@@ -220,8 +225,7 @@ def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode():
     third = server.add(2, [2] * 8, 3)
     server.step()
     assert server.scheduler.partial is third and server.scheduler.blocks.num_free == 0
-    while not server.scheduler.num_preemptions:
-        server.step()
+    server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.partial is None
 
