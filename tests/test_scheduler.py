@@ -299,11 +299,13 @@ def test_blocks_filled_by_drawn_tokens_are_shared_too():
     assert server.batches[-1].prefills[0].start == 12
 
 
-def test_a_request_for_one_token_never_decodes():
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_no_step_is_run_past_a_known_length(max_tokens):
+    """The prompt gives the first token. The last one is in flight when the next step is planned."""
     server = Server(make_scheduler())
-    server.add(0, [1, 2, 3], 1)
+    server.add(0, [1, 2, 3], max_tokens)
     server.run(delay=True)
-    assert len(server.batches) == 1 and not server.batches[0].decode_rows
+    assert [len(batch.decode_rows) for batch in server.batches] == [0] + [1] * (max_tokens - 1)
 
 
 def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_token():
