@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from dataclasses import replace
 
 import torch
 
@@ -43,11 +44,19 @@ class FaultyRunner(ModelRunner):
 class StarvedRunner(ModelRunner):
     """Has room for 20 blocks on rank 1, and for 30 elsewhere."""
 
-    def __init__(self, *args, group, **options):
-        import nanovllm.engine.model_runner as module
+    def __init__(self, config, *args, group, **options):
+        config = replace(config, num_kvcache_blocks=20 if group.rank == 1 else 30)
+        super().__init__(config, *args, group=group, **options)
 
-        module.num_blocks_that_fit = lambda *_: 20 if group.rank == 1 else 30
-        super().__init__(*args, group=group, **options)
+
+class PartsRunner(ModelRunner):
+    """Sums in parts what is otherwise summed whole but for long prompts."""
+
+    def __init__(self, *args, **options):
+        import nanovllm.layers.linear as module
+
+        module.OVERLAP_ROWS = 9
+        super().__init__(*args, **options)
 
 
 class EchoRunner:

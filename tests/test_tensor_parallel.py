@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_helpers import make_checkpoint
-from rank_faults import EchoRunner, StarvedRunner, set_fault
+from rank_faults import EchoRunner, PartsRunner, StarvedRunner, set_fault
 from transformers import Qwen3Config
 
 from nanovllm import LLM, SamplingParams
@@ -155,6 +155,13 @@ def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
         assert four.engine.scheduler.num_preemptions > 0
 
 
+def test_sums_in_parts_do_not_change_output(llms, folder, monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", PartsRunner)
+    prompts = make_prompts(6, seed=7)
+    with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
+        assert run(llm, prompts, temperature=0) == run(llms[1], prompts, temperature=0)
+
+
 def test_llms_in_one_process_do_not_meet(llms):
     prompts = make_prompts(4, seed=5)
     expected = run(llms[1], prompts, temperature=0)
@@ -176,7 +183,7 @@ def test_an_interrupted_call_leaves_the_llm_usable(llms):
 
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
     monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", StarvedRunner)
-    with LLM(folder, **{**OPTIONS, "num_kvcache_blocks": None}, tensor_parallel_size=2) as llm:
+    with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
         assert llm.engine.runner.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
 
@@ -218,7 +225,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):
         (1, "prefill", "hang", r"gave no sign for 3 s"),
     ],
 )
-def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, rank, where, action, message):
+def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, capfd, rank, where, action, message):
     before = leftovers()
     set_fault(monkeypatch, rank, where, action)
     options = {**OPTIONS, "step_timeout": 3.0, "tensor_parallel_size": 2}
@@ -233,6 +240,8 @@ def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, ran
         run(llm, make_prompts(4), temperature=0)
     assert time.monotonic() - begin < 10
     assert set(leftovers()) <= set(before)
+    if action == "hang":
+        assert "in fail_at" in capfd.readouterr().err
     with pytest.raises(RankError, match="make a new one"):
         run(llm, [[1]])
     llm.close()

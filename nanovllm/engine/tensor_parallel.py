@@ -59,6 +59,9 @@ class RemoteTokens:
     def wait(self) -> list[int]:
         return self.runner.tokens_of(self.step)
 
+    def read_logprobs(self):  # TEMP
+        return {}
+
 
 Outgoing = tuple[memoryview, list[tuple[Rank, list[int]]]]  # a frame, and what of it was sent to each who gets it
 
@@ -207,9 +210,13 @@ class TensorParallelRunner:
         self._give_up(f"rank {culprit.number} of {len(self._ranks)} {what}")
 
     def _fail_silent(self, ranks: list[Rank], seconds: float) -> NoReturn:
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGUSR1)  # to which it prints where each of its threads is
+        time.sleep(EVIDENCE_SECONDS)
         names = " and ".join(str(rank.number) for rank in ranks)
         self._give_up(
-            f"rank {names} of {len(self._ranks)} gave no sign for {seconds:g} s: if a step may take longer, raise step_timeout"
+            f"rank {names} of {len(self._ranks)} gave no sign for {seconds:g} s (where the ranks are is on stderr): "
+            "if a step may take longer, raise step_timeout"
         )
 
     def _give_up(self, what: str) -> NoReturn:
@@ -241,7 +248,7 @@ def spawn_rank(number: int, timeout: float) -> Rank:
     with theirs:
         in_main_thread = threading.current_thread() is threading.main_thread()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from nanovllm.engine.rank_worker import run_rank; "
+            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from nanovllm.engine.rank_worker import run_rank; "
             f"run_rank({theirs.fileno()}, dies_with_parent={in_main_thread})"
         )
         process = subprocess.Popen(
