@@ -5,6 +5,7 @@ length the model supports) is returned by whoever discovers it and never written
 """
 
 import difflib
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -89,7 +90,7 @@ class Config:
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("attention_backend", ("auto", "flash-attn", "triton", "torch"))
-        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")
 
     def _check_int(self, name: str, least: int) -> None:

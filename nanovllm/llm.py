@@ -1,7 +1,10 @@
 """The facade users import: text in, text out."""
 
 import os
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import closing, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -9,11 +12,11 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import check_length, check_token_ids, split_prompts, spread_params
+from nanovllm.engine.request import check_length, check_token_ids, split_chats, split_prompts, spread_params
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import resolve_model_folder
-from nanovllm.utils.tokenizer import load_stop_ids, load_tokenizer
+from nanovllm.utils.tokenizer import decode_batch, load_stop_ids, load_tokenizer, render_chats
 
 
 class LLM:
@@ -26,10 +29,13 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike, **options: Any) -> None:
-        config = Config.from_options(os.fspath(model), options)
+        config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
         self.tokenizer = load_tokenizer(folder)
-        self.engine: LLMEngine | None = LLMEngine(config, folder, load_stop_ids(folder, self.tokenizer))
+        decode = partial(decode_batch, self.tokenizer) if self.tokenizer else None
+        self.engine: LLMEngine | None = LLMEngine(config, folder, load_stop_ids(folder, self.tokenizer), decode)
+        self._requests: dict[int, Sequence] = {}  # added one by one, their outputs not yet returned by `step`
+        self._finished: list[Sequence] = []  # those of them that have ended
 
     def generate(
         self,
@@ -41,32 +47,62 @@ class LLM:
 
         `sampling_params`: one for all, or a list as long as `prompts`. Returns, in the order of the prompts,
         {"text": str, "token_ids": list[int], "finish_reason": "stop" | "length"}; with `logprobs` asked for, also
-        "logprobs", a dict for each token. Raises ValueError or TypeError
-        before anything runs if any request is wrong. An error or Ctrl-C inside leaves the LLM empty and usable.
+        "logprobs", a dict for each token. Raises ValueError or TypeError before anything runs if any request is wrong.
+        An error or Ctrl-C inside leaves the LLM empty and usable.
         """
-        engine = self._open_engine()
-        requests = self._check(split_prompts(prompts), sampling_params)
-        bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True)
-        start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
-        try:
-            sequences = [engine.add(ids, params) for ids, params in requests]
-            while engine.has_unfinished():
-                _, finished = engine.step()
-                if finished and use_tqdm:
-                    seconds = perf_counter() - start
-                    bar.set_postfix_str(
-                        f"prefill {(engine.num_prefill_tokens - prefilled) / seconds:,.0f} tok/s, "
-                        f"decode {(engine.num_decode_tokens - decoded) / seconds:,.0f} tok/s",
-                        refresh=False,
-                    )
-                    bar.update(len(finished))
-        except BaseException:
-            engine.reset()
-            raise
-        finally:
-            bar.close()
-        texts = self._decode([seq.output_ids for seq in sequences])
-        return [_output(seq, text) for seq, text in zip(sequences, texts)]
+        return self._complete(self._check("prompts", self._encode(split_prompts(prompts)), sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Write the assistant's next turn in one conversation, or in each of a list: outputs as `generate` gives them.
+
+        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the tokenizer's chat
+        template, such as {"enable_thinking": False}.
+        """
+        chats = render_chats(self.tokenizer, split_chats(messages), chat_template_kwargs or {})
+        return self._complete(self._check("messages", chats, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> Iterator[tuple[int, str, list[int], str | None]]:
+        """Complete prompts and yield, as steps finish: (index of the prompt, new text, new token ids, finish_reason).
+
+        finish_reason is None until a prompt's last item. The texts of a prompt add up to what `generate` returns; one may
+        be "" when a character or a stop string is not complete. Closing the iterator ends the requests that still run.
+        """
+        return self._stream(self._check("prompts", self._encode(split_prompts(prompts)), sampling_params))
+
+    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
+        """Queue one prompt for whoever calls `step`. Returns the request's id."""
+        ((token_ids, params),) = self._check("prompts", self._encode([prompt]), sampling_params)
+        seq = self._open_engine().add(token_ids, params)
+        self._requests[seq.id] = seq
+        return seq.id
+
+    def step(self) -> list[dict[str, Any]]:
+        """Run one step. Returns the outputs, as `generate`'s with an "id" each, of requests that have finished."""
+        with self._running():
+            self._step()
+        finished = [seq for seq in self._finished if self._requests.pop(seq.id, None)]
+        self._finished.clear()
+        return [{"id": seq.id, **output} for seq, output in zip(finished, self._outputs(finished))]
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request that `add_request` gave this id and `step` has not returned."""
+        if request_id not in self._requests:
+            raise ValueError(f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned")
+        self._open_engine().abort(self._requests.pop(request_id))
+
+    def has_unfinished(self) -> bool:
+        """Whether there is a request whose output `step` has yet to return."""
+        return bool(self._requests)
 
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
@@ -85,18 +121,18 @@ class LLM:
             raise ValueError("this LLM is closed: make a new one")
         return self.engine
 
-    def _check(self, prompts: SequenceOf[Any], sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
+    def _check(self, name: str, prompts: SequenceOf[Any], sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
         """Token ids and sampling parameters of every request, or an error for the first that is wrong."""
         engine = self._open_engine()
-        all_params = spread_params(sampling_params, len(prompts))
         requests = []
-        for i, (ids, params) in enumerate(zip(self._encode(prompts), all_params)):
-            name = f"prompts[{i}]"
-            check_token_ids(name, ids, engine.vocab_size)
+        for i, (ids, params) in enumerate(zip(prompts, spread_params(sampling_params, len(prompts)))):
+            check_token_ids(f"{name}[{i}]", ids, engine.vocab_size)
             check_length(
-                name, len(ids), params, max_model_len=engine.max_model_len, cache_tokens=engine.cache_tokens
+                f"{name}[{i}]", len(ids), params, max_model_len=engine.max_model_len, cache_tokens=engine.cache_tokens
             )
             check_token_ids(f"sampling_params[{i}].stop_token_ids", params.stop_token_ids, engine.vocab_size)
+            if params.stop and self.tokenizer is None:
+                raise ValueError("stop needs text, but the model's folder has no tokenizer: use stop_token_ids, or add tokenizer.json")
             requests.append((list(ids), params))
         return requests
 
@@ -110,12 +146,83 @@ class LLM:
                 raise TypeError(f"prompts[{i}] is a {type(prompt).__name__}: all prompts are text, or all are token ids")
         return self.tokenizer(list(prompts))["input_ids"]
 
-    def _decode(self, token_ids: list[list[int]]) -> list[str]:
-        if self.tokenizer is None:
-            return [""] * len(token_ids)
-        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+    def _complete(self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[dict[str, Any]]:
+        """Run requests to their end; returns their outputs in order."""
+        bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True)
+        with closing(bar), self._running() as (engine, ours):
+            start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
+            sequences = [engine.add(ids, params) for ids, params in requests]
+            ours.update((seq.id, seq) for seq in sequences)
+            outputs: dict[int, dict[str, Any]] = {}
+            while ours:
+                finished = [seq for seq in self._step() if ours.pop(seq.id, None)]
+                if not finished:
+                    continue
+                # With overlap the device is at the next step already: this is the time to make text.
+                outputs.update(zip([seq.id for seq in finished], self._outputs(finished)))
+                if use_tqdm:
+                    seconds = perf_counter() - start
+                    bar.set_postfix_str(
+                        f"prefill {(engine.num_prefill_tokens - prefilled) / seconds:,.0f} tok/s, "
+                        f"decode {(engine.num_decode_tokens - decoded) / seconds:,.0f} tok/s",
+                        refresh=False,
+                    )
+                    bar.update(len(finished))
+        return [outputs[seq.id] for seq in sequences]
 
+    def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, str, list[int], str | None]]:
+        with self._running() as (engine, ours):
+            # Sequences get their tokens here or, if the caller uses the LLM between two items, elsewhere.
+            sequences = [engine.add(ids, params, streams=True) for ids, params in requests]
+            ours.update(enumerate(sequences))
+            num_seen = [seq.num_prompt_tokens for seq in sequences]
+            while ours:
+                self._step()
+                for i, seq in list(ours.items()):
+                    new_ids = seq.token_ids[num_seen[i] :]
+                    if not new_ids and seq.finish_reason is None:
+                        continue
+                    num_seen[i] += len(new_ids)
+                    if seq.finish_reason is not None:
+                        del ours[i]
+                    yield i, seq.text.take() if seq.text is not None else "", new_ids, seq.finish_reason
 
-def _output(seq: Sequence, text: str) -> dict[str, Any]:
-    output = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
-    return output if seq.params.logprobs is None else {**output, "logprobs": seq.logprobs}
+    @contextmanager
+    def _running(self) -> Iterator[tuple[LLMEngine, dict[int, Sequence]]]:
+        """The engine, and a dict for a call's unfinished sequences: those still there when the call is closed are aborted.
+
+        An error or Ctrl-C empties the engine: nobody knows how far the step has come.
+        """
+        engine = self._open_engine()
+        ours: dict[int, Sequence] = {}
+        try:
+            yield engine, ours
+        except GeneratorExit:
+            for seq in ours.values():
+                engine.abort(seq)
+            raise
+        except BaseException:
+            if self.engine is not None:
+                engine.reset()
+            self._requests.clear()
+            self._finished.clear()
+            raise
+
+    def _step(self) -> list[Sequence]:
+        """Run one step; returns the sequences that ended."""
+        _, ended = self._open_engine().step()
+        self._finished += [seq for seq in ended if seq.id in self._requests]
+        return ended
+
+    def _outputs(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        """What the user gets for finished sequences."""
+        whole = [seq for seq in sequences if seq.text is None]
+        texts = dict(zip([seq.id for seq in whole], decode_batch(self.tokenizer, [seq.output_ids for seq in whole])))
+        outputs = []
+        for seq in sequences:
+            text = texts[seq.id] if seq.text is None else seq.text.text
+            output = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
+            if seq.params.logprobs is not None:
+                output["logprobs"] = seq.logprobs
+            outputs.append(output)
+        return outputs

@@ -72,6 +72,11 @@ class Checkpoint:
             known = self._outputs[tuple(prompt)] = self._generate(prompt, max(count, 24))
         return known[:count]
 
+    def probabilities(self, prompt: list[int], temperature: float) -> list[float]:
+        """Of each token to come next."""
+        with torch.no_grad():
+            return (self._model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1).tolist()
+
     def _generate(self, prompt: list[int], count: int) -> list[int]:
         how = GenerationConfig(max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True)
         ids = torch.tensor([prompt])

@@ -40,6 +40,7 @@ def make_model(folder, **changes):
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name:
                 weight.mul_(2.0)  # otherwise every output repeats its input
+    model.generation_config.eos_token_id = None  # the reference runs on past it
     model.eval().save_pretrained(folder)
     return model
 
@@ -69,7 +70,7 @@ def prompts_of(lengths, vocab=1000):
 @torch.inference_mode()
 def greedy(model, prompt, count):
     ids = torch.tensor([prompt], device="cuda")
-    out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
 
 

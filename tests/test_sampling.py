@@ -266,6 +266,15 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(folder, alone, options):
     assert together == [alone[i] for i in order]
 
 
+def test_two_ranks_draw_what_one_does(folder, alone):
+    prompts, params = many_prompts(), many_params()
+    with make_llm(folder, tensor_parallel_size=2, device="cpu", overlap=True) as llm:
+        assert token_ids(llm, prompts, params) == alone
+        asking = [dataclasses.replace(one, logprobs=2) for one in params]
+        outputs = llm.generate(prompts, asking, use_tqdm=False)
+    assert all(len(output["logprobs"]) == len(output["token_ids"]) for output in outputs)
+
+
 def test_another_seed_gives_other_tokens_and_none_the_engines_own(llm):
     prompts = [[1, 2, 3]] * 4
     seeds = [11, 11, 12, None]

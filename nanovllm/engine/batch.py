@@ -4,6 +4,7 @@ Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm.sampling_params import SpecialRow
 
@@ -25,6 +26,13 @@ class PrefillChunk:
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+class StepResult(NamedTuple):
+    """What a step answers."""
+
+    tokens: list[int]
+    logprobs: dict[int, dict[int, float]] = {}  # by index among the tokens, of those who asked: token id -> log-probability
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To a rank: start this step. Answered by Done, which on rank 0 has the drawn tokens; on others it says: launched."""
+    """To a rank: start this step. Answered by Done, which on rank 0 has the step's result; on others it says: launched."""
 
     step: int
     batch: Batch
@@ -57,7 +57,7 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class Done:
     step: int
-    tokens: list[int] | None = None
+    result: StepResult | None = None
 
 
 @dataclass(frozen=True, slots=True)

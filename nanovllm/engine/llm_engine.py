@@ -8,19 +8,27 @@ import random
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
 from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import load_hf_config
 
 
 class LLMEngine:
-    def __init__(self, config: Config, folder: str, stop_ids: frozenset[int] = frozenset()) -> None:
-        """Load the model in `folder` and get ready to run it; drawing one of `stop_ids` ends a request."""
+    def __init__(
+        self, config: Config, folder: str, stop_ids: frozenset[int] = frozenset(), decode: Decode | None = None
+    ) -> None:
+        """Load the model in `folder` and get ready to run it.
+
+        Drawing one of `stop_ids` ends a request. `decode` makes text of token ids, for those who want it as it grows.
+        """
         hf_config = load_hf_config(folder)
         self.stop_ids = stop_ids
+        self._decode = decode
+        self._read_while_growing: set[Sequence] = set()
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -45,8 +53,8 @@ class LLMEngine:
         """Tokens that the whole KV cache holds."""
         return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
 
-    def add(self, prompt: list[int], params: SamplingParams) -> Sequence:
-        """Queue a request that has been checked."""
+    def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Sequence:
+        """Queue a request that has been checked. `streams`: its text is read as it grows."""
         seq = Sequence(
             next(self._ids),
             prompt,
@@ -55,6 +63,9 @@ class LLMEngine:
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
         )
+        if self._decode is not None and (streams or params.stop):
+            seq.text = TextStream(params.stop, params.min_tokens)
+            self._read_while_growing.add(seq)
         self.scheduler.add(seq)
         return seq
 
@@ -76,18 +87,43 @@ class LLMEngine:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        result = self.scheduler.commit(launched.wait(), launched.read_logprobs())
+        drew, ended = self.scheduler.commit(*launched.wait())
+        if self._read_while_growing:
+            self._extend_texts(drew, ended)
+        self._settle()
+        return drew, ended
+
+    def _extend_texts(self, drew: list[Sequence], ended: list[Sequence]) -> None:
+        """Bring texts up to date; a sequence whose text has come to a stop string joins those that `ended`."""
+        growing = [seq for seq in drew if seq.text is not None]
+        extend_texts([(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing], self._decode)
+        for seq in growing:
+            if seq.text.stopped:
+                if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
+                    self.scheduler.abort(seq)
+                    ended.append(seq)
+                seq.finish_reason = "stop"
+        self._read_while_growing.difference_update(ended)
+
+    def _settle(self) -> None:
+        """When every sequence has ended, what is in flight ran one step too far: take it back."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            # Every sequence ended: what is in flight ran one step too far.
-            self.scheduler.commit(self._in_flight.wait())
+            self.scheduler.commit(*self._in_flight.wait())
             self._in_flight = None
-        return result
+
+    def abort(self, seq: Sequence) -> None:
+        """End a request before its time, if it has not ended."""
+        if seq.status is not Status.FINISHED:
+            self.scheduler.abort(seq)
+            self._read_while_growing.discard(seq)
+            self._settle()
 
     def reset(self) -> None:
         """Drop every request, as after an error or an interrupt: the next call finds an empty engine."""
         self._in_flight = None
         self.runner.synchronize()
         self.scheduler.abort_all()
+        self._read_while_growing.clear()
 
     def close(self) -> None:
         self.runner.close()

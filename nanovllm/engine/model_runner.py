@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, PrefillChunk, StepResult
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
@@ -39,14 +39,10 @@ class DrawnTokens:
     def ready(self) -> bool:
         return self.arrived is None or self.arrived.query()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> StepResult:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.tokens.tolist()
-
-    def read_logprobs(self) -> dict[int, dict[int, float]]:
-        """For the index of each token whose sequence asked: token id -> log-probability. Call it after `wait`."""
-        return {i: of_token for part in self.logprobs for i, of_token in part.read().items()}
+        return StepResult(self.tokens.tolist(), {i: values for part in self.logprobs for i, values in part.read().items()})
 
 
 class Drawn(NamedTuple):

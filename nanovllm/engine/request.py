@@ -16,6 +16,17 @@ def split_prompts(prompts) -> list[str] | list[list[int]]:
     return list(prompts)
 
 
+def split_chats(messages) -> list[list[dict]]:
+    """One conversation or several -> a list of conversations."""
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
+    chats = [messages] if messages and isinstance(messages[0], dict) else messages
+    for i, chat in enumerate(chats):
+        if not isinstance(chat, (list, tuple)) or not all(isinstance(message, dict) for message in chat):
+            raise TypeError(f'messages[{i}] is {chat!r}: a conversation is a list of {{"role": ..., "content": ...}}')
+    return list(chats)
+
+
 def spread_params(params, count: int) -> list[SamplingParams]:
     """One SamplingParams for all prompts, or one for each -> one for each."""
     if params is None:

@@ -5,6 +5,7 @@ Knows no tensor and no policy: the scheduler changes it, the block manager lends
 
 from enum import Enum, auto
 
+from nanovllm.engine.detokenizer import TextStream
 from nanovllm.sampling_params import SamplingParams, SpecialRow
 
 
@@ -24,6 +25,7 @@ class Sequence:
     __slots__ = (
         "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
         "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
+        "text",
     )  # fmt: skip
 
     def __init__(
@@ -47,6 +49,7 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
+        self.text: TextStream | None = None  # for those whose text is read as it grows
         self.reset()
 
     def reset(self) -> None:

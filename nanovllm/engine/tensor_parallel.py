@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
 from nanovllm.engine.model_runner import ModelRunner, resolve_device
 from nanovllm.models import build_model
@@ -56,8 +56,8 @@ class RemoteTokens:
     runner: "TensorParallelRunner"
     step: int
 
-    def wait(self) -> list[int]:
-        return self.runner.tokens_of(self.step)
+    def wait(self) -> StepResult:
+        return self.runner.result_of(self.step)
 
     def read_logprobs(self):  # TEMP
         return {}
@@ -74,7 +74,7 @@ class TensorParallelRunner:
         self._step_seconds = config.step_timeout
         self._step = 0  # the last command's number
         self._outgoing: Outgoing = memoryview(b""), []
-        self._drawn: dict[int, list[int]] = {}  # tokens that arrived, by step
+        self._drawn: dict[int, StepResult] = {}  # those that arrived, by step
         self._error: RankError | None = None
         self._ranks: list[Rank] = []
         self._by_fd: dict[int, Rank] = {}
@@ -120,10 +120,10 @@ class TensorParallelRunner:
         return first.answers.pop()
 
     def launch(self, batch: Batch) -> RemoteTokens:
-        """Start a step on every rank and return at once; `wait` on the result gives the drawn tokens."""
+        """Start a step on every rank and return at once; `wait` on what it returns gives the result."""
         return RemoteTokens(self, self._command(Launch(self._step + 1, batch)))
 
-    def tokens_of(self, step: int) -> list[int]:
+    def result_of(self, step: int) -> StepResult:
         self._listen(lambda: step in self._drawn, self._step_seconds)
         return self._drawn.pop(step)
 
@@ -188,8 +188,8 @@ class TensorParallelRunner:
             self._fail(rank)
         if isinstance(message, Done):
             rank.done = message.step
-            if message.tokens is not None:
-                self._drawn[message.step] = message.tokens
+            if message.result is not None:
+                self._drawn[message.step] = message.result
         elif isinstance(message, Failed):
             self._fail(rank, message)
         else:

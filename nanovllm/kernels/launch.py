@@ -15,15 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 
+MAX_ROWS = 4  # from there on kernels fill the device, and one that waits takes room from one that works
+
+
 def overlap(x: Tensor) -> dict[str, bool]:
-    """Launch options for kernels that take `PDL: tl.constexpr`, on the device of `x`."""
-    able = x.is_cuda and _is_hopper_or_newer(x.device)
-    return {"PDL": able, "launch_pdl": able}
+    """Launch options for a kernel that takes `PDL: tl.constexpr`, by the rows and the device of its input."""
+    able = x.shape[0] <= MAX_ROWS and x.is_cuda and _can_overlap(x.device)
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @lru_cache
-def _is_hopper_or_newer(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _can_overlap(device: torch.device) -> bool:
+    is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
+    return is_hopper_or_newer and hasattr(tl.extra.cuda, "gdc_wait")  # older releases of Triton lack it
 
 
 @triton.jit

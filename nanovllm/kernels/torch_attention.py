@@ -43,7 +43,7 @@ def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, 
     # The query heads of a group share their K and V: let them be the rows of one small attention problem.
     grouped = q.view(q.shape[0], k_cache.shape[2], -1, q.shape[2])  # [B, G, H / G, D]
     attend = _attend_by_pages if q.device.type == "cpu" else _attend_padded
-    return attend(grouped, k_cache, v_cache, lens, tables, scale).view(q.shape)
+    return attend(grouped, k_cache, v_cache, lens, tables, scale).reshape(q.shape)
 
 
 def _attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:

@@ -100,7 +100,7 @@ def qk_norm_rope_store(
         _qk_norm_rope_store_kernel[(heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program))](
             qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0),
             num_heads, num_kv_heads, head_dim, heads_per_program, triton.next_power_of_2(head_dim // 2),
-            q_weight is not None, k_cache.numel() > 0, num_warps=4, **overlap(qkv),
+            q_weight is not None, k_cache.numel() > 0, num_warps=1, **overlap(qkv),
         )  # fmt: skip
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 

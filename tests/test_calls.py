@@ -1,0 +1,393 @@
+"""The ways to call an LLM: chat, stream, requests one by one, stop strings; what they leave behind."""
+
+import random
+
+import pytest
+from call_helpers import make_folder, make_tokenizer
+from tokenizers import Tokenizer, decoders, models
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.detokenizer import TextStream, extend_texts
+from nanovllm.utils.tokenizer import decode_batch
+
+TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+def make_llm(folder, **options):
+    sizes = dict(kvcache_block_size=16, num_kvcache_blocks=128, max_model_len=256, max_num_seqs=8)
+    return LLM(folder, **{**sizes, **options})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
+def llm(folder, request):
+    with make_llm(folder, overlap=request.param) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def empty_afterwards(request):
+    yield
+    if "llm" in request.fixturenames:
+        check_empty(request.getfixturevalue("llm"))
+
+
+def check_empty(llm):
+    scheduler = llm.engine.scheduler
+    assert not scheduler.has_unfinished() and not llm.has_unfinished() and not llm.engine._in_flight
+    assert not any(scheduler.blocks.ref_counts)
+    assert sorted(scheduler._free_rows) == list(range(8))
+    assert not llm.engine._read_while_growing
+
+
+def generate(llm, prompts, params=None):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def random_prompts(count, seed=0):
+    r = random.Random(seed)
+    return [[r.randrange(256) for _ in range(r.randint(1, 40))] for _ in range(count)]
+
+
+# Text as it grows
+
+
+def grow(tokens, decode, stops=(), min_tokens=0):
+    """Feed tokens one by one -> (number of tokens until the end, pieces handed out, the stream)."""
+    stream, pieces = TextStream(tuple(stops), min_tokens), []
+    for i, token in enumerate(tokens):
+        extend_texts([(stream, token, i == len(tokens) - 1)], decode)
+        pieces.append(stream.take())
+        if stream.stopped:
+            break
+    return len(pieces), pieces, stream
+
+
+def byte_decode(outputs, tokenizer=make_tokenizer()):
+    return decode_batch(tokenizer, outputs)
+
+
+def test_characters_split_over_tokens_come_whole():
+    tokens = make_tokenizer().encode(TEXT)
+    assert len(tokens) > len(TEXT)
+    _, pieces, _ = grow(tokens, byte_decode)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces) == TEXT.replace("<|user|>", "")
+    assert pieces.count("🙂") == 1 and pieces.count(" the") == 0 and pieces[0] == "the"
+
+
+def test_invalid_bytes_add_up_to_what_is_decoded_at_once():
+    r = random.Random(0)
+    for _ in range(200):
+        tokens = [r.randrange(263) for _ in range(30)]
+        _, pieces, stream = grow(tokens, byte_decode)
+        assert "".join(pieces) == stream.text == byte_decode([tokens])[0]
+
+
+def sentencepiece_decode(outputs):
+    """A tokenizer of the other kind: "▁" for spaces, one token for each byte it has no name for."""
+    return SENTENCEPIECE.decode_batch(outputs)
+
+
+SENTENCEPIECE = Tokenizer(
+    models.BPE({"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)}, [], byte_fallback=True)
+)
+SENTENCEPIECE.decoder = decoders.Sequence(
+    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+)
+
+
+def test_spaces_and_byte_tokens_of_sentencepiece_come_whole():
+    tokens = [0, 1, 2, 3, *(4 + byte for byte in "你好🙂".encode()), 1, 0, 3, 3, 2]
+    _, pieces, _ = grow(tokens, sentencepiece_decode)
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert pieces[:3] == ["Hello", " world", "s"]
+    assert "".join(pieces) == sentencepiece_decode([tokens])[0] == "Hello worlds 你好🙂 world Hello  s"
+
+
+def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing_of_it_is_shown():
+    r = random.Random(1)
+    letters = make_tokenizer().encode("ab你")  # five tokens
+    num_stopped = 0
+    for _ in range(400):
+        tokens = [r.choice(letters) for _ in range(r.randint(1, 24))]
+        stops = ["".join(r.choices("aab你", k=r.randint(1, 4))) for _ in range(r.randint(1, 3))]
+        min_tokens = r.choice([0, 0, r.randint(1, 8)])
+        count, pieces, stream = grow(tokens, byte_decode, stops, min_tokens)
+        assert "".join(pieces) == stream.text
+        end = next((n for n in range(1, len(tokens) + 1) if first_stop(tokens, n, stops, min_tokens) is not None), None)
+        if end is None:
+            assert not stream.stopped and stream.text == byte_decode([tokens])[0]
+        else:
+            num_stopped += 1
+            assert stream.stopped and count == end
+            assert stream.text == byte_decode([tokens[:end]])[0][: first_stop(tokens, end, stops, min_tokens)]
+    assert num_stopped > 100
+
+
+def first_stop(tokens, count, stops, min_tokens):
+    """Where the first stop string begins in the text of `count` tokens that ends after the text of min_tokens, if any."""
+    if count <= min_tokens:
+        return None
+    text = byte_decode([tokens[:count]])[0]
+    if count < len(tokens) and text.endswith("\ufffd"):
+        text = ""  # an incomplete character is not text yet, and what was before it has been looked at
+    begin = len(complete(byte_decode([tokens[:min_tokens]])[0])) if min_tokens else 0
+    found = [at for stop in stops for at in range(len(text)) if text.startswith(stop, at) and at + len(stop) > begin]
+    return min(found, default=None)
+
+
+def complete(text):
+    return text.removesuffix("\ufffd")
+
+
+# Stop strings in the engine
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_string_ends_the_output_and_cuts_the_text(llm, temperature):
+    prompts, params = random_prompts(20), SamplingParams(temperature=temperature, max_tokens=30, seed=3)
+    stopped = 0
+    for prompt, before in zip(prompts, generate(llm, prompts, params)):
+        text, ids = before["text"], before["token_ids"]
+        at = next((i for i in range(3, len(text) - 3) if "\ufffd" not in text[i : i + 3]), None)
+        if at is None:
+            continue
+        stopped += 1
+        stop = text[at : at + 3]
+        stopping = SamplingParams(temperature=temperature, max_tokens=30, seed=3, stop=["never there", stop])
+        (output,) = generate(llm, [prompt], stopping)
+        assert output["finish_reason"] == "stop"
+        assert output["text"] == text[: text.index(stop)]
+        count = len(output["token_ids"])
+        assert output["token_ids"] == ids[:count]
+        assert stop in byte_decode([ids[:count]])[0] and stop not in byte_decode([ids[: count - 1]])[0]
+    assert stopped > 8
+
+
+def test_sequences_beside_one_that_is_stopped_go_on_undisturbed(llm):
+    prompts = random_prompts(8, seed=2)
+    params = [SamplingParams(seed=i, max_tokens=25, ignore_eos=True) for i in range(8)]
+    before = generate(llm, prompts, params)
+    stop = [char for char in before[3]["text"][2:] if char != "\ufffd"]
+    params[3] = SamplingParams(seed=3, max_tokens=25, ignore_eos=True, stop=stop)
+    after = generate(llm, prompts, params)
+    assert after[3]["finish_reason"] == "stop" and len(after[3]["token_ids"]) < 25
+    assert before[:3] + before[4:] == after[:3] + after[4:]
+
+
+def test_nothing_stops_before_min_tokens(llm):
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (before,) = generate(llm, [[1, 2, 3]], params)
+    chars = list({char for char in before["text"] if char != "\ufffd"})
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=chars, min_tokens=6)
+    (output,) = generate(llm, [[1, 2, 3]], params)
+    assert len(output["token_ids"]) > 6 and output["token_ids"] == before["token_ids"][: len(output["token_ids"])]
+
+
+# stream
+
+
+def test_streams_add_up_to_what_generate_returns(llm):
+    prompts = random_prompts(12, seed=3)
+    params = [SamplingParams(seed=i, max_tokens=1 + 3 * i, temperature=1.3, stop="th" if i % 3 else ()) for i in range(12)]
+    texts, ids, reasons = [""] * 12, [[] for _ in range(12)], [None] * 12
+    for index, text, new_ids, reason in llm.stream(prompts, params):
+        assert reasons[index] is None
+        text.encode()
+        texts[index] += text
+        ids[index] += new_ids
+        reasons[index] = reason
+    expected = generate(llm, prompts, params)
+    assert texts == [output["text"] for output in expected]
+    assert ids == [output["token_ids"] for output in expected]
+    assert reasons == [output["finish_reason"] for output in expected]
+
+
+def test_stream_yields_while_sequences_run(llm):
+    seen = {0: 0, 1: 0}
+    for index, _, new_ids, reason in llm.stream([[1], [2, 3]], SamplingParams(max_tokens=10, ignore_eos=True)):
+        assert len(new_ids) == 1
+        seen[index] += 1
+        assert (reason == "length") == (seen[index] == 10)
+        assert abs(seen[0] - seen[1]) <= 1
+    assert seen == {0: 10, 1: 10}
+
+
+def test_closing_a_stream_early_frees_everything_it_holds(llm):
+    stream = llm.stream(random_prompts(20), SamplingParams(max_tokens=50, ignore_eos=True))
+    for _ in range(30):
+        next(stream)
+    assert any(llm.engine.scheduler.blocks.ref_counts)
+    stream.close()
+    check_empty(llm)
+    llm.stream([[1]]).close()  # one that never began
+    for _ in llm.stream(random_prompts(5)):
+        break
+    check_empty(llm)
+
+
+def test_generate_inside_a_stream_disturbs_neither(llm):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    inner, outer = random_prompts(6, seed=5), random_prompts(4, seed=6)
+    expected = generate(llm, inner, params), generate(llm, outer, params)
+    ids = [[] for _ in outer]
+    for count, (index, _, new_ids, _) in enumerate(llm.stream(outer, params)):
+        ids[index] += new_ids
+        if count == 5:
+            assert generate(llm, inner, params) == expected[0]
+    assert ids == [output["token_ids"] for output in expected[1]]
+
+
+def test_an_interrupt_leaves_the_llm_empty_and_usable(llm, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = generate(llm, random_prompts(5), params)
+    launch, count = llm.engine.runner.launch, iter(range(100))
+
+    def interrupted(batch):
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return launch(batch)
+
+    def run_stream():
+        return list(llm.stream(random_prompts(5), params))
+
+    def run_steps():
+        for prompt in random_prompts(5):
+            llm.add_request(prompt, params)
+        while llm.has_unfinished():
+            llm.step()
+
+    for call in (lambda: generate(llm, random_prompts(5), params), run_stream, run_steps):
+        count = iter(range(100))
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner, "launch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        check_empty(llm)
+        assert generate(llm, random_prompts(5), params) == expected
+
+
+# Requests one by one
+
+
+def test_requests_may_come_while_others_run(llm):
+    prompts, params = random_prompts(9, seed=7), [SamplingParams(temperature=0, max_tokens=5 + i) for i in range(9)]
+    expected = generate(llm, prompts, params)
+    waiting, index_of, got = list(range(9)), {}, {}
+    while waiting or llm.has_unfinished():
+        if waiting:
+            i = waiting.pop(0)
+            index_of[llm.add_request(prompts[i], params[i])] = i
+        for output in llm.step():
+            got[index_of[output.pop("id")]] = output
+    assert [got[i] for i in range(9)] == expected
+    assert llm.step() == []
+
+
+def test_abort_drops_a_request_wherever_it_stands(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = generate(llm, [[5, 6]], params)[0]
+    ids = [llm.add_request(prompt, params) for prompt in [[1], [2, 3], [5, 6], *random_prompts(12)]]
+    llm.abort(ids[0])  # before it runs
+    for _ in range(5):
+        assert llm.step() == []
+    for request_id in [ids[1], *ids[3:]]:
+        llm.abort(request_id)  # while it runs, or waits
+    outputs = []
+    while llm.has_unfinished():
+        outputs += llm.step()
+    assert outputs == [{"id": ids[2], **expected}]
+    with pytest.raises(ValueError, match=f"request_id is {ids[1]}"):
+        llm.abort(ids[1])
+
+
+def test_aborting_the_last_request_frees_what_is_in_flight(llm):
+    request_id = llm.add_request([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in range(3):
+        llm.step()
+    llm.abort(request_id)
+    check_empty(llm)
+
+
+def test_generate_keeps_the_outputs_of_requests_that_finish_beside_it(llm):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    request_id = llm.add_request("in the", params)
+    expected = generate(llm, ["in the", "hello"], params)
+    assert llm.has_unfinished()
+    assert llm.step() == [{"id": request_id, **expected[0]}]
+
+
+# chat
+
+
+def test_chat_completes_what_the_template_writes(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    chats = [
+        [{"role": "user", "content": "in 你"}],
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+    ]
+    texts = ["<|user|>in 你<|assistant|>", "<|user|>a<|assistant|>b<|user|>c<|assistant|>"]
+    expected = generate(llm, texts, params)
+    assert llm.chat(chats, params, use_tqdm=False) == expected
+    assert llm.chat(chats[0], params, use_tqdm=False) == expected[:1]
+    no_thinking = llm.chat(chats[0], params, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    assert no_thinking == generate(llm, [texts[0] + "no"], params)
+    assert llm.chat([], params, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    "messages, error, match",
+    [
+        ("hello", TypeError, "messages is a str"),
+        (["hello"], TypeError, r"messages\[0\] is 'hello'"),
+        ([[{"role": "user", "content": "a"}], ["b"]], TypeError, r"messages\[1\]"),
+        ([{"role": "wizard", "content": "a"}], ValueError, r"messages\[0\] does not fit.*unknown role wizard"),
+        ([{"role": "user", "content": "a" * 300}], ValueError, r"messages\[0\] has 302 tokens"),
+    ],
+    ids=["str", "list-of-str", "no-dict", "template-error", "too-long"],
+)
+def test_wrong_messages_raise_before_anything_runs(llm, messages, error, match):
+    with pytest.raises(error, match=match):
+        llm.chat(messages, use_tqdm=False)
+
+
+def test_without_a_template_or_a_tokenizer_the_error_says_what_to_do(tmp_path):
+    messages = [{"role": "user", "content": "a"}]
+    with make_llm(make_folder(tmp_path / "no-template", chat=False)) as llm:
+        with pytest.raises(ValueError, match="no chat template: use generate, or give one"):
+            llm.chat(messages)
+        own = {"chat_template": "{{ messages[0].content }}"}
+        expected = generate(llm, ["a"], SamplingParams(temperature=0))
+        assert llm.chat(messages, SamplingParams(temperature=0), False, own) == expected
+    with make_llm(make_folder(tmp_path / "no-tokenizer", tokenizer=False)) as llm:
+        with pytest.raises(ValueError, match="no chat template"):
+            llm.chat(messages)
+        with pytest.raises(ValueError, match="stop needs text.*use stop_token_ids"):
+            generate(llm, [[1]], SamplingParams(stop="a"))
+        items = list(llm.stream([[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True)))
+        assert [(text, len(ids), reason) for _, text, ids, reason in items] == [("", 1, None)] * 2 + [("", 1, "length")]
+
+
+def test_no_call_enqueues_anything_if_one_request_is_wrong(llm):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(ValueError, match=r"prompts\[1\] holds token id 300"):
+            call([[1], [300]])
+    with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
+        llm.add_request([])
+    with pytest.raises(TypeError, match="prompts"):
+        llm.add_request(None)
+
+
+def test_a_closed_llm_says_so(folder):
+    llm = make_llm(folder)
+    stream = llm.stream([[1]], SamplingParams(max_tokens=9, ignore_eos=True))
+    next(stream)
+    llm.close()
+    for call in (lambda: llm.generate([[1]]), lambda: llm.step(), lambda: next(stream)):
+        with pytest.raises(ValueError, match="closed"):
+            call()

@@ -1,0 +1,214 @@
+"""The facade: what a call returns, what an error or an interrupt leaves behind, and how an LLM ends."""
+
+import gc
+import shutil
+import weakref
+
+import pytest
+from engine_helpers import MODELS, PROMPTS, assert_empty, assert_greedy, greedy, save_tokenizer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.model_runner import DrawnTokens
+
+PROMPT = PROMPTS[4]
+
+
+@pytest.fixture
+def text_llm(make_llm, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint.folder, tmp_path / "model")
+    save_tokenizer(folder)
+    return make_llm(folder)
+
+
+def words(token_ids):
+    return " ".join(map(str, token_ids))
+
+
+def test_text_goes_in_and_comes_out(text_llm, checkpoint):
+    outputs = text_llm.generate([words(prompt) for prompt in PROMPTS], greedy(9), use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs):
+        expected = checkpoint.expected(prompt, 9)
+        assert output == {"text": words(expected), "token_ids": expected, "finish_reason": "length"}
+
+
+def test_token_ids_come_back_with_text_too(text_llm, checkpoint):
+    (output,) = text_llm.generate([PROMPT], greedy(9), use_tqdm=False)
+    assert output["text"] == words(checkpoint.expected(PROMPT, 9))
+
+
+def test_without_a_tokenizer_the_text_is_empty(make_llm, checkpoint):
+    (output,) = make_llm().generate([PROMPT], greedy(3), use_tqdm=False)
+    assert output == {"text": "", "token_ids": checkpoint.expected(PROMPT, 3), "finish_reason": "length"}
+
+
+def test_one_prompt_needs_no_list(text_llm):
+    usual = text_llm.generate([PROMPT], greedy(3), use_tqdm=False)
+    for prompts in (words(PROMPT), PROMPT, tuple(PROMPT), [tuple(PROMPT)], (PROMPT,)):
+        assert text_llm.generate(prompts, greedy(3), use_tqdm=False) == usual
+
+
+def test_the_callers_lists_stay_as_they_were(make_llm):
+    prompts, params = [list(PROMPT), list(PROMPTS[0])], [greedy(5), greedy(3)]
+    make_llm().generate(prompts, params, use_tqdm=False)
+    assert prompts == [PROMPT, PROMPTS[0]] and params == [greedy(5), greedy(3)]
+
+
+def test_sampling_params_have_defaults(make_llm):
+    usual = make_llm(seed=1).generate([PROMPT], SamplingParams(), use_tqdm=False)
+    assert make_llm(seed=1).generate([PROMPT], use_tqdm=False) == usual
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_is_shown_unless_it_is_turned_off(make_llm, capfd, shown):
+    make_llm().generate(PROMPTS, greedy(5), use_tqdm=shown)
+    shown_text = capfd.readouterr().err
+    assert ("tok/s" in shown_text and f"{len(PROMPTS)}/{len(PROMPTS)}" in shown_text) == shown
+
+
+def test_the_default_options_work(checkpoint):
+    with LLM(checkpoint.folder, device="cpu") as llm:
+        assert_greedy(llm, checkpoint, [PROMPT])
+
+
+def test_the_cpus_cache_is_as_large_as_the_sequences_need(make_llm):
+    llm = make_llm(num_kvcache_blocks=None, max_num_seqs=3, max_model_len=70)
+    assert llm.engine.cache_tokens == 3 * 80
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(make_llm, dtype):
+    llm = make_llm(dtype=dtype)
+    outputs = llm.generate(PROMPTS, greedy(5), use_tqdm=False)
+    assert [len(output["token_ids"]) for output in outputs] == [5] * len(PROMPTS)
+    assert str(llm.engine.runner.kv_cache.dtype) == f"torch.{dtype}"
+
+
+def test_dummy_weights_need_no_checkpoint_and_are_the_same_each_time(make_llm, tmp_path):
+    MODELS["gqa-2"].save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        (tmp_path / "config.json").read_text().replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1)
+    )
+    first, second = (
+        make_llm(tmp_path, load_format="dummy").generate(PROMPTS, greedy(5), use_tqdm=False) for _ in range(2)
+    )
+    assert first == second and len(first) == len(PROMPTS)
+
+
+# An error or an interrupt, wherever it strikes, leaves an LLM that serves the next call as if nothing had been.
+
+CROWDED = dict(num_kvcache_blocks=9, max_num_batched_tokens=40, max_num_seqs=4)
+
+
+def fail_at(call, strike: int, error: type[BaseException], after: bool):
+    """`call` as it is, but that its `strike`-th run raises: before it does its work, or after."""
+    count = 0
+
+    def failing(*args, **kwargs):
+        nonlocal count
+        count += 1
+        if count == strike and not after:
+            raise error("struck")
+        result = call(*args, **kwargs)
+        if count == strike:
+            raise error("struck")
+        return result
+
+    return failing
+
+
+PLACES = {
+    "launch": lambda llm: (llm.engine.runner, "launch"),
+    "wait": lambda llm: (DrawnTokens, "wait"),
+    "schedule": lambda llm: (llm.engine.scheduler, "schedule"),
+    "commit": lambda llm: (llm.engine.scheduler, "commit"),
+    "add": lambda llm: (llm.engine, "add"),
+}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
+@pytest.mark.parametrize("options", [{}, CROWDED], ids=["roomy", "crowded"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_in_mid_call_leaves_an_empty_usable_llm(make_llm, checkpoint, monkeypatch, place, options, overlap):
+    llm = make_llm(overlap=overlap, **options)
+    target, name = PLACES[place](llm)
+    whole = getattr(target, name)
+    for strike in (1, 2, 3, 8, 11):
+        for error, after in ((KeyboardInterrupt, False), (RuntimeError, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, fail_at(whole, strike, error, after))
+                with pytest.raises(error, match="struck"):
+                    llm.generate(PROMPTS, greedy(24), use_tqdm=False)
+            assert_empty(llm)
+            assert_greedy(llm, checkpoint, PROMPTS[3:8])
+
+
+def test_an_error_goes_through_with_the_progress_bar_on(make_llm, checkpoint, monkeypatch):
+    llm = make_llm()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "launch", fail_at(llm.engine.runner.launch, 3, KeyboardInterrupt, True))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, greedy(24))
+    assert_greedy(llm, checkpoint)
+
+
+def test_a_closed_llm_refuses_calls(make_llm):
+    llm = make_llm()
+    llm.close()
+    with pytest.raises(ValueError, match="this LLM is closed: make a new one"):
+        llm.generate([PROMPT], greedy(1), use_tqdm=False)
+    llm.close()  # closing twice is no error
+
+
+def test_with_closes_also_after_an_error(make_llm):
+    with pytest.raises(RuntimeError, match="mine"), make_llm() as llm:
+        raise RuntimeError("mine")
+    assert llm.engine is None
+
+
+def test_closing_frees_model_and_cache(checkpoint):
+    llm = LLM(checkpoint.folder, device="cpu", num_kvcache_blocks=2)
+    llm.generate([PROMPT], greedy(3), use_tqdm=False)
+    model, cache = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.kv_cache)
+    llm.close()
+    gc.collect()
+    assert model() is None and cache() is None
+
+
+def test_dropping_an_llm_frees_model_and_cache(checkpoint):
+    llm = LLM(checkpoint.folder, device="cpu", num_kvcache_blocks=2)
+    llm.generate([PROMPT], greedy(3), use_tqdm=False)
+    model, cache = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.kv_cache)
+    del llm
+    gc.collect()
+    assert model() is None and cache() is None
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_llms_live_side_by_side(get_checkpoint, make_llm, overlap):
+    """Call by call, and step by step."""
+    checkpoints = [get_checkpoint("gqa-2"), get_checkpoint("tied")]
+    llms = [make_llm(checkpoint.folder, overlap=overlap) for checkpoint in checkpoints]
+    for _ in range(2):
+        for llm, checkpoint in zip(llms, checkpoints):
+            assert_greedy(llm, checkpoint)
+    sequences = [[llm.engine.add(prompt, greedy(10)) for prompt in PROMPTS] for llm in llms]
+    while any(llm.engine.has_unfinished() for llm in llms):
+        for llm in llms:
+            llm.engine.step()
+    for checkpoint, running in zip(checkpoints, sequences):
+        assert [seq.output_ids for seq in running] == [checkpoint.expected(prompt, 10) for prompt in PROMPTS]
+    for llm in llms:
+        assert_empty(llm)
+
+
+def test_llms_follow_one_another(get_checkpoint, make_llm):
+    for name in ("gqa-2", "tied", "gqa-2"):
+        checkpoint = get_checkpoint(name)
+        with make_llm(checkpoint.folder) as llm:
+            assert_greedy(llm, checkpoint, PROMPTS[:4])
+
+
+def test_closing_one_llm_leaves_the_other(checkpoint, make_llm):
+    first, second = make_llm(), make_llm()
+    first.close()
+    assert_greedy(second, checkpoint)
