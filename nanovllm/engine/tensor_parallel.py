@@ -59,9 +59,6 @@ class RemoteTokens:
     def wait(self) -> StepResult:
         return self.runner.result_of(self.step)
 
-    def read_logprobs(self):  # TEMP
-        return {}
-
 
 Outgoing = tuple[memoryview, list[tuple[Rank, list[int]]]]  # a frame, and what of it was sent to each who gets it
 
