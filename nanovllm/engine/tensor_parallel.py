@@ -212,7 +212,7 @@ class TensorParallelRunner:
         time.sleep(EVIDENCE_SECONDS)
         names = " and ".join(str(rank.number) for rank in ranks)
         self._give_up(
-            f"rank {names} of {len(self._ranks)} gave no sign for {seconds:g} s (where the ranks are is on stderr): "
+            f"rank{'s' * (len(ranks) > 1)} {names} of {len(self._ranks)} gave no sign for {seconds:g} s (where the ranks are is on stderr): "
             "if a step may take longer, raise step_timeout"
         )
 
