@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.request import check_length, check_token_ids, split_chats, split_prompts, spread_params
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
@@ -104,6 +105,24 @@ class LLM:
         """Whether there is a request whose output `step` has yet to return."""
         return bool(self._requests)
 
+    def metrics(self) -> dict[str, Any]:
+        """What has been served: {"total": ..., "last_call": ..., "running": int, "waiting": int, "kv_cache_use": float}.
+
+        "total" counts since the start, "last_call" since the last generate, chat or stream began. Both hold, of requests
+        that have finished: requests, prompt_tokens, output_tokens, prefix_cache_hit_rate (of the prompts' tokens),
+        preemptions, time_to_first_token and time_per_output_token (seconds, {"median", "p99"}, or None); and kv_cache_use,
+        the most that was ever in use. The three outside are of now.
+        """
+        engine = self._open_engine()
+        blocks = engine.scheduler.blocks
+        return {
+            "total": engine.total.summary(blocks.num_blocks),
+            "last_call": engine.last_call.summary(blocks.num_blocks),
+            "running": engine.scheduler.num_running,
+            "waiting": len(engine.scheduler.waiting),
+            "kv_cache_use": blocks.num_used / blocks.num_blocks,
+        }
+
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
         if self.engine is not None:
@@ -150,6 +169,7 @@ class LLM:
         """Run requests to their end; returns their outputs in order."""
         bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True)
         with closing(bar), self._running() as (engine, ours):
+            engine.last_call = Metrics()
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
             sequences = [engine.add(ids, params) for ids, params in requests]
             ours.update((seq.id, seq) for seq in sequences)
@@ -172,6 +192,7 @@ class LLM:
 
     def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, str, list[int], str | None]]:
         with self._running() as (engine, ours):
+            engine.last_call = Metrics()
             # Sequences get their tokens here or, if the caller uses the LLM between two items, elsewhere.
             sequences = [engine.add(ids, params, streams=True) for ids, params in requests]
             ours.update(enumerate(sequences))

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.detokenizer import TextStream, extend_texts
+from nanovllm.engine.metrics import percentiles
 from nanovllm.utils.tokenizer import decode_batch
 
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
@@ -391,3 +392,79 @@ def test_a_closed_llm_says_so(folder):
     for call in (lambda: llm.generate([[1]]), lambda: llm.step(), lambda: next(stream)):
         with pytest.raises(ValueError, match="closed"):
             call()
+
+
+# metrics
+
+
+def test_metrics_count_requests_tokens_and_what_the_prefix_cache_had(folder):
+    prompts = [list(range(40)), list(range(40)) + [5] * 10, [7] * 20]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (5, 1, 9)]
+    with make_llm(folder) as llm:
+        metrics = llm.metrics()
+        assert metrics["total"]["requests"] == 0 and metrics["total"]["time_to_first_token"] is None
+        generate(llm, [[1, 2]], SamplingParams(max_tokens=1))
+        generate(llm, prompts, params)
+        call = llm.metrics()["last_call"]
+        assert (call["requests"], call["prompt_tokens"], call["output_tokens"]) == (3, 110, 15)
+        assert call["prefix_cache_hit_rate"] == 32 / 110  # two blocks that the first prompt had just made
+        assert call["kv_cache_use"] == (3 + 2 + 2) / 128
+        assert call["time_to_first_token"]["median"] > 0
+        list(llm.stream(prompts, params))
+        metrics = llm.metrics()
+        call, total = metrics["last_call"], metrics["total"]
+        assert call["requests"] == 3 and call["prefix_cache_hit_rate"] == (32 + 48 + 16) / 110
+        assert (total["requests"], total["prompt_tokens"], total["output_tokens"]) == (7, 222, 31)
+        assert metrics["running"] == metrics["waiting"] == 0 and metrics["kv_cache_use"] == 0.0
+        for prompt in random_prompts(12):
+            llm.add_request(prompt, SamplingParams(max_tokens=5, ignore_eos=True))
+        llm.step()
+        metrics = llm.metrics()
+        assert (metrics["running"], metrics["waiting"]) == (8, 4) and metrics["kv_cache_use"] > 0
+
+
+def test_metrics_count_preemptions(folder):
+    with make_llm(folder, num_kvcache_blocks=12, enable_prefix_caching=False) as llm:
+        generate(llm, random_prompts(10), SamplingParams(max_tokens=60, ignore_eos=True))
+        metrics = llm.metrics()["total"]
+        assert metrics["preemptions"] == llm.engine.scheduler.num_preemptions > 0
+        assert metrics["requests"] == 10 and metrics["output_tokens"] == 600
+        assert metrics["kv_cache_use"] == 1.0
+
+
+def test_latencies_are_read_off_the_clock(folder, monkeypatch):
+    """The clock goes on by a second at each launch; without overlap a step is committed when it has been launched."""
+    now = 0.0
+    with make_llm(folder, max_num_seqs=2, overlap=False) as llm:
+        launch = llm.engine.runner.launch
+
+        def slow(batch):
+            nonlocal now
+            now += 1.0
+            return launch(batch)
+
+        monkeypatch.setattr(llm.engine.runner, "launch", slow)
+        monkeypatch.setattr("nanovllm.engine.llm_engine.perf_counter", lambda: now)
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 4, 3, 1)]
+        generate(llm, [[1], [2], [3], [4]], params)
+        call = llm.metrics()["last_call"]
+    # The first two need steps 1 to 4; then the others have their first token after step 5.
+    assert call["time_to_first_token"] == {"median": 1.0, "p99": 5.0}
+    assert call["time_per_output_token"] == {"median": 1.0, "p99": 1.0}
+
+
+def test_percentiles():
+    assert percentiles([]) is None
+    assert percentiles([3.0]) == {"median": 3.0, "p99": 3.0}
+    assert percentiles([float(i) for i in range(100, 0, -1)]) == {"median": 50.0, "p99": 99.0}
+
+
+def test_steps_are_recorded_when_asked(llm):
+    llm.engine.steps = []
+    generate(llm, [[1] * 20, [2] * 10], SamplingParams(max_tokens=6, ignore_eos=True))
+    steps, llm.engine.steps = llm.engine.steps, None
+    assert sum(step.prefill_tokens for step in steps) == 30
+    assert sum(step.decode_tokens for step in steps) == 10
+    assert [step.running for step in steps[:6]] == [2] * 6 and steps[0].waiting == 0
+    assert steps[0].blocks_in_use == 3 and max(step.blocks_in_use for step in steps) == 3
+    assert all(a.time <= b.time for a, b in zip(steps, steps[1:]))

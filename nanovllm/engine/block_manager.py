@@ -28,6 +28,10 @@ class BlockManager:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
     def num_free_without(self, shared: list[int]) -> int:
         """Free blocks left once `shared` are referenced."""
         return len(self._free) - sum(self.ref_counts[block] == 0 for block in shared)

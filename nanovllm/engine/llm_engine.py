@@ -5,10 +5,13 @@ With overlap, step N + 1 is launched before step N's tokens are read, so the dev
 
 import itertools
 import random
+from time import perf_counter
 
 from nanovllm.config import Config
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
+from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -44,7 +47,11 @@ class LLMEngine:
         )
         self.num_prefill_tokens = 0  # computed so far
         self.num_decode_tokens = 0
-        self._in_flight: DrawnTokens | RemoteTokens | None = None
+        self.total = Metrics()
+        self.last_call = Metrics()  # whoever begins a call may begin a new one
+        self.steps: list[StepRecord] | None = None  # a list here is added to at each step
+        # The step launched and not committed, and how many of its rows, the last ones, may draw their first token.
+        self._in_flight: tuple[DrawnTokens | RemoteTokens, int] | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -66,6 +73,7 @@ class LLMEngine:
         if self._decode is not None and (streams or params.stop):
             seq.text = TextStream(params.stop, params.min_tokens)
             self._read_while_growing.add(seq)
+        seq.added_at = perf_counter()
         self.scheduler.add(seq)
         return seq
 
@@ -80,16 +88,18 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
-            launched = self.runner.launch(batch)
-            self.num_prefill_tokens += batch.num_prefill_tokens
-            self.num_decode_tokens += len(batch.decode_rows)
+            launched = self.runner.launch(batch), sum([chunk.draws for chunk in batch.prefills])
+            self._record_launch(batch)
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        drew, ended = self.scheduler.commit(*launched.wait())
+        drawn, num_first = launched
+        drew, ended = self.scheduler.commit(*drawn.wait())
         if self._read_while_growing:
             self._extend_texts(drew, ended)
+        if num_first or ended:
+            self._record_commit(drew[len(drew) - num_first :], ended)
         self._settle()
         return drew, ended
 
@@ -108,8 +118,29 @@ class LLMEngine:
     def _settle(self) -> None:
         """When every sequence has ended, what is in flight ran one step too far: take it back."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            self.scheduler.commit(*self._in_flight.wait())
+            self.scheduler.commit(*self._in_flight[0].wait())
             self._in_flight = None
+
+    def _record_launch(self, batch: Batch) -> None:
+        num_prefills, num_decodes = batch.num_prefill_tokens, len(batch.decode_rows)
+        self.num_prefill_tokens += num_prefills
+        self.num_decode_tokens += num_decodes
+        scheduler = self.scheduler
+        used = scheduler.blocks.num_used
+        self.total.peak_blocks = max(self.total.peak_blocks, used)
+        self.last_call.peak_blocks = max(self.last_call.peak_blocks, used)
+        if self.steps is not None:
+            counts = scheduler.num_running, len(scheduler.waiting), num_prefills, num_decodes, used
+            self.steps.append(StepRecord(perf_counter(), *counts))
+
+    def _record_commit(self, drew_first: list[Sequence], ended: list[Sequence]) -> None:
+        now = perf_counter()
+        for seq in drew_first:
+            if seq.first_token_at is None:  # else it was preempted after that
+                seq.first_token_at = now
+        for seq in ended:
+            self.total.record(seq, now)
+            self.last_call.record(seq, now)
 
     def abort(self, seq: Sequence) -> None:
         """End a request before its time, if it has not ended."""

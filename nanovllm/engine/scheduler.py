@@ -42,6 +42,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a row."""
+        return self.max_num_seqs - len(self._free_rows)
+
     def schedule(self) -> Batch | None:
         """Plan the next step. None: nothing can run until a step in flight is committed."""
         if not self._make_room_to_decode():
@@ -127,6 +132,8 @@ class Scheduler:
         seq.last_hash = blocks.hash_of(shared[-1]) if shared else 0
         # Of a prompt that is cached to its end, the last token is computed again: drawing needs its logits.
         seq.num_computed = min(len(shared) * blocks.block_size, seq.num_tokens - 1)
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = len(shared) * blocks.block_size
         seq.row = self._free_rows.pop()
         seq.status = Status.RUNNING
         return seq
@@ -227,6 +234,7 @@ class Scheduler:
         else:
             self.running.remove(seq)
         self.num_preemptions += 1
+        seq.num_preemptions += 1
         self.blocks.release(seq.block_table)
         self._free_rows.append(seq.row)
         seq.reset()

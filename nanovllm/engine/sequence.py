@@ -25,7 +25,7 @@ class Sequence:
     __slots__ = (
         "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
         "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
-        "text",
+        "text", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,10 @@ class Sequence:
         self.finish_reason: str | None = None
         self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
         self.text: TextStream | None = None  # for those whose text is read as it grows
+        self.added_at = 0.0  # by the clock that the engine reads
+        self.first_token_at: float | None = None
+        self.num_cached_tokens: int | None = None  # found in the prefix cache when the sequence was first admitted
+        self.num_preemptions = 0
         self.reset()
 
     def reset(self) -> None:

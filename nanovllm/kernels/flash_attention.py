@@ -83,7 +83,7 @@ def prefill_attention_v2(
 
 
 def decode_attention_v2(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
 ) -> Tensor:
     _, with_kvcache = find_v2()
     return with_kvcache(

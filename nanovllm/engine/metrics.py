@@ -1,0 +1,67 @@
+"""What a run was like: requests, tokens, cache, and how long users waited.
+
+Knows sequences that have ended, and takes a few numbers of each: nothing is paid for a token.
+"""
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+from nanovllm.engine.sequence import Sequence
+
+LATEST = 65536  # requests that the percentiles look back on
+
+
+class StepRecord(NamedTuple):
+    """One step as it was launched: what a picture of a run is drawn from."""
+
+    time: float  # of time.perf_counter
+    running: int  # sequences that hold a row
+    waiting: int
+    prefill_tokens: int
+    decode_tokens: int
+    blocks_in_use: int
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0  # of the prompts, found in the prefix cache
+        self.output_tokens = 0
+        self.preemptions = 0
+        self.peak_blocks = 0
+        self.seconds_to_first_token: deque[float] = deque(maxlen=LATEST)
+        self.seconds_per_output_token: deque[float] = deque(maxlen=LATEST)
+
+    def record(self, seq: Sequence, now: float) -> None:
+        """Take the numbers of a sequence that has come to its end."""
+        num_output = len(seq.token_ids) - seq.num_prompt_tokens
+        self.requests += 1
+        self.prompt_tokens += seq.num_prompt_tokens
+        self.cached_tokens += seq.num_cached_tokens
+        self.output_tokens += num_output
+        self.preemptions += seq.num_preemptions
+        self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
+        if num_output > 1:
+            self.seconds_per_output_token.append((now - seq.first_token_at) / (num_output - 1))
+
+    def summary(self, num_blocks: int) -> dict[str, int | float | dict[str, float] | None]:
+        return {
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "prefix_cache_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            "kv_cache_use": self.peak_blocks / num_blocks,
+            "preemptions": self.preemptions,
+            "time_to_first_token": percentiles(self.seconds_to_first_token),
+            "time_per_output_token": percentiles(self.seconds_per_output_token),
+        }
+
+
+def percentiles(values: deque[float]) -> dict[str, float] | None:
+    """Median and 99th percentile: the least value that as many do not exceed. None of no values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return {name: ordered[math.ceil(part * len(ordered)) - 1] for name, part in (("median", 0.5), ("p99", 0.99))}
