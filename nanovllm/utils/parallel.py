@@ -23,7 +23,8 @@ ENVIRONMENT = {  # unless the user set something else
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from PyTorch 2.13 on, and before
+# Its name from PyTorch 2.13 on, and before.
+all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Ranks wait for each other while they load, however long that takes: who is late or dead is the engine's to judge.
 PATIENCE = timedelta(hours=1)
 
