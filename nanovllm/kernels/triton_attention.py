@@ -18,7 +18,7 @@ from nanovllm.kernels.launch import overlap, wait_for_inputs
 from nanovllm.utils.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 
 
 def prefill_attention(
@@ -33,7 +33,7 @@ def prefill_attention(
     # Measured on an H200: small tiles for short prompts, large ones where each query sees many keys.
     if head_dim * q.element_size() > 256:
         block_m, block_n, warps, stages = 64, 32, 4, 2
-    elif meta.max_seqlen_q < 1024 or tables is not None:
+    elif meta.max_seqlen_q < 1024 or tables is not None or not _has_room_for_large_tiles(q.device):
         block_m, block_n, warps, stages = 64, 64, 4, 3
     else:
         block_m, block_n, warps, stages = 128, 128, 8, 3
@@ -45,6 +45,12 @@ def prefill_attention(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+@lru_cache
+def _has_room_for_large_tiles(device: torch.device) -> bool:
+    """Large tiles take 224 KB of shared memory, which Hopper and the Blackwell of data centers have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @triton.jit
@@ -166,7 +172,7 @@ def decode_attention(
     if splits + prefix_splits > 1:
         _merge_splits_kernel[(num_heads, batch)](
             parts, part_lse, lens, shared, out, head_dim, block_d, splits, prefix_splits,
-            triton.next_power_of_2(splits + prefix_splits), block_n, num_warps=2, **overlap(q),
+            triton.next_power_of_2(splits + prefix_splits), block_n, num_warps=4, **overlap(q),
         )  # fmt: skip
     return out
 
@@ -303,4 +309,5 @@ def _merge_splits_kernel(
     inside = written[:, None] & (dim < D)[None, :]
     part = tl.load(parts + (first + split)[:, None] * D + dim[None, :], mask=inside, other=0.0)
     result = tl.sum(part * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out + (seq.to(tl.int64) * tl.num_programs(0) + head) * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
+    out += first // (SPLITS + PREFIX_SPLITS) * D
+    tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < D)
