@@ -6,8 +6,17 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import reference, skinny_linear, torch_attention, triton_attention, triton_ops, triton_sampling
-from nanovllm.kernels import TORCH_BACKEND, sample, select_attention_backend
+from nanovllm.kernels import (
+    TORCH_BACKEND,
+    reference,
+    sample,
+    select_attention_backend,
+    skinny_linear,
+    torch_attention,
+    triton_attention,
+    triton_ops,
+    triton_sampling,
+)
 from nanovllm.utils.context import PrefillMetadata
 
 # The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
@@ -85,9 +94,7 @@ def test_qk_norm_rope_store_without_a_cache_writes_nothing():
     at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     qkv = randn(2, 3 * 32)
     args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
-    for mine, twins in zip(
-        triton_ops.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)
-    ):
+    for mine, twins in zip(triton_ops.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)):
         assert_close(mine, twins)
 
 
@@ -208,13 +215,28 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
 
 
+@pytest.mark.parametrize("prefix_blocks", [0, 1, 5])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
+def test_decode_attention_that_shares_a_prefix_equals_its_twin(heads, kv_heads, head_dim, block_size, prefix_blocks):
+    prefix = prefix_blocks * block_size
+    lens = prefix + torch.tensor([1, 17, 3 * block_size, 9, 40 % block_size + 1], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(5, prefix + 3 * block_size, kv_heads, head_dim, block_size, torch.float32)
+    tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
+    lens[4] = 1  # a padding row may be shorter than the prefix: it must not disturb the others
+    q = randn(5, heads, head_dim)
+    expected = torch_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    shared = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1, shared)
+    assert_close(mine[:4], expected[:4])
+
+
 def test_decode_attention_of_one_split_and_of_many_agree(monkeypatch):
     lens = torch.tensor([300, 5], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(2, 300, 2, 32, 16, torch.float32)
     q = randn(2, 4, 32)
     results = []
-    for splits in (1, 4, 64):
-        monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    for splits in (1, 4, 32):
+        monkeypatch.setattr(triton_attention, "_num_splits", lambda *_, splits=splits: splits)
         results.append(triton_attention.decode_attention(q, *caches, lens, tables, 0.1))
     assert_close(results[1], results[0])
     assert_close(results[2], results[0])

@@ -44,6 +44,7 @@ class Batch:
 
     decode_rows: tuple[int, ...] = ()
     new_blocks: tuple[tuple[int, int, int], ...] = ()  # (row, index in its table, block) of decoding rows that grew
+    shared_blocks: int = 0  # blocks with which the tables of all decoding rows begin
     prefills: tuple[PrefillChunk, ...] = ()
 
     @property

@@ -14,31 +14,35 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 
 
 class DecodeGraphs:
-    """`step(n)` runs n rows and returns the tensors it leaves behind; they stay valid until the next replay."""
+    """`step(n, variant)` runs n rows and returns the tensors it leaves behind; they stay valid until the next replay."""
 
-    def __init__(self, step: Callable[[int], Any], max_num_seqs: int) -> None:
+    def __init__(self, step: Callable[[int, bool], Any], max_num_seqs: int) -> None:
         self.step = step
         self.sizes = [size for size in SIZES if size < max_num_seqs] + [max_num_seqs]
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool = None
 
-    def capture(self, sizes: list[int] | None = None) -> None:
-        """Capture `sizes`, or all. The largest comes first: the others then fit into its memory."""
-        for size in sorted(sizes or self.sizes, reverse=True):
-            self.step(size)  # compiles the kernels and lets the libraries allocate: neither may happen in a capture
+    def capture(self, sizes: list[int], variant: bool = False) -> None:
+        """The largest size comes first: the others then fit into its memory. All rows must be padding."""
+        for size in sorted(sizes, reverse=True):
+            self.step(size, variant)  # compiles kernels and lets the libraries allocate: neither may happen in a capture
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process may use CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                left = self.step(size)
+                left = self.step(size, variant)
             self._pool = graph.pool()
-            self._graphs[size] = graph, left
+            self._graphs[size, variant] = graph, left
 
-    def replay(self, num_rows: int) -> Any | None:
-        """Run the captured step that holds `num_rows`; None: no captured size does."""
+    def size_for(self, num_rows: int) -> int | None:
+        """The size that holds `num_rows`; None: they are too many."""
         index = bisect_left(self.sizes, num_rows)
-        if index == len(self.sizes) or self.sizes[index] not in self._graphs:
-            return None
-        graph, left = self._graphs[self.sizes[index]]
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def has(self, size: int, variant: bool) -> bool:
+        return (size, variant) in self._graphs
+
+    def replay(self, size: int, variant: bool) -> Any:
+        graph, left = self._graphs[size, variant]
         graph.replay()
         return left
 

@@ -25,6 +25,8 @@ from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_contex
 from nanovllm.utils.loader import init_dummy_weights, load_weights
 from nanovllm.utils.parallel import ParallelGroup
 
+# From how many rows and common tokens on reading a shared prefix once pays for the extra kernel.
+SHARING_ROWS, SHARED_TOKENS = 16, 256
 GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
 
 
@@ -94,7 +96,9 @@ class ModelRunner:
             self.temperatures = torch.zeros(rows, dtype=torch.float32)
             self.seeds = torch.zeros(rows, dtype=torch.int64)
             self.rows = torch.full((max_num_seqs,), rows - 1)  # which rows decode in this step
+            self.shared_len = torch.zeros(1, dtype=torch.int32)  # tokens with which the tables of all decoding rows begin
         self._decode_rows: tuple[int, ...] = ()  # what self.rows says
+        self._shared_blocks = 0  # what self.shared_len says
         self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
 
         self._backend = kernels.select_attention_backend(
@@ -154,19 +158,34 @@ class ModelRunner:
             padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
             self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
             self._decode_rows = batch.decode_rows
-        drawn = self._mixed_step(num_decodes, batch.prefills) if batch.prefills else self._decode_step(num_decodes)
+        if batch.prefills:
+            drawn = self._mixed_step(num_decodes, batch.prefills)
+        else:
+            drawn = self._decode_step(num_decodes, batch.shared_blocks)
         rows = batch.decode_rows + tuple([chunk.row for chunk in batch.prefills if chunk.draws])
         return self._read_back(drawn.tokens, self._draw_special(rows, drawn))
 
-    def _decode_step(self, num_decodes: int) -> Drawn:
+    def _decode_step(self, num_decodes: int, shared_blocks: int) -> Drawn:
         """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
-        drawn = self.graphs.replay(num_decodes) if self.graphs else None
-        return self._run_decode(num_decodes) if drawn is None else Drawn(*(x[:num_decodes] for x in drawn))
+        shared = num_decodes >= SHARING_ROWS and shared_blocks * self.block_size >= SHARED_TOKENS
+        if shared and shared_blocks != self._shared_blocks:
+            self.shared_len.fill_(shared_blocks * self.block_size)
+            self._shared_blocks = shared_blocks
+        size = self.graphs.size_for(num_decodes) if self.graphs else None
+        if size is None:
+            return self._run_decode(num_decodes, shared)
+        if not self.graphs.has(size, shared):  # shared prefixes are rare enough to be captured when they come
+            rows = self.rows.clone()
+            self.rows.fill_(self.max_num_seqs)
+            self.graphs.capture([size], shared)
+            self.rows.copy_(rows)
+        return Drawn(*(x[:num_decodes] for x in self.graphs.replay(size, shared)))
 
-    def _run_decode(self, num_decodes: int) -> Drawn:
+    def _run_decode(self, num_decodes: int, shared: bool) -> Drawn:
         rows = self.rows[:num_decodes]
         token_ids, positions, slots, lens, tables = self._decode_inputs(rows)
-        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables))
+        shared_len = self.shared_len if shared else None
+        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables, shared_len))
         return self._draw(hidden, rows, lens)
 
     def _mixed_step(self, num_decodes: int, chunks: tuple[PrefillChunk, ...]) -> Drawn:
@@ -177,7 +196,7 @@ class ModelRunner:
             decode_rows = self.rows[:num_decodes]
             *decode_inputs, lens, tables = self._decode_inputs(decode_rows)
             token_ids, positions, slots = map(torch.cat, zip(decode_inputs, (token_ids, positions, slots)))
-        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables, prefill))
+        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables, prefill=prefill))
         # Only the last token of a chunk that reaches its sequence's end is followed by a draw.
         drawing = [i for i, chunk in enumerate(chunks) if chunk.draws]
         last = np.cumsum([len(chunk.token_ids) for chunk in chunks])[drawing] - 1 + num_decodes

@@ -48,8 +48,8 @@ def spread_params(params, count: int) -> list[SamplingParams]:
 def check_token_ids(name: str, ids: SequenceOf[int], vocab_size: int) -> None:
     if not isinstance(ids, (list, tuple)):
         raise TypeError(f"{name} is a {type(ids).__name__}: give a str or a list of token ids, all prompts of one kind")
-    wrong = next((token for token in ids if type(token) is not int), None) if set(map(type, ids)) - {int} else None
-    if wrong is not None or None in ids:
+    if not set(map(type, ids)) <= {int}:
+        wrong = next(token for token in ids if type(token) is not int)
         raise TypeError(f"{name} holds {wrong!r}: token ids are integers")
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)

@@ -32,6 +32,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # decoding, in order of admission
         self.partial: Sequence | None = None  # the one admitted sequence whose prompt is not scheduled to its end
         self.num_preemptions = 0
+        self._shared: tuple[tuple[int, ...], int] = (), 0  # the rows that decoded last, and their tables' common blocks
         self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[list[Sequence]] = deque()  # for each step scheduled and not committed: who draws
 
@@ -53,12 +54,13 @@ class Scheduler:
             return None
         drawing, new_blocks = self._schedule_decodes()
         decode_rows = tuple([seq.row for seq in drawing])
+        shared_blocks = self._count_shared_blocks(drawing, decode_rows)
         prefills = self._schedule_prefills(self.max_num_batched_tokens - len(decode_rows), drawing)
         if not decode_rows and not prefills:
             assert self._in_flight or not self.sequences, "with nothing in flight, some sequence can always run"
             return None
         self._in_flight.append(drawing)
-        return Batch(decode_rows, tuple(new_blocks), tuple(prefills))
+        return Batch(decode_rows, tuple(new_blocks), shared_blocks, tuple(prefills))
 
     def _make_room_to_decode(self) -> bool:
         """See that there is a block for every sequence that needs one, preempting if need be. False: commit first."""
@@ -87,6 +89,19 @@ class Scheduler:
         if last_step:
             self.running = [seq for seq in decoding if seq.num_tokens < seq.max_len]
         return list(decoding), new_blocks
+
+    def _count_shared_blocks(self, decoding: list[Sequence], rows: tuple[int, ...]) -> int:
+        """With how many blocks all their tables begin. It lasts as long as the rows do: tables only grow at their end."""
+        if rows != self._shared[0]:
+            first = decoding[0].block_table if decoding else []
+            count = len(first)
+            for seq in decoding:
+                while first[:count] != seq.block_table[:count]:
+                    count -= 1
+                if count == 0:
+                    break
+            self._shared = rows, count
+        return self._shared[1]
 
     def _schedule_prefills(self, budget: int, drawing: list[Sequence]) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []

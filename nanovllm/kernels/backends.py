@@ -43,7 +43,8 @@ def select_attention_backend(
     if name == "flash-attn":
         if no_v2:
             raise ValueError(f"attention_backend is 'flash-attn', but {no_v2}")
-        backend = AttentionBackend("flash-attn 2", flash_attention.prefill_attention_v2, flash_attention.decode_attention_v2)
+        v2 = flash_attention.prefill_attention_v2, flash_attention.decode_attention_v2
+        backend = AttentionBackend("flash-attn 2", *v2)
     else:
         backend = _triton_backend()
     if name == "triton":

@@ -57,7 +57,7 @@ def find_v4():
     """flash-attn 4's flash_attn_varlen_func, or None."""
     try:
         from flash_attn.cute import flash_attn_varlen_func
-    except Exception:  # the old copy fails in many ways, for it was written for another release of its compiler
+    except Exception:  # noqa: BLE001 - the old copy fails in many ways, for it was written for another release of its compiler
         return None
     # Only version 4 takes the maximum lengths.
     return flash_attn_varlen_func if "max_seqlen_k" in inspect.signature(flash_attn_varlen_func).parameters else None
@@ -83,7 +83,7 @@ def prefill_attention_v2(
 
 
 def decode_attention_v2(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
 ) -> Tensor:
     _, with_kvcache = find_v2()
     return with_kvcache(
@@ -94,13 +94,13 @@ def decode_attention_v2(
 def prefill_attention_v4(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
 ) -> Tensor:
-    options = dict(
-        cu_seqlens_q=meta.cu_seqlens_q,
-        max_seqlen_q=meta.max_seqlen_q,
-        max_seqlen_k=meta.max_seqlen_k,
-        softmax_scale=scale,
-        causal=True,
-    )
+    options = {
+        "cu_seqlens_q": meta.cu_seqlens_q,
+        "max_seqlen_q": meta.max_seqlen_q,
+        "max_seqlen_k": meta.max_seqlen_k,
+        "softmax_scale": scale,
+        "causal": True,
+    }
     if meta.block_tables is None:
         out = find_v4()(q, k, v, cu_seqlens_k=meta.cu_seqlens_k, **options)
     else:

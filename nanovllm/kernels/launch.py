@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-
-MAX_ROWS = 4  # from there on kernels fill the device, and one that waits takes room from one that works
+MAX_ROWS = 4  # with more rows kernels fill the device, and one that waits takes room from one that works
 
 
 def overlap(x: Tensor) -> dict[str, bool]:

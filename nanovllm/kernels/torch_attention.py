@@ -38,8 +38,13 @@ def prefill_attention(
     return out
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
-    """One query a sequence over its cached tokens: q [B, H, D], lens [B] int32, tables [B, W] int32 -> [B, H, D]."""
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
+) -> Tensor:
+    """One query a sequence over its cached tokens: q [B, H, D], lens [B] int32, tables [B, W] int32 -> [B, H, D].
+
+    shared [1] int32: tokens in whole blocks with which all tables begin; a back end may read them once for all, or not care.
+    """
     # The query heads of a group share their K and V: let them be the rows of one small attention problem.
     grouped = q.view(q.shape[0], k_cache.shape[2], -1, q.shape[2])  # [B, G, H / G, D]
     attend = _attend_by_pages if q.device.type == "cpu" else _attend_padded

@@ -18,7 +18,7 @@ from nanovllm.kernels.launch import overlap, wait_for_inputs
 from nanovllm.utils.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 
 
 def prefill_attention(
@@ -33,7 +33,7 @@ def prefill_attention(
     # Measured on an H200: small tiles for short prompts, large ones where each query sees many keys.
     if head_dim * q.element_size() > 256:
         block_m, block_n, warps, stages = 64, 32, 4, 2
-    elif meta.max_seqlen_q < 1024 or tables is not None:
+    elif meta.max_seqlen_q < 1024 or tables is not None or not _has_room_for_large_tiles(q.device):
         block_m, block_n, warps, stages = 64, 64, 4, 3
     else:
         block_m, block_n, warps, stages = 128, 128, 8, 3
@@ -45,6 +45,12 @@ def prefill_attention(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+@lru_cache
+def _has_room_for_large_tiles(device: torch.device) -> bool:
+    """Large tiles take 224 KB of shared memory, which Hopper and the Blackwell of data centers have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @triton.jit
@@ -134,27 +140,39 @@ def _accumulate(scores, value, peak, total, acc):
     return new_peak, total, acc
 
 
-def decode_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
+) -> Tensor:
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_n = 64 if head_dim * q.element_size() <= 256 else 32
-    splits = _num_splits(batch * groups, triton.cdiv(tables.shape[1] * page, block_n), q.device)
+    block_d = triton.next_power_of_2(head_dim)
+    splits, prefix_splits = _num_splits(batch * groups, triton.cdiv(tables.shape[1] * page, block_n), q.device), 0
+    if shared is not None:
+        block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
+        tiles = triton.cdiv(batch * group, block_m)
+        prefix_splits = max(1, min(16, 2 * _num_processors(q.device) // (tiles * groups)))
     parts, part_lse = out, None
-    if splits > 1:
-        parts = torch.empty(batch, num_heads, splits, head_dim, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(batch, num_heads, splits, dtype=torch.float32, device=q.device)
+    if splits + prefix_splits > 1:
+        parts = torch.empty(batch, num_heads, splits + prefix_splits, head_dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
     _decode_kernel[(groups, splits, batch)](
-        q, k_cache, v_cache, lens, tables, parts, part_lse, scale * LOG2_E,
-        q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0),
-        groups, group, max(16, triton.next_power_of_2(group)), head_dim, triton.next_power_of_2(head_dim),
-        page, block_n, splits > 1, num_warps=4, num_stages=3 if splits > 1 else 2, **overlap(q),
+        q, k_cache, v_cache, lens, shared, tables, parts, part_lse, scale * LOG2_E, *strides,
+        groups, group, max(16, triton.next_power_of_2(group)), head_dim, block_d, page, block_n,
+        splits + prefix_splits, num_warps=4, num_stages=3 if splits > 1 else 2, **overlap(q),
     )  # fmt: skip
-    if splits > 1:
+    if shared is not None:
+        _prefix_kernel[(tiles, prefix_splits, groups)](
+            q, k_cache, v_cache, shared, tables, parts, part_lse, scale * LOG2_E, *strides[:3], batch,
+            groups, group, block_m, head_dim, block_d, page, block_n, splits, num_warps=8 if block_m > 64 else 4, num_stages=3,
+        )  # fmt: skip
+    if splits + prefix_splits > 1:
         _merge_splits_kernel[(num_heads, batch)](
-            parts, part_lse, lens, out, head_dim, triton.next_power_of_2(head_dim), splits, block_n,
-            num_warps=2, **overlap(q),
+            parts, part_lse, lens, shared, out, head_dim, block_d, splits, prefix_splits,
+            triton.next_power_of_2(splits + prefix_splits), block_n, num_warps=4, **overlap(q),
         )  # fmt: skip
     return out
 
@@ -183,15 +201,18 @@ def _span(length, splits, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q, k_cache, v_cache, lens, tables, out, part_lse, scale, q_stride, k_stride, v_stride, table_stride,
+    q, k_cache, v_cache, lens, shared, tables, out, part_lse, scale, q_stride, k_stride, v_stride, table_stride,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Every sequence's own tokens: all of them or, where a prefix is shared, those behind it."""
     wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lens + seq)
-    span = _span(length, tl.num_programs(1), BLOCK_N)
-    begin = split * span
+    length, prefix = tl.load(lens + seq), 0
+    if shared is not None:
+        prefix = tl.load(shared)
+    span = _span(length - prefix, tl.num_programs(1), BLOCK_N)
+    begin = prefix + split * span
     end = tl.minimum(begin + span, length)
     if begin < end:
         # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot takes.
@@ -200,43 +221,93 @@ def _decode_kernel(
         inside = (row < GROUP)[:, None] & (dim < D)[None, :]
         in_group = (group * GROUP + row)[:, None] * D + dim[None, :]
         query = tl.load(q + seq.to(tl.int64) * q_stride + in_group, mask=inside, other=0.0)
+        k_cache += group * D
+        v_cache += group * D
         tables += seq * table_stride
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            seen = start + tl.arange(0, BLOCK_N) < end
-            slot = _slots(tables, start, 0, length, PAGE, BLOCK_N)
-            key, value = _load_tiles(k_cache + group * D, v_cache + group * D, slot, seen, k_stride, v_stride, D, BLOCK_D)
-            scores = tl.dot(query, key, input_precision="ieee") * scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            peak, total, acc = _accumulate(scores, value, peak, total, acc)
-        result = acc / total[:, None]
+        total, peak, acc = _attend(query, k_cache, v_cache, tables, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N)
         first = seq.to(tl.int64) * G * GROUP
-        if SPLIT:
-            part = (first + group * GROUP + row) * tl.num_programs(1) + split  # [BLOCK_M]
-            tl.store(out + part[:, None] * D + dim[None, :], result, mask=inside)
+        if PARTS > 1:
+            part = (first + group * GROUP + row) * PARTS + split  # [BLOCK_M]
+            tl.store(out + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
             tl.store(part_lse + part, peak + tl.log2(total), mask=row < GROUP)
         else:
-            tl.store(out + first * D + in_group, result.to(out.dtype.element_ty), mask=inside)
+            tl.store(out + first * D + in_group, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _prefix_kernel(
+    q, k_cache, v_cache, shared, table, parts, part_lse, scale, q_stride, k_stride, v_stride, batch,
+    G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, FIRST_PART: tl.constexpr,
+):  # fmt: skip
+    """The prefix that all sequences share, read once for many: the queries of BLOCK_M / GROUP of them are one tile.
+
+    Its blocks are the first of every table, so the first table serves (cascade attention; Ye et al. 2024).
+    """
+    tile, split, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    prefix = tl.load(shared)
+    span = _span(prefix, tl.num_programs(1), BLOCK_N)
+    begin = split * span
+    end = tl.minimum(begin + span, prefix)
+    if begin < end:
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        seq, head = (row // GROUP).to(tl.int64), group * GROUP + row % GROUP
+        dim = tl.arange(0, BLOCK_D)
+        inside = (seq < batch)[:, None] & (dim < D)[None, :]
+        query = tl.load(q + seq[:, None] * q_stride + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
+        k_cache += group * D
+        v_cache += group * D
+        total, peak, acc = _attend(query, k_cache, v_cache, table, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N)
+        part = (seq * G * GROUP + head) * (FIRST_PART + tl.num_programs(1)) + FIRST_PART + split
+        tl.store(parts + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
+        tl.store(part_lse + part, peak + tl.log2(total), mask=seq < batch)
+
+
+@triton.jit
+def _attend(
+    query, k, v, table, begin, end, scale, k_stride, v_stride,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of queries over the cached tokens begin .. end of one table: softmax's sum, its peak, unscaled result."""
+    BLOCK_M: tl.constexpr = query.shape[0]
+    BLOCK_D: tl.constexpr = query.shape[1]
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        seen = start + tl.arange(0, BLOCK_N) < end
+        slot = _slots(table, start, 0, end, PAGE, BLOCK_N)
+        key, value = _load_tiles(k, v, slot, seen, k_stride, v_stride, D, BLOCK_D)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        peak, total, acc = _accumulate(scores, value, peak, total, acc)
+    return total, peak, acc
 
 
 @triton.jit
 def _merge_splits_kernel(
-    parts, part_lse, lens, out,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    parts, part_lse, lens, shared, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Weigh each split's result by its share of the softmax's denominator."""
+    """Weigh each split's result by its share of the softmax's denominator: SPLITS of a sequence's own, then the prefix's."""
     wait_for_inputs(PDL)
     head, seq = tl.program_id(0), tl.program_id(1)
-    length = tl.load(lens + seq)
-    split = tl.arange(0, SPLITS)
+    length, prefix = tl.load(lens + seq), 0
+    if shared is not None:
+        prefix = tl.load(shared)
+    split = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_D)
-    written = split * _span(length, SPLITS, BLOCK_N) < length  # a split without tokens wrote nothing
-    first = (seq.to(tl.int64) * tl.num_programs(0) + head) * SPLITS
+    # A split without tokens wrote nothing.
+    written = (split < SPLITS) & (split * _span(length - prefix, SPLITS, BLOCK_N) < length - prefix)
+    if shared is not None:
+        in_prefix = split - SPLITS
+        holds = (in_prefix >= 0) & (in_prefix < PREFIX_SPLITS)
+        written |= holds & (in_prefix * _span(prefix, PREFIX_SPLITS, BLOCK_N) < prefix)
+    first = (seq.to(tl.int64) * tl.num_programs(0) + head) * (SPLITS + PREFIX_SPLITS)
     lse = tl.load(part_lse + first + split, mask=written, other=float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, axis=0))
     inside = written[:, None] & (dim < D)[None, :]
     part = tl.load(parts + (first + split)[:, None] * D + dim[None, :], mask=inside, other=0.0)
     result = tl.sum(part * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out + (seq.to(tl.int64) * tl.num_programs(0) + head) * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
+    out += first // (SPLITS + PREFIX_SPLITS) * D
+    tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < D)

@@ -62,4 +62,6 @@ class Attention(nn.Module):
 
     def _decode(self, q: Tensor) -> Tensor:
         meta = current_metadata()
-        return self.backend.decode(q, self.k_cache, self.v_cache, meta.decode_lens, meta.decode_tables, self.scale)
+        return self.backend.decode(
+            q, self.k_cache, self.v_cache, meta.decode_lens, meta.decode_tables, self.scale, meta.shared_len
+        )

@@ -31,6 +31,7 @@ class StepMetadata:
     num_decodes: int  # B
     decode_lens: Tensor | None = None  # [B] int32, tokens to attend to, this step's own included
     decode_tables: Tensor | None = None  # [B, W] int32
+    shared_len: Tensor | None = None  # [1] int32, tokens in whole blocks with which all B tables begin; None: unknown
     prefill: PrefillMetadata | None = None
 
 
