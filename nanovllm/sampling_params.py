@@ -52,10 +52,14 @@ class SamplingParams:
         self._check("max_tokens", int, 1, math.inf, "an integer, 1 or more")
         self._check("min_tokens", int, 0, math.inf, "an integer, 0 or more")
         if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: lower the one or raise the other")
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: lower the one or raise the other"
+            )
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos is {self.ignore_eos!r}: use True or False")
-        self._keep_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, str, "a string or a list of strings")
+        self._keep_tuple(
+            "stop", (self.stop,) if isinstance(self.stop, str) else self.stop, str, "a string or a list of strings"
+        )
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which would end every output at once: leave it out")
         self._keep_tuple("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
