@@ -46,7 +46,9 @@ CONFIGS = {"dense": CONFIG, "experts": MOE_CONFIG}
 
 @dataclass(frozen=True)
 class ThreadGroup(ParallelGroup):
-    """Ranks that are threads of this process: `handle` is (barrier, one slot a rank)."""
+    """Ranks that are threads of this process."""
+
+    handle: tuple | None = None  # (barrier, one slot a rank)
 
     def all_reduce(self, x):
         barrier, slots = self.handle
@@ -105,7 +107,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
     results = [None] * size
 
     def run(rank):
-        model = build_model(load_hf_config(saved), ThreadGroup(rank, size, state))
+        model = build_model(load_hf_config(saved), ThreadGroup(rank, size, handle=state))
         load_weights(model, saved)
         results[rank] = logits(model)
 
