@@ -11,8 +11,9 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
+from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
-from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
