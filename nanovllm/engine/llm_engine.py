@@ -98,8 +98,8 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
-            launched = self.runner.launch(batch), len(batch.first_draws) if batch.prefills else 0
             self._record_launch(batch)
+            launched = self.runner.launch(batch), len(batch.first_draws) if batch.prefills else 0
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
