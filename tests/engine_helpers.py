@@ -6,7 +6,17 @@ from pathlib import Path
 import torch
 from model_helpers import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nanovllm import LLM, SamplingParams
 
@@ -28,6 +38,10 @@ MODELS = {
     "gqa-4": Qwen3Config(**SHAPE | dict(num_key_value_heads=1, head_dim=24)),
     "tied": Qwen3Config(**SHAPE | dict(tie_word_embeddings=True)),
     "attention-bias": Qwen3Config(**SHAPE | dict(attention_bias=True)),
+    "experts": Qwen3MoeConfig(**SHAPE | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)),
+    "qwen2": Qwen2Config(**SHAPE),
+    "llama": LlamaConfig(**SHAPE),
+    "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
 }
 
 
@@ -63,6 +77,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model.generation_config = GenerationConfig()  # without an end of sequence
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 
     def expected(self, prompt: list[int], count: int) -> list[int]:
@@ -93,7 +108,9 @@ def greedy(max_tokens: int, ignore_eos: bool = True) -> SamplingParams:
 def assert_greedy(llm: LLM, checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, max_tokens: int = 24) -> None:
     """One call gives what transformers gives for each prompt alone, and leaves the engine empty."""
     outputs = llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
-    assert [output["token_ids"] for output in outputs] == [checkpoint.expected(prompt, max_tokens) for prompt in prompts]
+    assert [output["token_ids"] for output in outputs] == [
+        checkpoint.expected(prompt, max_tokens) for prompt in prompts
+    ]
     assert [output["finish_reason"] for output in outputs] == ["length"] * len(prompts)
     assert_empty(llm)
 

@@ -5,6 +5,7 @@ before it. Before it answers it proves the batch right: whatever a step reads th
 sequence's own tokens demand, and nothing is written into a block that the sequence got from another.
 """
 
+import os
 from dataclasses import dataclass
 
 from nanovllm.engine.batch import Batch, PrefillChunk
@@ -101,6 +102,9 @@ class SimulatedDevice:
             row = self.rows[number]
             assert index == len(row.table) < -(-owners[number].max_len // self.block_size)
             row.table.append(block)
+        tables = [self.rows[number].table for number in batch.decode_rows]
+        if len(tables) > 1:  # one row shares with nobody
+            assert batch.shared_blocks == len(os.path.commonprefix(tables))
         # A layer writes all K and V of a step before any token attends.
         for number in batch.decode_rows:
             self._write_decode(number, owners[number])

@@ -41,7 +41,11 @@ WRONG_PROMPTS = {
     "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\] is a NoneType"),
     "number": (5, TypeError, r"prompts is a int: give a str"),
     "dict": ({"a": 1}, TypeError, r"prompts is a dict: give a str"),
-    "never-fits": ([GOOD, [1] * 70], ValueError, r"prompts\[1\] needs 81 tokens of KV cache.* holds 80: lower max_tokens"),
+    "never-fits": (
+        [GOOD, [1] * 70],
+        ValueError,
+        r"prompts\[1\] needs 81 tokens of KV cache.* holds 80: lower max_tokens",
+    ),
 }
 
 
@@ -57,7 +61,11 @@ def test_a_wrong_prompt_is_refused_before_any_is_queued(llm, checkpoint, monkeyp
 
 
 WRONG_PARAMS = {
-    "too-few": ([greedy(1)], ValueError, r"sampling_params has 1 entries for 2 prompts: give one for all, or one for each"),
+    "too-few": (
+        [greedy(1)],
+        ValueError,
+        r"sampling_params has 1 entries for 2 prompts: give one for all, or one for each",
+    ),
     "too-many": ([greedy(1)] * 3, ValueError, r"sampling_params has 3 entries for 2 prompts"),
     "none-of-them": ([], ValueError, r"sampling_params has 0 entries for 2 prompts"),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
@@ -81,11 +89,11 @@ def test_wrong_sampling_params_are_refused_before_any_is_queued(llm, checkpoint,
         (dict(temperature=-0.5), ValueError, r"temperature is -0\.5: use 0"),
         (dict(temperature=math.nan), ValueError, "temperature is nan: use 0"),
         (dict(temperature=math.inf), ValueError, "temperature is inf: use 0"),
-        (dict(temperature="hot"), TypeError, "temperature is 'hot': use a number"),
-        (dict(temperature=True), TypeError, "temperature is True: use a number"),
-        (dict(temperature=None), TypeError, "temperature is None: use a number"),
-        (dict(max_tokens=0), ValueError, "max_tokens is 0: use 1 or more"),
-        (dict(max_tokens=-3), ValueError, "max_tokens is -3: use 1 or more"),
+        (dict(temperature="hot"), TypeError, "temperature is 'hot': use 0"),
+        (dict(temperature=True), TypeError, "temperature is True: use 0"),
+        (dict(temperature=None), TypeError, "temperature is None: use 0"),
+        (dict(max_tokens=0), ValueError, "max_tokens is 0: use an integer, 1 or more"),
+        (dict(max_tokens=-3), ValueError, "max_tokens is -3: use an integer, 1 or more"),
         (dict(max_tokens=2.0), TypeError, r"max_tokens is 2\.0: use an integer"),
         (dict(max_tokens=True), TypeError, "max_tokens is True: use an integer"),
         (dict(max_tokens=None), TypeError, "max_tokens is None: use an integer"),
@@ -181,20 +189,41 @@ def truncate_weights(folder):
 
 
 BROKEN_FOLDERS = {
-    "unknown-architecture": (lambda f: change_config(f, architectures=["GPT9"]), r"GPT9.*this library runs .*Qwen3ForCausalLM"),
+    "unknown-architecture": (
+        lambda f: change_config(f, architectures=["GPT9"]),
+        r"GPT9.*this library runs .*Qwen3ForCausalLM",
+    ),
+    "unknown-model-type": (
+        lambda f: change_config(f, architectures=["GPT9"], model_type="gpt9"),
+        r"GPT9.*this library runs .*Qwen3ForCausalLM",
+    ),
+    "other-model-type": (
+        lambda f: change_config(f, architectures=["T5ForConditionalGeneration"], model_type="t5"),
+        r"T5ForConditionalGeneration.*this library runs .*Qwen3ForCausalLM",
+    ),
+    "quantized": (
+        lambda f: change_config(f, quantization_config={"quant_method": "fp8"}),
+        "quantization_config is set: choose",
+    ),
     "no-architecture": (lambda f: change_config(f, architectures=None), r"this library runs .*Qwen3ForCausalLM"),
     "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json: give the folder"),
     "corrupt-config": (
         lambda f: (f / "config.json").write_text("{"),
         r"config\.json cannot be read|tokenizer cannot be loaded.*config\.json' is not a valid JSON",
     ),
-    "corrupt-tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer cannot be loaded, download it again"),
+    "corrupt-tokenizer": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        "tokenizer cannot be loaded, download it again",
+    ),
     "corrupt-generation-config": (
         lambda f: (f / "generation_config.json").write_text("{"),
         r"generation_config\.json cannot be read",
     ),
     "no-weights": (remove_weights, r"has no \*\.safetensors file: download"),
-    "a-shard-is-missing": (lambda f: max(f.glob("*.safetensors")).unlink(), "lacks .*safetensors.*download the model again"),
+    "a-shard-is-missing": (
+        lambda f: max(f.glob("*.safetensors")).unlink(),
+        "lacks .*safetensors.*download the model again",
+    ),
     "a-shard-is-truncated": (truncate_weights, "is truncated or corrupt: download it again"),
 }
 

@@ -42,14 +42,17 @@ def test_requests_of_one_call_draw_independently(make_llm):
     ],
     ids=str,
 )
-def test_draws_do_not_depend_on_the_batch(make_llm, options):
+def test_draws_do_not_depend_on_how_they_are_run(make_llm, options):
     params = SamplingParams(temperature=1.5, max_tokens=50, ignore_eos=True)
     usual = draw(make_llm(seed=3), PROMPTS, params)
     llm = make_llm(seed=3, **options)
     assert draw(llm, PROMPTS, params) == usual
     assert "num_kvcache_blocks" not in options or llm.engine.scheduler.num_preemptions
-    one_by_one = make_llm(seed=3)
-    assert [draw(one_by_one, [prompt], params)[0] for prompt in PROMPTS] == usual
+
+
+def test_draws_do_not_depend_on_the_batch(make_llm):
+    together, one_by_one = draw(make_llm(seed=3), PROMPTS), make_llm(seed=3)
+    assert [draw(one_by_one, [prompt])[0] for prompt in PROMPTS] == together
 
 
 def test_greedy_and_sampled_requests_share_a_batch(make_llm, checkpoint):

@@ -124,7 +124,9 @@ def test_a_follow_up_prompt_reuses_what_was_drawn(checkpoint, make_llm, overlap)
 
 
 @overlapped
-@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=20), dict(num_kvcache_blocks=9), dict(max_num_seqs=3)])
+@pytest.mark.parametrize(
+    "options", [{}, dict(max_num_batched_tokens=20), dict(num_kvcache_blocks=9), dict(max_num_seqs=3)]
+)
 def test_stopping_in_mid_batch_does_not_change_the_others(checkpoint, make_llm, options, overlap):
     llm = make_llm(overlap=overlap, **options)
     outputs = [checkpoint.expected(prompt, 60) for prompt in PROMPTS]

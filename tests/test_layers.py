@@ -46,12 +46,12 @@ CONFIGS = {"dense": CONFIG, "experts": MOE_CONFIG}
 
 @dataclass(frozen=True)
 class ThreadGroup(ParallelGroup):
-    """Ranks that are threads of this process."""
+    """Ranks that are threads of this process and meet at a barrier, each with a slot for what it brings."""
 
-    handle: tuple | None = None  # (barrier, one slot a rank)
+    meeting: tuple[threading.Barrier, list] | None = None
 
     def all_reduce(self, x):
-        barrier, slots = self.handle
+        barrier, slots = self.meeting
         slots[self.rank] = x.clone()
         barrier.wait()
         x.copy_(sum(slots))
@@ -107,7 +107,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
     results = [None] * size
 
     def run(rank):
-        model = build_model(load_hf_config(saved), ThreadGroup(rank, size, handle=state))
+        model = build_model(load_hf_config(saved), ThreadGroup(rank, size, meeting=state))
         load_weights(model, saved)
         results[rank] = logits(model)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.models import build_model
+from nanovllm.models import build_model, find_model
 from nanovllm.utils import loader
 from nanovllm.utils.parallel import ParallelGroup
 
@@ -185,7 +185,7 @@ def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise FileNotFoundError("no network")
 
-    monkeypatch.setattr(loader, "snapshot_download", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(ValueError, match="'some/model', neither a folder here nor .* no network"):
         loader.resolve_model_folder("some/model")
 
@@ -196,6 +196,12 @@ def test_config_errors_name_the_folder(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json cannot be read"):
         loader.load_hf_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(ValueError, match="config.json cannot be read"):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="config.json cannot be read.*model_type"):
         loader.load_hf_config(tmp_path)
+
+
+def test_a_model_type_that_transformers_does_not_know_is_refused_with_those_that_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense", "architectures": ["Nonsense"]}')
+    with pytest.raises(ValueError, match="Nonsense.*this library runs Qwen3ForCausalLM"):
+        find_model(loader.load_hf_config(tmp_path))

@@ -1,5 +1,6 @@
 """The scheduler's promises, over random streams of requests and a device that checks every read (simulated_device)."""
 
+import copy
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -39,6 +40,7 @@ class Server:
     scheduler: WatchedScheduler
     in_flight: deque = field(default_factory=deque)
     batches: list = field(default_factory=list)
+    as_planned: list = field(default_factory=list)
 
     def __post_init__(self):
         self.device = SimulatedDevice(self.scheduler)
@@ -55,6 +57,7 @@ class Server:
         if batch is not None:
             self.check_budgets(batch)
             self.batches.append(batch)
+            self.as_planned.append(copy.deepcopy(batch))
             self.in_flight.append(self.device.launch(batch))
         while len(self.in_flight) > (delay and batch is not None):
             self.scheduler.commit(self.in_flight.popleft())
@@ -144,6 +147,7 @@ def test_any_stream_of_requests_is_served_right(stream):
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
     assert not scheduler.running and not scheduler.waiting and scheduler.partial is None
+    assert server.batches == server.as_planned, "a plan never changes: it may run in another process, or later"
 
 
 def test_the_random_streams_reach_what_they_are_meant_for():
@@ -198,13 +202,28 @@ def test_chunks_share_the_budget_with_decoding_sequences():
 
 
 def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
-    server = Server(make_scheduler(num_blocks=5, block_size=2))
-    for id in range(3):
+    server = Server(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=3))
+    for id in range(4):
         server.add(id, [id, id], 8)
     while not server.scheduler.num_preemptions:
         server.step()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
-    assert [seq.id for seq in server.scheduler.waiting] == [2]
+    assert [seq.id for seq in server.scheduler.waiting] == [2, 3]
+
+
+def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode():
+    server = Server(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=3))
+    server.add(0, [1, 2], 8)
+    server.add(1, [1, 3], 8)
+    server.step()
+    server.step()
+    third = server.add(2, [2] * 8, 3)
+    server.step()
+    assert server.scheduler.partial is third and server.scheduler.blocks.num_free == 0
+    while not server.scheduler.num_preemptions:
+        server.step()
+    assert [seq.id for seq in server.scheduler.running] == [0, 1]
+    assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.partial is None
 
 
 def test_preemption_waits_until_nothing_is_in_flight():

@@ -1,68 +1,75 @@
-"""The model in the package: small, complete, and continuing code as transformers would."""
+"""The trained model that comes with the library: real text, a real tokenizer, a real end of sequence."""
 
-import ast
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from engine_helpers import Checkpoint, assert_empty, assert_greedy, greedy
+from transformers import AutoTokenizer
 
-from nanovllm import LLM, TINY_MODEL, SamplingParams
+import nanovllm
+from nanovllm import LLM
 
-PROMPTS = ["def read_lines(path):", "class Stack:\n    def push(self, item):"]
-COUNT = 64
+TINY = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"
+LIBRARY = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+TEXTS = [
+    "import",
+    "def add(a, b):\n",
+    "class Node:\n    def __init__(self",
+    "def fibonacci(n):\n    if n < 2:\n",
+    LIBRARY,
+    LIBRARY + "        self.items.append(item)\n\n    def pop(self):\n",
+    'if __name__ == "__main__":\n    unittest.main()',  # ends the file: the model stops
+]
 
 
 @pytest.fixture(scope="module")
-def outputs():
-    with LLM(TINY_MODEL, device="cpu", dtype="float32") as llm:
-        yield llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True), use_tqdm=False)
+def tiny():
+    return Checkpoint(TINY)
 
 
 @pytest.fixture(scope="module")
-def reference():
-    return AutoModelForCausalLM.from_pretrained(TINY_MODEL, dtype=torch.float32).eval()
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
 
 
-def parses(lines: list[str]) -> bool:
-    try:
-        ast.parse("\n".join(lines) + "\n")
-    except SyntaxError:
-        return False
-    return True
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    return tokenizer(TEXTS)["input_ids"]
 
 
-@pytest.mark.parametrize("i", range(len(PROMPTS)))
-def test_it_continues_with_code(outputs, i):
-    """All of it parses but the last few lines, which the length limit may have cut."""
-    written = outputs[i]["text"]
-    lines = (PROMPTS[i] + written).split("\n")
-    kept = next(lines[: len(lines) - cut] for cut in range(5) if parses(lines[: len(lines) - cut]))
-    assert len(kept) >= 5 and len("\n".join(kept)) > len(PROMPTS[i]) + len(written) // 2
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_seqs=1),
+        dict(overlap=True),
+        dict(overlap=True, max_num_batched_tokens=16, enable_prefix_caching=False),
+        dict(overlap=True, num_kvcache_blocks=9, max_num_batched_tokens=40),
+        dict(num_kvcache_blocks=9, max_num_seqs=3),
+    ],
+    ids=str,
+)
+def test_greedy_tokens_of_the_tiny_model_equal_transformers(make_llm, tiny, prompts, options):
+    llm = make_llm(TINY, **options)
+    assert_greedy(llm, tiny, prompts, max_tokens=40)
+    assert ("num_kvcache_blocks" in options) == (llm.engine.scheduler.num_preemptions > 0)
 
 
-@pytest.mark.parametrize("i", range(len(PROMPTS)))
-def test_greedy_tokens_equal_transformers(outputs, reference, i):
-    prompt = AutoTokenizer.from_pretrained(TINY_MODEL)(PROMPTS[i], return_tensors="pt")
-    reference.generation_config.eos_token_id = None  # go on past it, as asked of the outputs
-    with torch.inference_mode():
-        expected = reference.generate(**prompt, do_sample=False, max_new_tokens=COUNT, pad_token_id=0)
-    assert outputs[i]["token_ids"] == expected[0, prompt["input_ids"].shape[1] :].tolist()
+@pytest.mark.parametrize("overlap", [False, True])
+def test_text_stops_where_the_tiny_models_file_ends(make_llm, tiny, tokenizer, prompts, overlap):
+    llm = make_llm(TINY, overlap=overlap)
+    reasons = []
+    for prompt, output in zip(prompts, llm.generate(TEXTS, greedy(40, ignore_eos=False), use_tqdm=False)):
+        expected = tiny.expected(prompt, 40)
+        if tokenizer.eos_token_id in expected:
+            expected = expected[: expected.index(tokenizer.eos_token_id) + 1]
+        assert output["token_ids"] == expected
+        assert output["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        assert "endoftext" not in output["text"]
+        reasons.append(output["finish_reason"])
+    assert reasons == ["length"] * 6 + ["stop"]
+    assert_empty(llm)
 
 
-def test_it_is_small():
-    sizes = {path.name: path.stat().st_size for path in TINY_MODEL.iterdir()}
-    assert sizes["model.safetensors"] <= 8 * 2**20
-    assert sum(sizes.values()) <= 10 * 2**20
-
-
-def test_it_says_where_it_comes_from():
-    readme = (TINY_MODEL / "README.md").read_text()
-    script = TINY_MODEL.parent / "train_tiny_qwen3.py"
-    ast.parse(script.read_text())
-    assert script.name in readme and "Python Software Foundation" in readme
-
-
-def test_the_package_carries_it():
-    pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert 'nanovllm = ["assets/**/*"]' in pyproject
+def test_the_tiny_model_runs_with_default_options(tiny, prompts):
+    with LLM(TINY, device="cpu") as llm:
+        assert_greedy(llm, tiny, prompts[:3], max_tokens=16)

@@ -16,6 +16,7 @@ from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
+from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import load_hf_config
 
@@ -29,6 +30,7 @@ class LLMEngine:
         Drawing one of `stop_ids` ends a request. `decode` makes text of token ids, for those who want it as it grows.
         """
         hf_config = load_hf_config(folder)
+        find_model(hf_config)  # refuse other models here: they may not even have the values read below
         self.stop_ids = stop_ids
         self._decode = decode
         self._read_while_growing: set[Sequence] = set()

@@ -229,7 +229,8 @@ class ModelRunner:
             positions = np.arange(chunk.start, chunk.end)
             slots = table[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
             slots[: max(0, chunk.write_from - chunk.start)] = -1
-            tokens[:, starts_q[i] : starts_q[i + 1]] = chunk.token_ids, positions, slots
+            here = slice(starts_q[i], starts_q[i + 1])
+            tokens[0, here], tokens[1, here], tokens[2, here] = chunk.token_ids, positions, slots
 
         ends = np.array([seq.end for seq in sequences])
         starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))

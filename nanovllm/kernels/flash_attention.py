@@ -6,6 +6,7 @@ Knows how each spells what `torch_attention` defines, and how to tell them apart
 """
 
 import inspect
+import os
 from functools import lru_cache
 
 import torch
@@ -55,6 +56,8 @@ def find_v2():
 @lru_cache
 def find_v4():
     """flash-attn 4's flash_attn_varlen_func, or None."""
+    # Its kernels compile in seconds: keep them on disk for the next process, unless the user says otherwise.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except Exception:  # noqa: BLE001 - the old copy fails in many ways, for it was written for another release of its compiler

@@ -18,16 +18,18 @@ MODELS: dict[str, type[nn.Module]] = {
 
 
 def build_model(hf_config, group: ParallelGroup) -> nn.Module:
-    """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled.
+    """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled."""
+    return find_model(hf_config)(hf_config, group)
 
-    What a configuration asks for and no model here does is refused, never ignored.
-    """
+
+def find_model(hf_config) -> type[nn.Module]:
+    """The class that runs `hf_config`. What a configuration asks for and no model here does is refused, never ignored."""
     names = getattr(hf_config, "architectures", None) or []
     architecture = next((name for name in names if name in MODELS), None)
     if architecture is None:
         raise ValueError(f"architectures is {names}: this library runs {', '.join(MODELS)}")
     check_supported(hf_config)
-    return MODELS[architecture](hf_config, group)
+    return MODELS[architecture]
 
 
 def check_supported(hf_config) -> None:

@@ -53,9 +53,12 @@ def resolve_model_folder(model: str) -> Path:
 def load_hf_config(folder: str | Path) -> "PretrainedConfig":
     if not (Path(folder) / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     try:
+        values, _ = PretrainedConfig.get_config_dict(folder)
+        if values.get("model_type", "") not in ("", *CONFIG_MAPPING):
+            return PretrainedConfig.from_dict(values)  # nobody knows it: whoever builds models says which ones run
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from error

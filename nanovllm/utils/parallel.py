@@ -61,7 +61,7 @@ class ParallelGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
+        all_gather_one(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
         return gathered
 
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
