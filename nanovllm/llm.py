@@ -13,7 +13,14 @@ from tqdm.auto import tqdm
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import check_length, check_token_ids, split_chats, split_prompts, spread_params
+from nanovllm.engine.request import (
+    check_completions,
+    check_length,
+    check_token_ids,
+    split_chats,
+    split_prompts,
+    spread_params,
+)
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import resolve_model_folder
@@ -48,8 +55,9 @@ class LLM:
 
         `sampling_params`: one for all, or a list as long as `prompts`. Returns, in the order of the prompts,
         {"text": str, "token_ids": list[int], "finish_reason": "stop" | "length"}; with `logprobs` asked for, also
-        "logprobs", a dict for each token. Raises ValueError or TypeError before anything runs if any request is wrong.
-        An error or Ctrl-C inside leaves the LLM empty and usable.
+        "logprobs", a dict {token id: log-probability} for each token; with n > 1, also "completions", all n of them.
+        Raises ValueError or TypeError before anything runs if any request is wrong. An error or Ctrl-C inside leaves the
+        LLM empty and usable.
         """
         return self._complete(self._check("prompts", self._encode(split_prompts(prompts)), sampling_params), use_tqdm)
 
@@ -78,27 +86,35 @@ class LLM:
         finish_reason is None until a prompt's last item. The texts of a prompt add up to what `generate` returns; one may
         be "" when a character or a stop string is not complete. Closing the iterator ends the requests that still run.
         """
-        return self._stream(self._check("prompts", self._encode(split_prompts(prompts)), sampling_params))
+        requests = self._check("prompts", self._encode(split_prompts(prompts)), sampling_params)
+        for i, (_, params) in enumerate(requests):
+            if params.n > 1:
+                raise ValueError(
+                    f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, or give it {params.n} times"
+                )
+        return self._stream(requests)
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._check("prompts", self._encode([prompt]), sampling_params)
-        seq = self._open_engine().add(token_ids, params)
-        self._requests[seq.id] = seq
-        return seq.id
+        request = self._open_engine().add(token_ids, params)
+        self._requests[request.id] = request
+        return request.id
 
     def step(self) -> list[dict[str, Any]]:
         """Run one step. Returns the outputs, as `generate`'s with an "id" each, of requests that have finished."""
         with self._running():
             self._step()
-        finished = [seq for seq in self._finished if self._requests.pop(seq.id, None)]
+        finished = [request for request in self._finished if self._requests.pop(request.id, None)]
         self._finished.clear()
-        return [{"id": seq.id, **output} for seq, output in zip(finished, self._outputs(finished))]
+        return [{"id": request.id, **output} for request, output in zip(finished, self._outputs(finished))]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
         if request_id not in self._requests:
-            raise ValueError(f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned")
+            raise ValueError(
+                f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned"
+            )
         self._open_engine().abort(self._requests.pop(request_id))
 
     def has_unfinished(self) -> bool:
@@ -140,7 +156,9 @@ class LLM:
             raise ValueError("this LLM is closed: make a new one")
         return self.engine
 
-    def _check(self, name: str, prompts: SequenceOf[Any], sampling_params: Any) -> list[tuple[list[int], SamplingParams]]:
+    def _check(
+        self, name: str, prompts: SequenceOf[Any], sampling_params: Any
+    ) -> list[tuple[list[int], SamplingParams]]:
         """Token ids and sampling parameters of every request, or an error for the first that is wrong."""
         engine = self._open_engine()
         requests = []
@@ -149,9 +167,14 @@ class LLM:
             check_length(
                 f"{name}[{i}]", len(ids), params, max_model_len=engine.max_model_len, cache_tokens=engine.cache_tokens
             )
+            if params.n > 1:
+                blocks, rows = engine.scheduler.blocks, engine.scheduler.max_num_seqs
+                check_completions(f"{name}[{i}]", len(ids), params, rows, blocks.num_blocks, blocks.block_size)
             check_token_ids(f"sampling_params[{i}].stop_token_ids", params.stop_token_ids, engine.vocab_size)
             if params.stop and self.tokenizer is None:
-                raise ValueError("stop needs text, but the model's folder has no tokenizer: use stop_token_ids, or add tokenizer.json")
+                raise ValueError(
+                    "stop needs text, but the model's folder has no tokenizer: use stop_token_ids, or add tokenizer.json"
+                )
             requests.append((list(ids), params))
         return requests
 
@@ -159,10 +182,14 @@ class LLM:
         if not prompts or not isinstance(prompts[0], str):
             return prompts
         if self.tokenizer is None:
-            raise ValueError("prompts holds text, but the model's folder has no tokenizer: give token ids, or add tokenizer.json")
+            raise ValueError(
+                "prompts holds text, but the model's folder has no tokenizer: give token ids, or add tokenizer.json"
+            )
         for i, prompt in enumerate(prompts):
             if not isinstance(prompt, str):
-                raise TypeError(f"prompts[{i}] is a {type(prompt).__name__}: all prompts are text, or all are token ids")
+                raise TypeError(
+                    f"prompts[{i}] is a {type(prompt).__name__}: all prompts are text, or all are token ids"
+                )
         return self.tokenizer(list(prompts))["input_ids"]
 
     def _complete(self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[dict[str, Any]]:
@@ -171,15 +198,15 @@ class LLM:
         with closing(bar), self._running() as (engine, ours):
             engine.last_call = Metrics()
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
-            sequences = [engine.add(ids, params) for ids, params in requests]
-            ours.update((seq.id, seq) for seq in sequences)
+            order = [engine.add(ids, params) for ids, params in requests]
+            ours.update((request.id, request) for request in order)
             outputs: dict[int, dict[str, Any]] = {}
             while ours:
-                finished = [seq for seq in self._step() if ours.pop(seq.id, None)]
+                finished = [request for request in self._step() if ours.pop(request.id, None)]
                 if not finished:
                     continue
                 # With overlap the device is at the next step already: this is the time to make text.
-                outputs.update(zip([seq.id for seq in finished], self._outputs(finished)))
+                outputs.update(zip([request.id for request in finished], self._outputs(finished)))
                 if use_tqdm:
                     seconds = perf_counter() - start
                     bar.set_postfix_str(
@@ -188,9 +215,11 @@ class LLM:
                         refresh=False,
                     )
                     bar.update(len(finished))
-        return [outputs[seq.id] for seq in sequences]
+        return [outputs[request.id] for request in order]
 
-    def _stream(self, requests: list[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, str, list[int], str | None]]:
+    def _stream(
+        self, requests: list[tuple[list[int], SamplingParams]]
+    ) -> Iterator[tuple[int, str, list[int], str | None]]:
         with self._running() as (engine, ours):
             engine.last_call = Metrics()
             # Sequences get their tokens here or, if the caller uses the LLM between two items, elsewhere.
@@ -230,13 +259,22 @@ class LLM:
             raise
 
     def _step(self) -> list[Sequence]:
-        """Run one step; returns the sequences that ended."""
+        """Run one step; returns the requests of which the last completion has ended."""
         _, ended = self._open_engine().step()
-        self._finished += [seq for seq in ended if seq.id in self._requests]
-        return ended
+        finished = [request for request in dict.fromkeys(seq.request for seq in ended) if request.has_ended]
+        self._finished += [request for request in finished if request.id in self._requests]
+        return finished
 
-    def _outputs(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        """What the user gets for finished sequences."""
+    def _outputs(self, requests: list[Sequence]) -> list[dict[str, Any]]:
+        """What the user gets for finished requests: the first completion, and of several the list of all."""
+        completions = iter(self._completion_outputs([seq for request in requests for seq in request.completions]))
+        outputs = []
+        for request in requests:
+            all_of_it = [next(completions) for _ in request.completions]
+            outputs.append({**all_of_it[0], "completions": all_of_it} if request.siblings else all_of_it[0])
+        return outputs
+
+    def _completion_outputs(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         whole = [seq for seq in sequences if seq.text is None]
         texts = dict(zip([seq.id for seq in whole], decode_batch(self.tokenizer, [seq.output_ids for seq in whole])))
         outputs = []

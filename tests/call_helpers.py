@@ -1,12 +1,15 @@
 """A random small Qwen3 with a byte-level tokenizer, and its plain continuation, for the tests of sampling and calls."""
 
 import json
+import random
 from pathlib import Path
 
 import torch
 from model_helpers import make_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from nanovllm import LLM
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 END = 256  # <|end|>; then <|user|> and <|assistant|>, and a few tokens of several bytes
@@ -60,3 +63,25 @@ class Plain:
         for _ in range(count):
             tokens.append(int(self.logits(tokens).argmax()))
         return tokens[len(prompt) :]
+
+
+def make_llm(folder, **options):
+    sizes = dict(kvcache_block_size=16, num_kvcache_blocks=128, max_model_len=256, max_num_seqs=8)
+    return LLM(folder, **{**sizes, **options})
+
+
+def check_empty(llm):
+    scheduler = llm.engine.scheduler
+    assert not scheduler.has_unfinished() and not llm.has_unfinished() and not llm.engine._in_flight
+    assert not any(scheduler.blocks.ref_counts)
+    assert sorted(scheduler._free_rows) == list(range(8))
+    assert not llm.engine._read_while_growing
+
+
+def generate(llm, prompts, params=None):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def random_prompts(count, seed=0):
+    r = random.Random(seed)
+    return [[r.randrange(256) for _ in range(r.randint(1, 40))] for _ in range(count)]

@@ -1,12 +1,14 @@
 """The ways to call an LLM: chat, stream, requests one by one, stop strings; what they leave behind."""
 
+import importlib.util
 import random
+from pathlib import Path
 
 import pytest
-from call_helpers import make_folder, make_tokenizer
+from call_helpers import check_empty, generate, make_folder, make_llm, make_tokenizer, random_prompts
 from tokenizers import Tokenizer, decoders, models
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import TextStream, extend_texts
 from nanovllm.engine.metrics import percentiles
 from nanovllm.utils.tokenizer import decode_batch
@@ -17,11 +19,6 @@ TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("model"))
-
-
-def make_llm(folder, **options):
-    sizes = dict(kvcache_block_size=16, num_kvcache_blocks=128, max_model_len=256, max_num_seqs=8)
-    return LLM(folder, **{**sizes, **options})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
@@ -35,23 +32,6 @@ def empty_afterwards(request):
     yield
     if "llm" in request.fixturenames:
         check_empty(request.getfixturevalue("llm"))
-
-
-def check_empty(llm):
-    scheduler = llm.engine.scheduler
-    assert not scheduler.has_unfinished() and not llm.has_unfinished() and not llm.engine._in_flight
-    assert not any(scheduler.blocks.ref_counts)
-    assert sorted(scheduler._free_rows) == list(range(8))
-    assert not llm.engine._read_while_growing
-
-
-def generate(llm, prompts, params=None):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def random_prompts(count, seed=0):
-    r = random.Random(seed)
-    return [[r.randrange(256) for _ in range(r.randint(1, 40))] for _ in range(count)]
 
 
 # Text as it grows
@@ -95,7 +75,9 @@ def sentencepiece_decode(outputs):
 
 
 SENTENCEPIECE = Tokenizer(
-    models.BPE({"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)}, [], byte_fallback=True)
+    models.BPE(
+        {"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)}, [], byte_fallback=True
+    )
 )
 SENTENCEPIECE.decoder = decoders.Sequence(
     [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -195,7 +177,9 @@ def test_nothing_stops_before_min_tokens(llm):
 
 def test_streams_add_up_to_what_generate_returns(llm):
     prompts = random_prompts(12, seed=3)
-    params = [SamplingParams(seed=i, max_tokens=1 + 3 * i, temperature=1.3, stop="th" if i % 3 else ()) for i in range(12)]
+    params = [
+        SamplingParams(seed=i, max_tokens=1 + 3 * i, temperature=1.3, stop="th" if i % 3 else ()) for i in range(12)
+    ]
     texts, ids, reasons = [""] * 12, [[] for _ in range(12)], [None] * 12
     for index, text, new_ids, reason in llm.stream(prompts, params):
         assert reasons[index] is None
@@ -468,3 +452,15 @@ def test_steps_are_recorded_when_asked(llm):
     assert [step.running for step in steps[:6]] == [2] * 6 and steps[0].waiting == 0
     assert steps[0].blocks_in_use == 3 and max(step.blocks_in_use for step in steps) == 3
     assert all(a.time <= b.time for a, b in zip(steps, steps[1:]))
+
+
+def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    llm.engine.steps = []
+    generate(llm, random_prompts(12), SamplingParams(max_tokens=6, ignore_eos=True))
+    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run")
+    llm.engine.steps = None
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

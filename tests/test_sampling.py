@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
-from call_helpers import END, Plain, make_folder
+from call_helpers import END, Plain, make_folder, make_llm
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.kernels.reference import gumbel_noise
 from nanovllm.layers.sampler import SpecialRows, keep_likeliest
 from nanovllm.sampling_params import SpecialRow
@@ -27,11 +27,6 @@ def plain(folder):
     return Plain(folder)
 
 
-def make_llm(folder, **options):
-    sizes = dict(kvcache_block_size=16, num_kvcache_blocks=128, max_model_len=256, max_num_seqs=8)
-    return LLM(folder, **{**sizes, **options})
-
-
 @pytest.fixture(scope="module")
 def llm(folder):
     with make_llm(folder) as llm:
@@ -45,7 +40,9 @@ def token_ids(llm, prompts, params):
 # The plain reference: one row, in the order that vLLM documents.
 
 
-def process(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], stop_ids=()) -> list[float]:
+def process(
+    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], stop_ids=()
+) -> list[float]:
     """Logits / temperature after everything, -inf where a token may not be drawn; by Python's own floats."""
     logits = list(logits)
     if len(output) < params.min_tokens:
@@ -117,6 +114,17 @@ def test_a_special_draw_is_the_plain_reference_with_the_same_noise():
     for row in range(rows):
         scores = torch.tensor(process(logits[row].tolist(), params[row], prompt, output, stop_ids))
         assert tokens[row] == int((scores + noise[row]).argmax()), params[row]
+
+
+def test_rows_drawn_together_do_not_bound_each_other():
+    logits = torch.linspace(0, 1e-3, 500).repeat(64, 1)  # all tokens about equally likely
+    bounds = [dict(repetition_penalty=1.1), dict(top_k=2), dict(min_p=0.5), dict(logprobs=1), dict(top_k=7, top_p=0.9)]
+    for some in (bounds, bounds[:2], bounds[2:], bounds + [dict(top_p=0.99)]):
+        params = [SamplingParams(**some[i % len(some)]) for i in range(64)]
+        tokens = draw(logits, params, torch.arange(64), prompt=[0])
+        alone = [draw(logits[:1], [params[i]], torch.tensor([i]), prompt=[0]) for i in range(64)]
+        assert tokens.tolist() == torch.cat(alone).tolist()
+        assert len(set(tokens[:: len(some)].tolist())) > 7  # the first of each has no bound that matters
 
 
 @pytest.mark.parametrize(
@@ -324,7 +332,9 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(llm, plain):
 
 def test_logprobs_are_the_models_own(folder, plain):
     params = [
-        SamplingParams(max_tokens=20, logprobs=3, temperature=2.0, top_k=40, repetition_penalty=1.5, seed=1, ignore_eos=True),
+        SamplingParams(
+            max_tokens=20, logprobs=3, temperature=2.0, top_k=40, repetition_penalty=1.5, seed=1, ignore_eos=True
+        ),
         SamplingParams(max_tokens=11, logprobs=0, seed=2, ignore_eos=True),
         SamplingParams(max_tokens=9, seed=3),
         SamplingParams(max_tokens=15, logprobs=5, temperature=0, ignore_eos=True),
@@ -350,7 +360,9 @@ def test_a_token_drawn_too_far_leaves_no_logprobs(folder, plain):
     stop = plain.greedy([1, 2, 3], 6)[-1]
     params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], logprobs=1, ignore_eos=True)
     with make_llm(folder, overlap=True) as llm:
-        outputs = llm.generate([[1, 2, 3], [7]], [params, dataclasses.replace(params, stop_token_ids=[])], use_tqdm=False)
+        outputs = llm.generate(
+            [[1, 2, 3], [7]], [params, dataclasses.replace(params, stop_token_ids=[])], use_tqdm=False
+        )
     assert all(len(output["logprobs"]) == len(output["token_ids"]) for output in outputs)
 
 

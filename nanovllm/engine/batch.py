@@ -10,6 +10,21 @@ from nanovllm.sampling_params import SpecialRow
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A sequence that begins where another's prompt ends: it draws from the same hidden state, and goes its own way.
+
+    It shares the blocks that the prompt fills; the last one, if only part of it is filled, must be copied to its own.
+    """
+
+    row: int
+    end: int  # tokens of the prompt
+    block_table: list[int]
+    temperature: float
+    seed: int
+    special: SpecialRow | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Consecutive tokens of one sequence whose values are known: a prompt, a part of one, or a preempted sequence."""
 
@@ -22,6 +37,7 @@ class PrefillChunk:
     temperature: float
     seed: int
     special: SpecialRow | None = None  # what else decides the draw; None: nothing does
+    forks: tuple[Fork, ...] = ()  # of a chunk that draws
 
     @property
     def end(self) -> int:
@@ -39,13 +55,18 @@ class StepResult(NamedTuple):
 class Batch:
     """Decoding rows first, one token each, then the prefill chunks.
 
-    The step draws one token for each decoding row and each chunk that `draws`, and answers them in that order.
+    The step draws one token for each decoding row and each of `first_draws`, and answers them in that order.
     """
 
     decode_rows: tuple[int, ...] = ()
     new_blocks: tuple[tuple[int, int, int], ...] = ()  # (row, index in its table, block) of decoding rows that grew
     shared_blocks: int = 0  # blocks with which the tables of all decoding rows begin
     prefills: tuple[PrefillChunk, ...] = ()
+
+    @property
+    def first_draws(self) -> list[PrefillChunk | Fork]:
+        """What starts to draw with this step: chunks that reach the end of what is known, then what forks from them."""
+        return [chunk for chunk in self.prefills if chunk.draws] + [fork for chunk in self.prefills for fork in chunk.forks]
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -16,7 +16,17 @@ class TextStream:
     back what could be the beginning of a stop string.
     """
 
-    __slots__ = ("text", "stopped", "_ended", "_stops", "_min_tokens", "_num_tokens", "_window", "_num_read", "_num_taken")
+    __slots__ = (
+        "text",
+        "stopped",
+        "_ended",
+        "_stops",
+        "_min_tokens",
+        "_num_tokens",
+        "_window",
+        "_num_read",
+        "_num_taken",
+    )
 
     def __init__(self, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self.text = ""

@@ -11,8 +11,9 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
+from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
-from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
@@ -63,20 +64,27 @@ class LLMEngine:
         return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
 
     def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Sequence:
-        """Queue a request that has been checked. `streams`: its text is read as it grows."""
+        """Queue a request that has been checked; returns its first completion. `streams`: text is read as it grows."""
+        seq, *siblings = [self._make_sequence(prompt, params, i, streams) for i in range(params.n)]
+        seq.siblings = seq.forks = tuple(siblings)
+        for sibling in siblings:
+            sibling.parent = seq
+        self.scheduler.add(seq)
+        return seq
+
+    def _make_sequence(self, prompt: list[int], params: SamplingParams, completion: int, streams: bool) -> Sequence:
         seq = Sequence(
             next(self._ids),
             prompt,
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=self._seeds.getrandbits(63) if params.seed is None else (params.seed + completion) % 2**63,
             stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
         )
+        seq.added_at = perf_counter()
         if self._decode is not None and (streams or params.stop):
             seq.text = TextStream(params.stop, params.min_tokens)
             self._read_while_growing.add(seq)
-        seq.added_at = perf_counter()
-        self.scheduler.add(seq)
         return seq
 
     def has_unfinished(self) -> bool:
@@ -90,8 +98,8 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
-            launched = self.runner.launch(batch), sum([chunk.draws for chunk in batch.prefills])
             self._record_launch(batch)
+            launched = self.runner.launch(batch), len(batch.first_draws) if batch.prefills else 0
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
@@ -144,12 +152,13 @@ class LLMEngine:
             self.total.record(seq, now)
             self.last_call.record(seq, now)
 
-    def abort(self, seq: Sequence) -> None:
-        """End a request before its time, if it has not ended."""
-        if seq.status is not Status.FINISHED:
-            self.scheduler.abort(seq)
+    def abort(self, request: Sequence) -> None:
+        """End what has not ended of a request's completions."""
+        for seq in request.completions:
+            if seq.status is not Status.FINISHED:
+                self.scheduler.abort(seq)
             self._read_while_growing.discard(seq)
-            self._settle()
+        self._settle()
 
     def reset(self) -> None:
         """Drop every request, as after an error or an interrupt: the next call finds an empty engine."""

@@ -37,12 +37,13 @@ class Metrics:
     def record(self, seq: Sequence, now: float) -> None:
         """Take the numbers of a sequence that has come to its end."""
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
-        self.requests += 1
-        self.prompt_tokens += seq.num_prompt_tokens
-        self.cached_tokens += seq.num_cached_tokens
         self.output_tokens += num_output
         self.preemptions += seq.num_preemptions
-        self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
+        if seq.parent is None:  # of several completions, the one that computed the prompt counts it
+            self.requests += 1
+            self.prompt_tokens += seq.num_prompt_tokens
+            self.cached_tokens += seq.num_cached_tokens
+            self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
         if num_output > 1:
             self.seconds_per_output_token.append((now - seq.first_token_at) / (num_output - 1))
 

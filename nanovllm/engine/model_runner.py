@@ -6,7 +6,6 @@ device still works. Knows no sequences and no policy: those are the scheduler's.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,9 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk, StepResult
+from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
@@ -28,23 +28,6 @@ from nanovllm.utils.parallel import ParallelGroup
 # From how many rows and common tokens on reading a shared prefix once pays for the extra kernel.
 SHARING_ROWS, SHARED_TOKENS = 16, 256
 GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """Tokens on their way from the device."""
-
-    tokens: Tensor
-    arrived: "torch.cuda.Event | None"
-    logprobs: list[Logprobs] = field(default_factory=list)
-
-    def ready(self) -> bool:
-        return self.arrived is None or self.arrived.query()
-
-    def wait(self) -> StepResult:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return StepResult(self.tokens.tolist(), {i: values for part in self.logprobs for i, values in part.read().items()})
 
 
 class Drawn(NamedTuple):
@@ -131,11 +114,17 @@ class ModelRunner:
         if not self.graphs:
             return 0
         self._bind_cache(1)
+        size = self.graphs.sizes[-1]
+        self._capture([size])  # loads the kernels, which is no graph's memory
+        self.graphs.clear()
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        self._capture(self.graphs.sizes[-1:])
+        self._capture([size])
+        torch.cuda.empty_cache()
         taken = free - torch.cuda.mem_get_info(self.device)[0]
         self.graphs.clear()
         self._bind_cache(0)
+        torch.cuda.empty_cache()
         return taken + len(self.graphs.sizes) * GRAPH_BYTES
 
     def _run_largest_step(self) -> None:
@@ -162,8 +151,8 @@ class ModelRunner:
             drawn = self._mixed_step(num_decodes, batch.prefills)
         else:
             drawn = self._decode_step(num_decodes, batch.shared_blocks)
-        rows = batch.decode_rows + tuple([chunk.row for chunk in batch.prefills if chunk.draws])
-        return self._read_back(drawn.tokens, self._draw_special(rows, drawn))
+        rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
+        return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
 
     def _decode_step(self, num_decodes: int, shared_blocks: int) -> Drawn:
         """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
@@ -189,7 +178,7 @@ class ModelRunner:
         return self._draw(hidden, rows, lens)
 
     def _mixed_step(self, num_decodes: int, chunks: tuple[PrefillChunk, ...]) -> Drawn:
-        """Run decoding rows and prompt chunks in one forward pass -> one token for each row, then each chunk that draws."""
+        """Run decoding rows and prompt chunks in one forward pass -> one token for each row, then each first draw."""
         token_ids, positions, slots, rows, ends, prefill = self._prefill_inputs(chunks)
         lens = tables = None
         if num_decodes:
@@ -197,9 +186,12 @@ class ModelRunner:
             *decode_inputs, lens, tables = self._decode_inputs(decode_rows)
             token_ids, positions, slots = map(torch.cat, zip(decode_inputs, (token_ids, positions, slots)))
         hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables, prefill=prefill))
-        # Only the last token of a chunk that reaches its sequence's end is followed by a draw.
+        self._copy_blocks(chunks)
+        # Only the last token of a chunk that reaches its sequence's end is followed by a draw, and by those of its forks.
         drawing = [i for i, chunk in enumerate(chunks) if chunk.draws]
-        last = np.cumsum([len(chunk.token_ids) for chunk in chunks])[drawing] - 1 + num_decodes
+        forking = [i for i, chunk in enumerate(chunks) for _ in chunk.forks]
+        last = np.cumsum([len(chunk.token_ids) for chunk in chunks])[drawing + forking] - 1 + num_decodes
+        drawing += range(len(chunks), len(rows))
         picks = self._upload(np.concatenate([np.arange(num_decodes), last, drawing]).astype(np.int64))
         picks, drawing = picks[: num_decodes + len(drawing)], picks[num_decodes + len(drawing) :]
         rows, ends = rows[drawing], ends[drawing]
@@ -211,40 +203,49 @@ class ModelRunner:
         return kernels.decode_inputs(rows, self.last_tokens, self.context_lens, self.block_tables, self.block_size)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> tuple:
-        """Bring the chunks' tokens to the device and set their rows of the running state.
+        """Bring the chunks' tokens to the device; set their rows of the running state, and those of their forks.
 
-        Returns token_ids, positions, slots [P] int64; rows [N] int64 and ends [N] int32; the attention's metadata.
+        Returns token_ids, positions, slots [P] int64; rows [N + F] int64 and ends [N + F] int32; the attention's metadata.
         """
+        sequences = [*chunks, *(fork for chunk in chunks for fork in chunk.forks)]
         lengths = [len(chunk.token_ids) for chunk in chunks]
         starts_q = np.concatenate(([0], np.cumsum(lengths)))
         tokens = np.empty((3, starts_q[-1]), dtype=np.int64)
-        tables = np.zeros((len(chunks), self.block_tables.shape[1]), dtype=np.int32)
-        for i, chunk in enumerate(chunks):
-            table = tables[i]
-            table[: len(chunk.block_table)] = chunk.block_table
+        tables = np.zeros((len(sequences), self.block_tables.shape[1]), dtype=np.int32)
+        for table, seq in zip(tables, sequences):
+            table[: len(seq.block_table)] = seq.block_table
+        for i, (chunk, table) in enumerate(zip(chunks, tables)):
             positions = np.arange(chunk.start, chunk.end)
             slots = table[positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
             slots[: max(0, chunk.write_from - chunk.start)] = -1
             here = slice(starts_q[i], starts_q[i + 1])
             tokens[0, here], tokens[1, here], tokens[2, here] = chunk.token_ids, positions, slots
 
-        ends = np.array([chunk.end for chunk in chunks])
-        starts_k = np.concatenate(([0], np.cumsum(ends)))
-        temperatures = np.array([chunk.temperature for chunk in chunks], dtype=np.float32).view(np.int32)
+        ends = np.array([seq.end for seq in sequences])
+        starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))
+        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32).view(np.int32)
         ints = self._upload(np.concatenate((starts_q, starts_k, ends, temperatures), dtype=np.int32))
         cu_seqlens_q, cu_seqlens_k, ends_d, temperatures = ints.split([len(starts_q), len(starts_k), len(ends), len(ends)])
-        rows, seeds = self._upload(np.array([[chunk.row for chunk in chunks], [chunk.seed for chunk in chunks]]))
+        rows, seeds = self._upload(np.array([[seq.row for seq in sequences], [seq.seed for seq in sequences]]))
         tables = self._upload(tables)
         self.context_lens[rows] = ends_d
         self.block_tables[rows] = tables
         self.temperatures[rows] = temperatures.view(torch.float32)
         self.seeds[rows] = seeds
-        for chunk in chunks:
-            self.special.set(chunk.row, chunk.special)
+        for seq in sequences:
+            self.special.set(seq.row, seq.special)
 
-        cached = any(chunk.start for chunk in chunks)
-        prefill = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), tables if cached else None)
+        tables = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
+        prefill = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), tables)
         return *self._upload(tokens), rows, ends_d, prefill
+
+    def _copy_blocks(self, chunks: tuple[PrefillChunk, ...]) -> None:
+        """Give each fork its own copy of a last block that its prompt has filled in part."""
+        forks = [(chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size]
+        copies = [(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks]
+        if copies:
+            source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
+            self.kv_cache[:, :, copy] = self.kv_cache[:, :, source]
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         with forward_context(metadata):
@@ -273,20 +274,6 @@ class ModelRunner:
             return tensor
         # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is done.
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def _read_back(self, tokens: Tensor, logprobs: list[Logprobs]) -> DrawnTokens:
-        if self.device.type == "cpu":
-            return DrawnTokens(tokens, None, logprobs)
-        tokens = self._to_host(tokens)
-        logprobs = [replace(part, token_ids=self._to_host(part.token_ids), values=self._to_host(part.values)) for part in logprobs]
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return DrawnTokens(tokens, arrived, logprobs)
-
-    @staticmethod
-    def _to_host(x: Tensor) -> Tensor:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return host.copy_(x, non_blocking=True)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -70,3 +70,20 @@ def check_length(name: str, length: int, params: SamplingParams, *, max_model_le
             f"{name} needs {total - 1} tokens of KV cache ({length} of prompt and max_tokens={params.max_tokens}), "
             f"which holds {cache_tokens}: lower max_tokens, shorten the prompt, or raise num_kvcache_blocks or gpu_memory_utilization"
         )
+
+
+def check_completions(
+    name: str, length: int, params: SamplingParams, max_num_seqs: int, num_blocks: int, block_size: int
+) -> None:
+    """All n completions begin at once, each with a block of its own where the prompt fills the last one only in part."""
+    if params.n > max_num_seqs:
+        raise ValueError(
+            f"n is {params.n} for {name}, max_num_seqs is {max_num_seqs}: lower the one or raise the other"
+        )
+    full, tail = divmod(length, block_size)
+    needed = full + (params.n if tail else 0)
+    if needed > num_blocks:
+        raise ValueError(
+            f"n is {params.n} for {name}, which takes {needed} KV blocks to begin with, and there are {num_blocks}: "
+            "lower n, or raise num_kvcache_blocks or gpu_memory_utilization"
+        )

@@ -6,7 +6,7 @@ which tokens it drew. Knows nothing about tensors, devices or models.
 
 from collections import deque
 
-from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, Fork, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, Status
 
@@ -37,7 +37,7 @@ class Scheduler:
         self._in_flight: deque[list[Sequence]] = deque()  # for each step scheduled and not committed: who draws
 
     def add(self, seq: Sequence) -> None:
-        self.sequences[seq.id] = seq
+        self.sequences.update((one.id, one) for one in (seq, *seq.forks))
         self.waiting.append(seq)
 
     def has_unfinished(self) -> bool:
@@ -105,6 +105,7 @@ class Scheduler:
 
     def _schedule_prefills(self, budget: int, drawing: list[Sequence]) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
+        forks: list[Sequence] = []
         if self.partial is None and not self._worth_admitting():
             return chunks
         while budget > 0:
@@ -119,9 +120,13 @@ class Scheduler:
                 continue
             self.partial = None
             drawing.append(seq)
-            seq.num_tokens += 1
-            if seq.num_tokens < seq.max_len:
-                self.running.append(seq)
+            forks += seq.forks
+            for one in (seq, *seq.forks):
+                one.num_tokens += 1
+                if one.num_tokens < one.max_len:
+                    self.running.append(one)
+            seq.forks = ()
+        drawing += forks
         return chunks
 
     def _worth_admitting(self) -> bool:
@@ -131,26 +136,32 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Give the first waiting sequence a row and blocks, shared ones where its prefix is cached, if there are enough."""
-        if not self.waiting or not self._free_rows:
+        if not self.waiting or len(self._free_rows) <= len(self.waiting[0].forks):
             return None
         seq, blocks = self.waiting[0], self.blocks
         shared = blocks.match(seq.token_ids)
-        count = -(-seq.num_tokens // blocks.block_size) - len(shared)
+        full, tail = divmod(seq.num_tokens, blocks.block_size)
+        num_tails = 1 if tail else 0  # for the sequence and each of its forks
+        count = full - len(shared) + num_tails
         reserve = self.reserve if self.running else 0
-        if blocks.num_free_without(shared) < count + reserve:
+        if blocks.num_free_without(shared) < count + len(seq.forks) * num_tails + reserve:
             return None
         self.waiting.popleft()
         blocks.share(shared)
         seq.block_table = shared + blocks.allocate(count)
-        seq.capacity = len(seq.block_table) * blocks.block_size
+        for fork in seq.forks:
+            blocks.share(seq.block_table[:full])
+            fork.block_table = seq.block_table[:full] + blocks.allocate(num_tails)
+        for one in (seq, *seq.forks):
+            one.capacity = len(one.block_table) * blocks.block_size
+            one.row = self._free_rows.pop()
+            one.status = Status.RUNNING
         seq.num_hashed_blocks = len(shared)
         seq.last_hash = blocks.hash_of(shared[-1]) if shared else 0
         # Of a prompt that is cached to its end, the last token is computed again: drawing needs its logits.
         seq.num_computed = min(len(shared) * blocks.block_size, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = len(shared) * blocks.block_size
-        seq.row = self._free_rows.pop()
-        seq.status = Status.RUNNING
         return seq
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
@@ -171,7 +182,14 @@ class Scheduler:
             temperature=seq.params.temperature,
             seed=seq.seed,
             special=seq.special_row() if draws else None,
+            forks=tuple([self._fork(seq, fork) for fork in seq.forks]) if draws else (),
         )
+
+    def _fork(self, seq: Sequence, fork: Sequence) -> Fork:
+        """Let a completion begin where the prompt, computed for `seq`, ends."""
+        fork.num_computed, fork.num_hashed_blocks, fork.last_hash = seq.num_computed, seq.num_hashed_blocks, seq.last_hash
+        table, temperature = list(fork.block_table), fork.params.temperature
+        return Fork(fork.row, seq.num_computed, table, temperature, fork.seed, fork.special_row())
 
     def _register_full_blocks(self, seq: Sequence, length: int) -> None:
         """Tell the prefix cache of the blocks filled by the first `length` tokens, whose values are known."""
@@ -225,21 +243,23 @@ class Scheduler:
             self.running.remove(seq)
         if self.partial is seq:
             self.partial = None
-        seq.finish_reason = "abort"
-        self._release(seq)
+        for one in (seq, *seq.forks):
+            one.finish_reason = "abort"
+            self._release(one)
+        seq.forks = ()
 
     def abort_all(self) -> None:
         """Drop every sequence, every step in flight and what the prefix cache knows."""
         for seq in list(self.sequences.values()):
-            self.abort(seq)
+            if seq.status is not Status.FINISHED:  # as the forks of one that came before
+                self.abort(seq)
         self._in_flight.clear()
         self.blocks.clear_cache()
 
     def _release(self, seq: Sequence) -> None:
         """Give back a sequence's row and blocks. A step in flight may still use them: later steps come after it."""
         if seq.status is Status.RUNNING:
-            self.blocks.release(seq.block_table)
-            self._free_rows.append(seq.row)
+            self._give_back(seq)
         seq.status = Status.FINISHED
         del self.sequences[seq.id]
 
@@ -250,8 +270,12 @@ class Scheduler:
             self.running.remove(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
+        for one in (seq, *seq.forks):
+            self._give_back(one)
+            one.reset()
+            one.status = Status.WAITING
+        self.waiting.appendleft(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)
         self._free_rows.append(seq.row)
-        seq.reset()
-        seq.status = Status.WAITING
-        self.waiting.appendleft(seq)

@@ -25,7 +25,7 @@ class Sequence:
     __slots__ = (
         "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
         "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
-        "text", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
+        "text", "parent", "siblings", "forks", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
     )  # fmt: skip
 
     def __init__(
@@ -50,6 +50,11 @@ class Sequence:
         self.finish_reason: str | None = None
         self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
         self.text: TextStream | None = None  # for those whose text is read as it grows
+        # Of n completions of a prompt, the first computes it and the others fork from it. Forks run in the first one's
+        # wake, with rows and blocks when it has them, until its prompt is scheduled to the end.
+        self.parent: Sequence | None = None
+        self.siblings: tuple[Sequence, ...] = ()
+        self.forks: tuple[Sequence, ...] = ()  # the siblings, as long as they wait for that
         self.added_at = 0.0  # by the clock that the engine reads
         self.first_token_at: float | None = None
         self.num_cached_tokens: int | None = None  # found in the prefix cache when the sequence was first admitted
@@ -68,6 +73,20 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def request(self) -> "Sequence":
+        """The first completion, which stands for all of them."""
+        return self.parent or self
+
+    @property
+    def completions(self) -> "tuple[Sequence, ...]":
+        return (self, *self.siblings)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all completions have."""
+        return all([seq.finish_reason is not None for seq in self.completions])
 
     def special_row(self) -> SpecialRow | None:
         """What the runner must know to draw the sequence's next tokens, beyond temperature and seed."""

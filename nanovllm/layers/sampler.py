@@ -36,7 +36,9 @@ def choose_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> T
     if group.size == 1:
         return tokens
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as an integer as the float does: negative ones run backwards
+    ordered = bits ^ (
+        (bits >> 31) & 0x7FFFFFFF
+    )  # compares as an integer as the float does: negative ones run backwards
     keys = (ordered.long() << 32) | (LOW_WORD - tokens)
     return LOW_WORD - (group.maximum(keys) & LOW_WORD)
 
@@ -65,9 +67,9 @@ def count_tokens(history: Tensor, prompt_lens: Tensor, lens: Tensor, vocab_size:
 def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int) -> Tensor:
     """[S, V] bool: which tokens may be drawn by scores [S, V] = logits / temperature.
 
-    top_k [S, 1] int64, top_p and min_p [S, 1] float32. width: of the sorted part; the largest top_k, V if a row needs all
-    tokens in order, 0 if none needs any. A token as likely as the last one kept is kept too, so that the set is a
-    function of the scores alone.
+    top_k [S, 1] int64 (V: no bound), top_p [S, 1] (infinite: no bound) and min_p [S, 1] float32. width: how many tokens to
+    put in order; V if a row bounds top_p alone, else the largest bound of top_k, 0 if there is none. A token as likely as
+    the last one kept is kept too, so that the set is a function of the scores alone.
     """
     threshold = scores.amax(dim=-1, keepdim=True) + min_p.log()
     if width:
@@ -76,7 +78,9 @@ def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
         probs = best.masked_fill(dropped, -torch.inf).softmax(dim=-1)
         # The token that crosses the bound is kept: those before it do not reach top_p.
         kept = ~dropped & (probs.cumsum(dim=-1) - probs < top_p)
-        threshold = best.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        last = best.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        # A row with neither bound may stand beside rows that need fewer tokens in order than it keeps.
+        threshold = torch.where(top_k > width, threshold, last)
     return scores >= threshold
 
 
@@ -101,7 +105,9 @@ class Logprobs:
 class _Part:
     """Some of a step's special rows and what they ask for, on the device."""
 
-    def __init__(self, index: list[int], rows: Sequence[int], wishes: list[SpecialRow], vocab_size: int, upload: Upload):
+    def __init__(
+        self, index: list[int], rows: Sequence[int], wishes: list[SpecialRow], vocab_size: int, upload: Upload
+    ):
         params = [wish.params for wish in wishes]
         limits = [limit(p, vocab_size) for p in params]
         prompt_lens = [wish.num_prompt_tokens for wish in wishes]
@@ -126,6 +132,7 @@ class _Part:
             for i, wish in enumerate(wishes)
             if wish.params.min_tokens
             for token in wish.stop_ids
+            if token < vocab_size
         ]
         # Row i may not draw the token before it has this length.
         self.barred = upload(np.array(barred, dtype=np.int64).T.copy()) if barred else None
@@ -143,7 +150,9 @@ class SpecialRows:
         self._upload = upload
         self._wishes: dict[int, SpecialRow] = {}  # by row
         self._shape = (num_rows, max_len)
-        self._history: Tensor | None = None  # [rows, M] int32: the tokens of rows with penalties; made when first needed
+        self._history: Tensor | None = (
+            None  # [rows, M] int32: the tokens of rows with penalties; made when first needed
+        )
         self._rows: Sequence[int] = ()  # of the last step, and what they came to
         self._parts: list[_Part] = []
 
@@ -168,7 +177,8 @@ class SpecialRows:
             index.sort(key=lambda i: limit(self._wishes[rows[i]].params, self.vocab_size))
             parts = [index[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(index), ROWS_AT_ONCE)]
             self._parts = [
-                _Part(part, rows, [self._wishes[rows[i]] for i in part], self.vocab_size, self._upload) for part in parts
+                _Part(part, rows, [self._wishes[rows[i]] for i in part], self.vocab_size, self._upload)
+                for part in parts
             ]
             self._rows = rows
         return self._parts
@@ -186,7 +196,9 @@ class SpecialRows:
             logits = raw.clone()
             logits[row, token] = logits[row, token].masked_fill(lens[row] < least, -torch.inf)
         if part.penalizes:
-            seen, counts = count_tokens(self._history[part.rows].long(), part.prompt_lens, lens.unsqueeze(1), self.vocab_size)
+            seen, counts = count_tokens(
+                self._history[part.rows].long(), part.prompt_lens, lens.unsqueeze(1), self.vocab_size
+            )
             logits = apply_penalties(logits, seen, counts, *part.penalties)
         if part.filters_any:
             kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)

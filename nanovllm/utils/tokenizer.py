@@ -10,9 +10,13 @@ if TYPE_CHECKING:
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase | None":
     """The folder's tokenizer, or None where it has none: then prompts are token ids and outputs have no text."""
-    if not any((Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not any(
+        (Path(folder) / name).exists() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
         return None
-    from transformers import AutoTokenizer  # here because the ranks of tensor parallelism need none of it, and it takes seconds
+    from transformers import (
+        AutoTokenizer,
+    )  # here because the ranks of tensor parallelism need none of it, and it takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(folder)
@@ -47,14 +51,20 @@ def decode_batch(tokenizer: "PreTrainedTokenizerBase | None", outputs: list[list
     return [tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in outputs]
 
 
-def render_chats(tokenizer: "PreTrainedTokenizerBase | None", chats: list[list[dict]], options: dict) -> list[list[int]]:
+def render_chats(
+    tokenizer: "PreTrainedTokenizerBase | None", chats: list[list[dict]], options: dict
+) -> list[list[int]]:
     """The token ids of each conversation by the tokenizer's chat template, ready for the assistant's turn."""
     if tokenizer is None or not (tokenizer.chat_template or "chat_template" in options):
-        raise ValueError("the model has no chat template: use generate, or give one in chat_template_kwargs['chat_template']")
+        raise ValueError(
+            "the model has no chat template: use generate, or give one in chat_template_kwargs['chat_template']"
+        )
     texts = []
     for i, chat in enumerate(chats):
         try:
-            texts.append(tokenizer.apply_chat_template(chat, **{"add_generation_prompt": True, **options, "tokenize": False}))
+            texts.append(
+                tokenizer.apply_chat_template(chat, **{"add_generation_prompt": True, **options, "tokenize": False})
+            )
         except Exception as error:  # a template raises whatever it likes
             raise ValueError(f"messages[{i}] does not fit the model's chat template: {error}") from error
     # The template has written the special tokens that a tokenizer would add.

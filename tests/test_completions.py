@@ -1,0 +1,166 @@
+"""n completions of a prompt that is computed once."""
+
+import random
+
+import pytest
+from call_helpers import check_empty, generate, make_folder, make_llm, random_prompts
+from simulated_device import check_blocks
+
+from nanovllm import SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+def mixed_params(count, seed=0):
+    """Of every length and number of completions, some special."""
+    r = random.Random(seed)
+    options = [dict(), dict(top_k=20), dict(repetition_penalty=1.3), dict(logprobs=2), dict(stop=["th", "q"])]
+    return [
+        SamplingParams(n=r.randint(1, 5), seed=100 * i, max_tokens=r.randint(1, 30), **r.choice(options))
+        for i in range(count)
+    ]
+
+
+def one_by_one(llm, prompts, params):
+    """The same completions, each a request of its own with its own seed."""
+    singles = [
+        [SamplingParams(**{**as_dict(one), "n": 1, "seed": one.seed + i}) for i in range(one.n)] for one in params
+    ]
+    return [[generate(llm, [prompt], single)[0] for single in one] for prompt, one in zip(prompts, singles)]
+
+
+def as_dict(params):
+    return {name: getattr(params, name) for name in params.__slots__}
+
+
+PROMPTS = random_prompts(9, seed=8) + [list(range(16)), list(range(48)), list(range(33))]
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with make_llm(folder, enable_prefix_caching=False) as llm:
+        return one_by_one(llm, PROMPTS, mixed_params(12))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(overlap=True),
+        dict(enable_prefix_caching=False, overlap=True),
+        dict(max_num_batched_tokens=16, overlap=True),  # prompts come in chunks, forks wait for the last
+        dict(num_kvcache_blocks=9, overlap=True),  # forks are preempted, before and after they go their own way
+        dict(num_kvcache_blocks=8, max_num_batched_tokens=20, enable_prefix_caching=False),
+        dict(max_num_seqs=5, overlap=True),
+        dict(tensor_parallel_size=2, device="cpu"),
+    ],
+    ids=lambda options: "-".join(options) or "default",
+)
+def test_completions_are_what_their_seeds_give_alone(folder, expected, options):
+    params = mixed_params(12)
+    with make_llm(folder, **options) as llm:
+        outputs = generate(llm, PROMPTS, params)
+        scheduler = llm.engine.scheduler
+        assert not scheduler.has_unfinished() and not any(scheduler.blocks.ref_counts)
+        assert len(scheduler._free_rows) == scheduler.max_num_seqs
+        if "num_kvcache_blocks" in options:
+            assert scheduler.num_preemptions > 0
+    for output, one, alone in zip(outputs, params, expected):
+        completions = output.pop("completions", [output])
+        assert [without_logprobs(completion) for completion in completions] == [without_logprobs(one) for one in alone]
+        assert output == completions[0]
+        if one.logprobs is not None:
+            assert [len(completion["logprobs"]) for completion in completions] == [
+                len(c["token_ids"]) for c in completions
+            ]
+
+
+def without_logprobs(output):
+    return {key: value for key, value in output.items() if key != "logprobs"}
+
+
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(folder):
+    with make_llm(folder, enable_prefix_caching=False) as llm:
+        (output,) = generate(llm, [[1] * 40], SamplingParams(n=6, max_tokens=3, ignore_eos=True))
+        assert len(output["completions"]) == 6
+        assert llm.engine.num_prefill_tokens == 40
+        metrics = llm.metrics()["total"]
+        assert (metrics["requests"], metrics["prompt_tokens"], metrics["output_tokens"]) == (1, 40, 18)
+        assert metrics["kv_cache_use"] == (2 + 6) / 128
+
+
+def test_without_a_seed_completions_differ(folder):
+    with make_llm(folder) as llm:
+        (output,) = generate(llm, [[1, 2, 3]], SamplingParams(n=4, max_tokens=12, ignore_eos=True))
+    assert len({tuple(completion["token_ids"]) for completion in output["completions"]}) == 4
+
+
+def test_a_request_of_several_completions_may_be_stepped_and_aborted(folder):
+    params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
+    with make_llm(folder, max_num_batched_tokens=16, overlap=True) as llm:
+        expected = generate(llm, [[1] * 40], params)
+        for steps in (0, 1, 2, 3, 5):  # waiting, in the middle of its prompt, forked
+            dropped = llm.add_request([2] * 40, params)
+            for _ in range(steps):
+                assert llm.step() == []
+            llm.abort(dropped)
+            check_empty(llm)
+        kept = llm.add_request([1] * 40, params)
+        outputs = []
+        while llm.has_unfinished():
+            outputs += llm.step()
+        assert outputs == [{"id": kept, **expected[0]}]
+
+
+def test_too_many_completions_are_refused(folder):
+    with make_llm(folder, num_kvcache_blocks=4) as llm:
+        with pytest.raises(ValueError, match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower"):
+            generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
+        with pytest.raises(ValueError, match=r"n is 4 for prompts\[0\], which takes 5 KV blocks.*there are 4"):
+            generate(llm, [[1] * 20], SamplingParams(n=4, max_tokens=9))
+        assert len(generate(llm, [[1] * 32], SamplingParams(n=8, max_tokens=3))[0]["completions"]) == 8
+        with pytest.raises(ValueError, match=r"sampling_params\[0\].n is 2: stream one"):
+            llm.stream([[1]], SamplingParams(n=2))
+        check_empty(llm)
+
+
+def test_blocks_of_forks_are_counted_at_every_step():
+    """Random requests under a scheduler alone; whoever draws is told a random token, some of which end a sequence."""
+    for seed in range(60):
+        r = random.Random(seed)
+        scheduler = Scheduler(
+            BlockManager(r.randint(6, 14), 4, r.random() < 0.7), max_num_seqs=6, max_num_batched_tokens=r.randint(6, 20)
+        )
+        sequences, in_flight, overlap = [], [], r.random() < 0.5
+        for _ in range(r.randint(1, 8)):
+            prompt = [r.randrange(2) for _ in range(r.randint(1, 12))]
+            params = SamplingParams(max_tokens=8)
+            n = r.randint(1, min(6, scheduler.blocks.num_blocks - 3))
+            first, *forks = [
+                Sequence(
+                    len(sequences) + i, prompt, params, max_len=len(prompt) + r.randint(1, 8), stop_ids=frozenset({5})
+                )
+                for i in range(n)
+            ]
+            for fork in forks:
+                fork.max_len = first.max_len
+            first.forks = tuple(forks)
+            sequences += [first, *forks]
+            scheduler.add(first)
+        while scheduler.has_unfinished():
+            batch = scheduler.schedule()
+            check_blocks(scheduler)
+            if batch is not None:
+                in_flight.append(len(batch.decode_rows) + len(batch.first_draws))
+            if in_flight and (not overlap or batch is None or len(in_flight) > 1):
+                scheduler.commit([r.randrange(6) for _ in range(in_flight.pop(0))])
+                check_blocks(scheduler)
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and len(scheduler._free_rows) == 6
+        for seq in sequences:
+            assert len(seq.token_ids) == seq.max_len if seq.finish_reason == "length" else seq.token_ids[-1] == 5
