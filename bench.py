@@ -26,7 +26,6 @@ from pathlib import Path
 from random import Random
 
 START = time.perf_counter()
-TINY = Path(__file__).parent / "nanovllm" / "assets" / "tiny-qwen3"
 
 # hidden, layers, heads, KV heads, head size, intermediate, tied head
 SHAPES = {
@@ -84,7 +83,9 @@ def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
 def model_folder(name: str) -> tuple[str, bool]:
     """The folder or hub id to load, and whether its weights are made up."""
     if name == "tiny":
-        return str(TINY), False
+        from nanovllm import TINY_MODEL
+
+        return str(TINY_MODEL), False
     if name not in SHAPES:
         return name, False
     hidden, layers, heads, kv_heads, head_dim, intermediate, tied = SHAPES[name]
@@ -183,17 +184,26 @@ ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": Trans
 
 
 def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
-    """Seconds below which no engine comes on one GPU: every step reads the weights once and each running sequence's K and
-    V once, and every prompt token takes two operations a parameter. Steps hold at most 512 sequences."""
+    """Seconds below which no engine comes on one GPU. Either bound may be the higher one:
+
+    - bytes, then prompts: each step reads the weights once and each running sequence's K and V once, and the prompts'
+      tokens take two operations a parameter. Steps hold at most 512 sequences.
+    - all operations: those, the same for tokens drawn, the head, and attention within prompts.
+    """
     if model not in SHAPES:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, _ = SHAPES[model]
     body = layers * (hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * intermediate)
+    head = VOCAB * hidden
     kv_bytes = layers * kv_heads * head_dim * 2 * 2
-    steps = max(max(n for _, n in work), -(-sum(n for _, n in work) // 512))
+    drawn = sum(n for _, n in work)
+    steps = max(max(n for _, n in work), -(-drawn // 512))
     kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work) * kv_bytes
-    computed = sum(len(prompt) for prompt, _ in work) - (2048 * (len(work) - 1) if name == "shared" else 0)
-    return (kv_read + (body + VOCAB * hidden) * 2 * steps) / bandwidth + 2 * body * computed / flops
+    spared = 2048 if name == "shared" else 0  # of every prompt but the first, by the prefix cache
+    prompt_ops = 2 * body * (sum(len(prompt) for prompt, _ in work) - spared * (len(work) - 1))
+    pairs = (sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)) / 2  # of query and key
+    all_ops = prompt_ops + 2 * (body + head) * drawn + 4 * layers * heads * head_dim * pairs
+    return max((kv_read + (body + head) * 2 * steps) / bandwidth + prompt_ops / flops, all_ops / flops)
 
 
 def ceilings() -> tuple[float, float] | None:

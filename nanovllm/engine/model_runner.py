@@ -114,11 +114,17 @@ class ModelRunner:
         if not self.graphs:
             return 0
         self._bind_cache(1)
+        size = self.graphs.sizes[-1]
+        self._capture([size])  # loads the kernels, which is no graph's memory
+        self.graphs.clear()
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        self._capture(self.graphs.sizes[-1:])
+        self._capture([size])
+        torch.cuda.empty_cache()
         taken = free - torch.cuda.mem_get_info(self.device)[0]
         self.graphs.clear()
         self._bind_cache(0)
+        torch.cuda.empty_cache()
         return taken + len(self.graphs.sizes) * GRAPH_BYTES
 
     def _run_largest_step(self) -> None:
