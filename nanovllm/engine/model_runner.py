@@ -253,7 +253,8 @@ class ModelRunner:
         copies = [(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks]
         if copies:
             source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-            self.kv_cache[:, :, copy] = self.kv_cache[:, :, source]
+            for layer in self.kv_cache:  # one by one: what is read is held in memory before it is written
+                layer[:, copy] = layer[:, source]
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         with forward_context(metadata):
