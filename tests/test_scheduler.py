@@ -237,18 +237,23 @@ def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
     assert [seq.id for seq in server.scheduler.waiting] == [2, 3]
 
 
-def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode():
-    server = Server(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=3))
+@pytest.mark.parametrize("completions", [1, 3])
+def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode(completions):
+    server = Server(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=5))
     server.add(0, [1, 2], 8)
     server.add(1, [1, 3], 8)
     server.step()
     server.step()
-    third = server.add(2, [2] * 8, 3)
+    third = server.add(2, [2] * 8, 3, completions=completions)
     server.step()
     assert server.scheduler.partial is third and server.scheduler.blocks.num_free == 0
     server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.partial is None
+    server.run()
+    assert [seq.output_ids for seq in third.completions] == [
+        output_alone([2] * 8, 11, seed=i) for i in range(completions)
+    ]
 
 
 def test_preemption_waits_until_nothing_is_in_flight():
