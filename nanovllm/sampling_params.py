@@ -46,11 +46,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check("temperature", float, 0, sys.float_info.max, "0 (greedy) or a positive number")
-        self._check("top_k", int, -1, math.inf, "the number of tokens to draw from, or 0 or -1 for all")
-        self._check("top_p", float, ABOVE_ZERO, 1, "a number above 0, at most 1")
-        self._check("min_p", float, 0, 1, "a number from 0 to 1")
-        self._check("max_tokens", int, 1, math.inf, "an integer, 1 or more")
-        self._check("min_tokens", int, 0, math.inf, "an integer, 0 or more")
+        self._check("top_k", int, -1, math.inf, "1 or more, or 0 or -1 for all tokens")
+        self._check("top_p", float, ABOVE_ZERO, 1, "more than 0, at most 1")
+        self._check("min_p", float, 0, 1, "0 to 1")
+        self._check("max_tokens", int, 1, math.inf, "1 or more")
+        self._check("min_tokens", int, 0, math.inf, "0 or more")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: lower the one or raise the other"
@@ -64,18 +64,18 @@ class SamplingParams:
             raise ValueError("stop holds an empty string, which would end every output at once: leave it out")
         self._keep_tuple("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
         if self.seed is not None:
-            self._check("seed", int, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None")
-        self._check("n", int, 1, math.inf, "an integer, 1 or more")
+            self._check("seed", int, 0, 2**63 - 1, "0 to 2**63 - 1, or None")
+        self._check("n", int, 1, math.inf, "1 or more")
         if self.logprobs is not None:
-            self._check("logprobs", int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None")
-        self._check("repetition_penalty", float, ABOVE_ZERO, sys.float_info.max, "a positive number, 1 for none")
-        self._check("presence_penalty", float, -2, 2, "a number from -2 to 2, 0 for none")
-        self._check("frequency_penalty", float, -2, 2, "a number from -2 to 2, 0 for none")
+            self._check("logprobs", int, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None")
+        self._check("repetition_penalty", float, ABOVE_ZERO, sys.float_info.max, "more than 0; 1 changes nothing")
+        self._check("presence_penalty", float, -2, 2, "-2 to 2; 0 changes nothing")
+        self._check("frequency_penalty", float, -2, 2, "-2 to 2; 0 changes nothing")
 
     def _check(self, name: str, kind: type, least: float, most: float, remedy: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, kind)) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}: use {remedy}")
+            raise TypeError(f"{name} is {value!r}: use {'a number' if kind is float else 'an integer'} ({remedy})")
         if not least <= value <= most:
             raise ValueError(f"{name} is {value}: use {remedy}")
 
