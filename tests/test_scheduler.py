@@ -332,6 +332,21 @@ def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
     server.run()
 
 
+def test_admission_beside_running_sequences_leaves_blocks_for_these_to_grow():
+    server = Server(make_scheduler(num_blocks=128, block_size=1, max_num_batched_tokens=200))
+    server.add(0, [1], 100)
+    server.step()
+    server.step()  # two blocks in use; a third when the next step is planned
+    server.add(1, [2] * 124, 1)
+    server.step()
+    assert len(server.scheduler.waiting) == 1, "125 blocks are free, but 2 of 128 are held back"
+    server.scheduler.abort(server.scheduler.running[0])
+    server.add(2, [3] * 128, 1)
+    server.step()
+    server.step()
+    assert not server.scheduler.waiting, "alone, a request may take the whole cache"
+
+
 def test_aborting_everything_leaves_an_empty_scheduler():
     server = Server(make_scheduler(num_blocks=8, max_num_batched_tokens=6))
     for id in range(4):
