@@ -8,7 +8,7 @@ sequence's own tokens demand, and nothing is written into a block that the seque
 import os
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, Fork, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -24,15 +24,15 @@ def fingerprint(tokens: list[int]) -> int:
     return value
 
 
-def draw(tokens: list[int]) -> int:
+def draw(tokens: list[int], seed: int) -> int:
     """The model: the token that follows."""
-    return (fingerprint(tokens) >> 7) % VOCABULARY
+    return (fingerprint([seed, *tokens]) >> 7) % VOCABULARY
 
 
-def output_alone(prompt: list[int], max_len: int, stop_ids: frozenset[int] = frozenset()) -> list[int]:
+def output_alone(prompt: list[int], max_len: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < max_len:
-        tokens.append(draw(tokens))
+        tokens.append(draw(tokens, seed))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -51,15 +51,19 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 class WatchedBlocks(BlockManager):
-    last_shared: frozenset[int] = frozenset()
+    def __init__(self, *sizes) -> None:
+        super().__init__(*sizes)
+        self.shared: list[list[int]] = []  # what each call of `share` was given
 
     def share(self, blocks: list[int]) -> None:
-        self.last_shared = frozenset(blocks)
+        self.shared.append(blocks)
         super().share(blocks)
 
 
 class WatchedScheduler(Scheduler):
     """Records each admission: what it shares, and the order of the first ones."""
+
+    blocks: WatchedBlocks
 
     def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, **budgets: int) -> None:
         super().__init__(WatchedBlocks(num_blocks, block_size, caching), **budgets)
@@ -68,12 +72,14 @@ class WatchedScheduler(Scheduler):
         self.shared: dict[int, frozenset[int]] = {}
 
     def _admit(self) -> Sequence | None:
+        self.blocks.shared.clear()
         seq = super()._admit()
         if seq is not None:
             if seq.id not in self.num_admissions:
                 self.first_admissions.append(seq.id)
-            self.num_admissions[seq.id] = self.num_admissions.get(seq.id, 0) + 1
-            self.shared[seq.id] = self.blocks.last_shared
+            for one, shared in zip((seq, *seq.forks), self.blocks.shared, strict=True):
+                self.num_admissions[one.id] = self.num_admissions.get(one.id, 0) + 1
+                self.shared[one.id] = frozenset(shared)
         return seq
 
 
@@ -84,6 +90,7 @@ class Row:
     admission: tuple[int, int]  # which sequence, and which time it was admitted
     length: int  # tokens whose K and V are there
     table: list[int]
+    seed: int
 
 
 class SimulatedDevice:
@@ -114,8 +121,11 @@ class SimulatedDevice:
         assert len(set(numbers)) == len(numbers), "a row runs once a step"
         for number in numbers:
             self._check_reads(self.rows[number], self.tokens[owners[number].id])
-        drawing = [*batch.decode_rows, *(chunk.row for chunk in batch.prefills if chunk.draws)]
-        drawn = [draw(self.tokens[owners[number].id]) for number in drawing]
+        for chunk in batch.prefills:
+            for fork in chunk.forks:
+                self._fork(chunk, fork, owners[fork.row])
+        drawing = [*batch.decode_rows, *(one.row for one in batch.first_draws)]
+        drawn = [draw(self.tokens[owners[number].id], self.rows[number].seed) for number in drawing]
         for number, token in zip(drawing, drawn):
             self.tokens[owners[number].id].append(token)
         return drawn
@@ -132,24 +142,38 @@ class SimulatedDevice:
         assert chunk.draws == (chunk.end == len(tokens))
         row = self.rows.get(chunk.row)
         if row is None or row.admission != self._admission(seq):
-            row = self.rows[chunk.row] = Row(self._admission(seq), chunk.start, list(chunk.block_table))
+            row = self.rows[chunk.row] = Row(self._admission(seq), chunk.start, list(chunk.block_table), chunk.seed)
         assert (row.length, row.table) == (chunk.start, chunk.block_table), "a chunk goes on where the last one ended"
         self._write(row, max(chunk.start, chunk.write_from), chunk.end, tokens)
         row.length = chunk.end
 
+    def _fork(self, chunk: PrefillChunk, fork: Fork, seq: Sequence) -> None:
+        """What a prompt fills, its completions share; each has a copy of a last block that it fills only in part."""
+        tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
+        assert chunk.draws and fork.end == chunk.end == len(tokens)
+        self.rows[fork.row] = row = Row(self._admission(seq), fork.end, list(fork.block_table), fork.seed)
+        for position in range(fork.end - fork.end % self.block_size, fork.end):
+            slot = self._slot(row, position)
+            assert slot != self._slot(self.rows[chunk.row], position)
+            self.slots[slot] = self.slots[self._slot(self.rows[chunk.row], position)]
+        self._check_reads(row, tokens)
+
     def _write(self, row: Row, start: int, end: int, tokens: list[int]) -> None:
         for position in range(start, end):
-            block, offset = row.table[position // self.block_size], position % self.block_size
+            block = row.table[position // self.block_size]
             assert block not in self.scheduler.shared[row.admission[0]], "a shared block is never written"
-            self.slots[block * self.block_size + offset] = fingerprint(tokens[: position + 1])
+            self.slots[self._slot(row, position)] = fingerprint(tokens[: position + 1])
         row.length = end
 
     def _check_reads(self, row: Row, tokens: list[int]) -> None:
         expected = 0
         for position in range(row.length):
             expected = hash((expected, tokens[position]))
-            slot = row.table[position // self.block_size] * self.block_size + position % self.block_size
-            assert self.slots.get(slot) == expected, f"sequence {row.admission[0]} reads wrongly at position {position}"
+            found = self.slots.get(self._slot(row, position))
+            assert found == expected, f"sequence {row.admission[0]} reads wrongly at position {position}"
+
+    def _slot(self, row: Row, position: int) -> int:
+        return row.table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _admission(self, seq: Sequence) -> tuple[int, int]:
         return seq.id, self.scheduler.num_admissions[seq.id]

@@ -95,6 +95,19 @@ def test_a_fully_cached_prompt_gives_the_same_output(checkpoint, make_llm, block
     assert_greedy(llm, checkpoint, [prompt] * 3 + [PROMPTS[0]])
 
 
+def test_the_last_token_of_a_cached_prompt_is_computed_again_but_not_stored(make_llm):
+    """Others may be reading the block at that moment. Its content is marked, to see that nothing is written."""
+    llm = make_llm()
+    prompt = PROMPTS[6]
+    llm.generate(prompt, greedy(1), use_tqdm=False)
+    cache, blocks = llm.engine.runner.kv_cache, llm.engine.scheduler.blocks.match(prompt)
+    assert len(blocks) == 4
+    cache[:, :, blocks] += 1
+    marked = cache[:, :, blocks].clone()
+    llm.generate([prompt, prompt + [3]], greedy(5), use_tqdm=False)
+    assert cache[:, :, blocks].equal(marked)
+
+
 @overlapped
 def test_requests_of_one_step_share_their_prefix_without_changing_output(checkpoint, make_llm, overlap):
     prompt = PROMPTS[6]

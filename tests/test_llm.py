@@ -94,6 +94,21 @@ def test_dummy_weights_need_no_checkpoint_and_are_the_same_each_time(make_llm, t
     assert first == second and len(first) == len(PROMPTS)
 
 
+@pytest.mark.parametrize("overlap, order", [(True, "LLWLWW"), (False, "LWLWLW"), (None, "LWLWLW")])
+def test_overlap_launches_a_step_before_it_waits_for_the_last(make_llm, monkeypatch, overlap, order):
+    """On the CPU, where it gains nothing, it is off unless asked for."""
+    llm = make_llm(overlap=overlap)
+    seen = []
+
+    def recorded(letter, call):
+        return lambda *args: seen.append(letter) or call(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", recorded("L", llm.engine.runner.launch))
+    monkeypatch.setattr(DrawnTokens, "wait", recorded("W", DrawnTokens.wait))
+    llm.generate([PROMPT], greedy(3), use_tqdm=False)
+    assert "".join(seen) == order
+
+
 # An error or an interrupt, wherever it strikes, leaves an LLM that serves the next call as if nothing had been.
 
 CROWDED = dict(num_kvcache_blocks=9, max_num_batched_tokens=40, max_num_seqs=4)

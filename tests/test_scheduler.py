@@ -20,11 +20,18 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     arrival: int = 0  # step before which it is added
     patience: int | None = None  # steps after which it is aborted
+    completions: int = 1
 
 
-def make_sequence(id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset()) -> Sequence:
+def make_sequence(id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset(), completions: int = 1) -> Sequence:
+    """Of several completions, the first; its siblings' ids are 100, 200, ... more, and seeds 1, 2, ..."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return Sequence(id, prompt, params, max_len=len(prompt) + max_tokens, stop_ids=frozenset(stop_ids))
+    seq, *siblings = [
+        Sequence(id + 100 * i, prompt, params, max_len=len(prompt) + max_tokens, seed=i, stop_ids=frozenset(stop_ids))
+        for i in range(completions)
+    ]
+    seq.siblings = seq.forks = tuple(siblings)
+    return seq
 
 
 def make_scheduler(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **options):
@@ -45,8 +52,8 @@ class Server:
     def __post_init__(self):
         self.device = SimulatedDevice(self.scheduler)
 
-    def add(self, id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset()) -> Sequence:
-        seq = make_sequence(id, prompt, max_tokens, stop_ids)
+    def add(self, id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset(), completions: int = 1) -> Sequence:
+        seq = make_sequence(id, prompt, max_tokens, stop_ids, completions)
         self.scheduler.add(seq)
         return seq
 
@@ -64,7 +71,7 @@ class Server:
             check_blocks(self.scheduler)
 
     def check_budgets(self, batch):
-        num_rows = len(batch.decode_rows) + len(batch.prefills)
+        num_rows = len(batch.decode_rows) + len(batch.prefills) + sum(len(chunk.forks) for chunk in batch.prefills)
         assert 0 < len(batch.decode_rows) + batch.num_prefill_tokens <= self.scheduler.max_num_batched_tokens
         assert num_rows <= self.scheduler.max_num_seqs
         running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
@@ -101,6 +108,11 @@ def streams(draw):
         family = draw(st.sampled_from(families))
         prompt = family[: draw(st.sampled_from([20, 0, 4, 8]))] + draw(st.lists(token, max_size=5))
         prompt = prompt[: room - draw(st.integers(0, room - 1))] or [0]
+        completions = min(
+            draw(st.sampled_from([1, 1, 1, 2, 4])), sizes["max_num_seqs"], sizes["max_num_batched_tokens"]
+        )
+        while completions > 1 and len(prompt) // block_size + completions > num_blocks:
+            completions -= 1
         requests.append(
             Request(
                 prompt,
@@ -108,6 +120,7 @@ def streams(draw):
                 stop_ids=draw(st.sampled_from([frozenset(), frozenset(), frozenset({0}), frozenset({1, 2, 3})])),
                 arrival=draw(st.sampled_from([0, 0, 1, 4, 9])),
                 patience=draw(st.sampled_from([None, None, None, 1, 6])),
+                completions=completions,
             )
         )
     delays = draw(st.one_of(st.just([True]), st.just([False]), st.lists(st.booleans(), min_size=1, max_size=6)))
@@ -123,31 +136,36 @@ def test_any_stream_of_requests_is_served_right(stream):
     scheduler = server.scheduler
     last_arrival = max(request.arrival for request in requests)
     # A step that plans nothing commits, and any other gets the oldest sequence on by a token at least.
-    bound = last_arrival + 2 * sum(len(request.prompt) + request.max_tokens + 1 for request in requests)
+    bound = last_arrival + 2 * sum(
+        request.completions * (len(request.prompt) + request.max_tokens + 1) for request in requests
+    )
     sequences: dict[int, Sequence] = {}
     added: list[int] = []
     step = 0
     while step <= last_arrival or scheduler.has_unfinished() or server.in_flight:
         for id, request in enumerate(requests):
             if request.arrival == step:
-                sequences[id] = server.add(id, request.prompt, request.max_tokens, request.stop_ids)
+                sequences[id] = server.add(
+                    id, request.prompt, request.max_tokens, request.stop_ids, request.completions
+                )
                 added.append(id)
             elif request.patience is not None and request.arrival + request.patience == step:
-                if sequences[id].status is not Status.FINISHED:
-                    scheduler.abort(sequences[id])
-                    check_blocks(scheduler)
+                for seq in sequences[id].completions:
+                    if seq.status is not Status.FINISHED:
+                        scheduler.abort(seq)
+                        check_blocks(scheduler)
         server.step(delays[step % len(delays)])
         step += 1
         assert step <= bound, "a request starves"
 
     for id, request in enumerate(requests):
-        seq = sequences[id]
-        alone = output_alone(request.prompt, seq.max_len, request.stop_ids)
-        if seq.finish_reason == "abort":
-            assert request.patience is not None and seq.output_ids == alone[: len(seq.output_ids)]
-        else:
-            assert seq.output_ids == alone
-            assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
+        for i, seq in enumerate(sequences[id].completions):
+            alone = output_alone(request.prompt, seq.max_len, request.stop_ids, seed=i)
+            if seq.finish_reason == "abort":
+                assert request.patience is not None and seq.output_ids == alone[: len(seq.output_ids)]
+            else:
+                assert seq.output_ids == alone
+                assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
     admitted = scheduler.first_admissions
     assert admitted == [id for id in added if id in admitted], "first come, first served"
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
@@ -157,7 +175,7 @@ def test_any_stream_of_requests_is_served_right(stream):
 
 
 def test_the_random_streams_reach_what_they_are_meant_for():
-    """Preemption, sharing within a step, chunks and overruns do happen in the streams above."""
+    """Preemption, chunks, cached prompts, and forks with and without a block to copy do happen in the streams above."""
     seen = set()
 
     @settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -166,7 +184,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
         sizes, requests, delays = stream
         server = Server(make_scheduler(**sizes))
         for id, request in enumerate(requests):
-            server.add(id, request.prompt, request.max_tokens, request.stop_ids)
+            server.add(id, request.prompt, request.max_tokens, request.stop_ids, request.completions)
         server.run(delays[0])
         if server.scheduler.num_preemptions:
             seen.add(("preemption", delays[0]))
@@ -174,9 +192,12 @@ def test_the_random_streams_reach_what_they_are_meant_for():
             seen.update(("chunk", chunk.draws) for chunk in batch.prefills)
             if any(chunk.write_from > chunk.start for chunk in batch.prefills):
                 seen.add("fully cached")
+            block_size = sizes["block_size"]
+            seen.update(("fork", fork.end % block_size > 0) for chunk in batch.prefills for fork in chunk.forks)
 
     look()
-    assert seen >= {("preemption", False), ("preemption", True), ("chunk", False), ("chunk", True), "fully cached"}
+    wanted = {("chunk", False), ("chunk", True), "fully cached", ("fork", False), ("fork", True)}
+    assert seen >= wanted | {("preemption", False), ("preemption", True)}
 
 
 def test_requests_are_admitted_in_order_of_arrival():
