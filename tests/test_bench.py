@@ -25,8 +25,8 @@ TOTALS = {  # requests, tokens in, tokens out
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
-    "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=2.02, long=3.20, many=0.70),
-    "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=3.56, long=8.83, many=5.45),
+    "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=0.248, long=3.20, many=0.70),
+    "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=1.29, long=8.83, many=5.45),
 }
 
 
