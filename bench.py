@@ -186,8 +186,8 @@ ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": Trans
 def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
     """Seconds below which no engine comes on one GPU. Either bound may be the higher one:
 
-    - bytes, then prompts: each step reads the weights once and each running sequence's K and V once, and the prompts'
-      tokens take two operations a parameter. Steps hold at most 512 sequences.
+    - bytes, then prompts: each step reads the weights once and each running sequence's K and V once, a common prefix's
+      once for all; the prompts' tokens take two operations a parameter. Steps hold at most 512 sequences.
     - all operations: those, the same for tokens drawn, the head, and attention within prompts.
     """
     if model not in SHAPES:
@@ -198,8 +198,10 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     kv_bytes = layers * kv_heads * head_dim * 2 * 2
     drawn = sum(n for _, n in work)
     steps = max(max(n for _, n in work), -(-drawn // 512))
-    kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work) * kv_bytes
-    spared = 2048 if name == "shared" else 0  # of every prompt but the first, by the prefix cache
+    # Of every prompt but the first: in the prefix cache already, and read once for all that decode.
+    spared = 2048 if name == "shared" else 0
+    kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work)
+    kv_read = (kv_read - spared * sum(n - 1 for _, n in work[1:])) * kv_bytes
     prompt_ops = 2 * body * (sum(len(prompt) for prompt, _ in work) - spared * (len(work) - 1))
     pairs = (sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)) / 2  # of query and key
     all_ops = prompt_ops + 2 * (body + head) * drawn + 4 * layers * heads * head_dim * pairs

@@ -29,15 +29,26 @@ LINE = "-" * 80
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default=str(TINY_MODEL), metavar="MODEL", help="a folder or a hub id; default: the model in the package"
+        "--model",
+        default=str(TINY_MODEL),
+        metavar="MODEL",
+        help="a folder or a hub id; default: the model in the package",
     )
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="repeat it for several; default: some that suit the model"
     )
-    parser.add_argument("--temperature", type=float, default=0.6, help="0: always the likeliest token (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="the most new tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over (default: %(default)s)")
-    parser.add_argument("--enforce-eager", action="store_true", help="run without CUDA graphs: starts sooner, runs slower")
+    parser.add_argument(
+        "--temperature", type=float, default=0.6, help="0: always the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="the most new tokens of a prompt (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="run without CUDA graphs: starts sooner, runs slower"
+    )
     return parser.parse_args()
 
 
@@ -66,7 +77,9 @@ def complete_together(llm: LLM, prompts: list[str], params: SamplingParams, is_c
         show_prompt(prompt, is_chat)
         print(output["text"])
     count = sum(len(output["token_ids"]) for output in outputs)
-    print(f"{LINE}\n{len(prompts)} prompts together: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s\n")
+    print(
+        f"{LINE}\n{len(prompts)} prompts together: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s\n"
+    )
 
 
 def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool) -> None:
@@ -79,7 +92,9 @@ def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool)
         count += len(token_ids)
     seconds = time.perf_counter() - begin
     first = llm.metrics()["last_call"]["time_to_first_token"]["median"]
-    print(f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s, first after {first:.3f} s")
+    print(
+        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s, first after {first:.3f} s"
+    )
 
 
 def as_chat(prompt: str) -> list[dict[str, str]]:

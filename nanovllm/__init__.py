@@ -1,6 +1,6 @@
 """Offline LLM inference that one person can read in an afternoon.
 
-    from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams
 """
 
 from pathlib import Path

@@ -57,9 +57,8 @@ class SamplingParams:
             )
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos is {self.ignore_eos!r}: use True or False")
-        self._keep_tuple(
-            "stop", (self.stop,) if isinstance(self.stop, str) else self.stop, str, "a string or a list of strings"
-        )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        self._keep_tuple("stop", stop, str, "a string or a list of strings")
         if "" in self.stop:
             raise ValueError("stop holds an empty string, which would end every output at once: leave it out")
         self._keep_tuple("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
@@ -94,6 +93,7 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """Temperature and seed alone decide what is drawn, and nothing but the token is asked for."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
+        no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
         return no_filter and self.min_tokens == 0 and self.logprobs is None and not self.penalizes
 
 

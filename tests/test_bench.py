@@ -25,8 +25,8 @@ TOTALS = {  # requests, tokens in, tokens out
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
-    "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=2.02, long=3.20, many=0.70),
-    "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=3.56, long=8.83, many=5.45),
+    "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=0.248, long=3.20, many=0.70),
+    "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=1.29, long=8.83, many=5.45),
 }
 
 
@@ -39,7 +39,12 @@ def work():
 def test_workloads_are_what_they_were_to_the_token(work):
     found = {name: (len(w), sum(len(prompt) for prompt, _ in w), sum(n for _, n in w)) for name, w in work.items()}
     assert found == TOTALS
-    assert work["bench"][0][0][:4] == [6311, 6890, 663, 4242] and [n for _, n in work["bench"][:4]] == [845, 312, 607, 843]
+    assert work["bench"][0][0][:4] == [6311, 6890, 663, 4242] and [n for _, n in work["bench"][:4]] == [
+        845,
+        312,
+        607,
+        843,
+    ]
 
 
 def test_what_is_said_of_a_workload_is_so(work):
@@ -100,7 +105,9 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
     assert [line.split()[0] for line in lines] == ["4", "8"] and all("ms a step" in line for line in lines)
 
 
-@pytest.mark.parametrize("args, message", [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")])
+@pytest.mark.parametrize(
+    "args, message", [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")]
+)
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
     with pytest.raises(SystemExit) as error:
         run(monkeypatch, "--model", "tiny", "--workload", "laptop", *args)

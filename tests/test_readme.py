@@ -8,10 +8,10 @@ import shutil
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-import nanovllm
 import pytest
-from model_helpers import expected_logits, load, make_checkpoint
-from model_helpers import Driver as StepDriver
+from model_helpers import Driver, expected_logits, load, make_checkpoint
+
+import nanovllm
 from nanovllm import TINY_MODEL, SamplingParams
 from nanovllm.config import Config
 from nanovllm.models import MODELS
@@ -74,7 +74,7 @@ def test_the_family_of_the_example_equals_transformers(ran, tmp_path):
     )  # fmt: skip
     reference = make_checkpoint(tmp_path, config)
     tokens = [7, 3, 99, 42, 5, 60, 11]
-    logits = StepDriver(load(tmp_path), 1, 16).step({}, {0: tokens})
+    logits = Driver(load(tmp_path), 1, 16).step({}, {0: tokens})
     assert (logits - expected_logits(reference, tokens)).abs().max() < 1e-4
 
 

@@ -419,6 +419,8 @@ def test_a_stop_token_outside_the_vocabulary_is_refused_before_anything_runs(llm
 
 
 def test_defaults_are_plain_and_lists_become_tuples():
+    assert SamplingParams(temperature=0, top_k=5, top_p=0.9, min_p=0.1).is_plain  # they change no arg max
+    assert not any(SamplingParams(**one).is_plain for one in (dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)))
     assert SamplingParams().is_plain and SamplingParams(seed=3, stop="a", stop_token_ids=[1], top_k=-1).is_plain
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2])
     assert params.stop == ("a", "b") and params.stop_token_ids == (1, 2)

@@ -74,25 +74,29 @@ def _attend_by_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, 
     Each page of each sequence is an attention problem of its own; their results are merged by the weight that each page's
     log-sum-exp gives it, as flash decoding does (Dao et al. 2023).
     """
-    batch, groups, _, dim = q.shape
+    groups, dim = k_cache.shape[2:]
     page = math.gcd(k_cache.shape[1], PAGE)
-    owner, index, pages, mask = _split_into_pages(lens, tables, k_cache.shape[1], page)  # N pages in all
+    owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page)  # N pages in all
     rows = (cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache))
     k, v = (row.view(-1, page, groups, dim).transpose(1, 2) for row in rows)  # [N, G, page, D]
     parts, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.index_select(0, owner), k, v, attn_mask=mask.to(q.dtype), scale=scale
     )  # [N, G, H / G, D], [N, G, H / G]
-    weights = lse.new_full((batch, tables.shape[1] * k_cache.shape[1] // page, *lse.shape[1:]), float("-inf"))
-    weights[owner, index] = lse
-    weights = weights.softmax(dim=1)[owner, index].unsqueeze(-1)
-    return torch.zeros_like(q).index_add_(0, owner, (parts * weights).to(q.dtype))
+    lse = lse.flatten(1)  # [N, H]
+    peak = lse.new_full((q.shape[0], lse.shape[1]), float("-inf"))
+    peak = peak.scatter_reduce_(0, owner.unsqueeze(1).expand_as(lse), lse, "amax")
+    weights = (lse - peak.index_select(0, owner)).exp_()
+    # Sums over a sequence's pages are products with the matrix of which page is whose: adding up by index is slower.
+    total = members @ weights  # [B, H]
+    merged = members @ (parts.float() * weights.view(*parts.shape[:-1], 1)).flatten(1)  # [B, H D]
+    return (merged.view(*total.shape, dim) / total.unsqueeze(-1)).to(q.dtype).view(q.shape)
 
 
 _split: tuple[Tensor, tuple[Tensor, ...]] | None = None  # of the last step: every layer asks for the same one
 
 
 def _split_into_pages(lens: Tensor, tables: Tensor, block_size: int, page: int) -> tuple[Tensor, ...]:
-    """For each of N pages: the sequence it belongs to, its index there, its place in the cache, and its mask [N, 1, 1, page]."""
+    """Of N pages: the sequence each belongs to, its place in the cache, its mask [N, 1, 1, page], and [B, N] which is whose."""
     global _split
     if _split is None or _split[0] is not lens:
         counts = (lens + page - 1) // page
@@ -102,5 +106,6 @@ def _split_into_pages(lens: Tensor, tables: Tensor, block_size: int, page: int) 
         pages = tables[owner, index // per_block].long() * per_block + index % per_block
         unused = torch.arange(page) >= (lens[owner] - index * page).unsqueeze(1)
         mask = torch.zeros(unused.shape).masked_fill_(unused, float("-inf"))[:, None, None]
-        _split = lens, (owner, index, pages, mask)
+        members = (torch.arange(len(lens)).unsqueeze(1) == owner).float()
+        _split = lens, (owner, pages, mask, members)
     return _split[1]

@@ -36,9 +36,8 @@ def choose_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> T
     if group.size == 1:
         return tokens
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
-    ordered = bits ^ (
-        (bits >> 31) & 0x7FFFFFFF
-    )  # compares as an integer as the float does: negative ones run backwards
+    # Compares as an integer as the float does, of which negative ones run backwards.
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) | (LOW_WORD - tokens)
     return LOW_WORD - (group.maximum(keys) & LOW_WORD)
 
@@ -105,9 +104,8 @@ class Logprobs:
 class _Part:
     """Some of a step's special rows and what they ask for, on the device."""
 
-    def __init__(
-        self, index: list[int], rows: Sequence[int], wishes: list[SpecialRow], vocab_size: int, upload: Upload
-    ):
+    def __init__(self, index: list[int], rows: Sequence[int], of_row: dict[int, SpecialRow], vocab_size: int, upload: Upload):
+        wishes = [of_row[rows[i]] for i in index]
         params = [wish.params for wish in wishes]
         limits = [limit(p, vocab_size) for p in params]
         prompt_lens = [wish.num_prompt_tokens for wish in wishes]
@@ -150,9 +148,7 @@ class SpecialRows:
         self._upload = upload
         self._wishes: dict[int, SpecialRow] = {}  # by row
         self._shape = (num_rows, max_len)
-        self._history: Tensor | None = (
-            None  # [rows, M] int32: the tokens of rows with penalties; made when first needed
-        )
+        self._history: Tensor | None = None  # [rows, M] int32: the tokens of rows with penalties, once there is one
         self._rows: Sequence[int] = ()  # of the last step, and what they came to
         self._parts: list[_Part] = []
 
@@ -176,10 +172,7 @@ class SpecialRows:
             index = [i for i, row in enumerate(rows) if row in self._wishes]
             index.sort(key=lambda i: limit(self._wishes[rows[i]].params, self.vocab_size))
             parts = [index[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(index), ROWS_AT_ONCE)]
-            self._parts = [
-                _Part(part, rows, [self._wishes[rows[i]] for i in part], self.vocab_size, self._upload)
-                for part in parts
-            ]
+            self._parts = [_Part(part, rows, self._wishes, self.vocab_size, self._upload) for part in parts]
             self._rows = rows
         return self._parts
 
@@ -196,9 +189,8 @@ class SpecialRows:
             logits = raw.clone()
             logits[row, token] = logits[row, token].masked_fill(lens[row] < least, -torch.inf)
         if part.penalizes:
-            seen, counts = count_tokens(
-                self._history[part.rows].long(), part.prompt_lens, lens.unsqueeze(1), self.vocab_size
-            )
+            history = self._history[part.rows].long()
+            seen, counts = count_tokens(history, part.prompt_lens, lens.unsqueeze(1), self.vocab_size)
             logits = apply_penalties(logits, seen, counts, *part.penalties)
         if part.filters_any:
             kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
