@@ -9,14 +9,18 @@ if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter; the choice must be made before triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Where pytest runs in the background, Ctrl-C may be ignored from the start, and the tests of interrupts would wait for ever.
+# Where pytest runs in the background, Ctrl-C may be ignored from the start, and tests of interrupts would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from engine_helpers import MODELS, Checkpoint, save_checkpoint  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 
+# Time says nothing on a machine that others use too.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 torch.set_num_threads(1)  # the models are so small that more threads only wait for each other
 
 

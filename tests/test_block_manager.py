@@ -79,7 +79,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
 
 TestBlockManager = BlockManagerMachine.TestCase
-TestBlockManager.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestBlockManager.settings = settings(max_examples=150, stateful_step_count=25)
 
 
 def hold(blocks: BlockManager, tokens: list[int]) -> list[int]:

@@ -157,7 +157,7 @@ def test_stopping_in_mid_batch_does_not_change_the_others(checkpoint, make_llm, 
     assert_empty(llm)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     options=st.fixed_dictionaries(
         dict(

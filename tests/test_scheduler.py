@@ -127,7 +127,7 @@ def streams(draw):
     return sizes, requests, delays
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(streams())
 def test_any_stream_of_requests_is_served_right(stream):
     """Each answer is the one the request gets alone; each step reads what it should; no block leaks; none starves."""
@@ -178,7 +178,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
     """Preemption, chunks, cached prompts, and forks with and without a block to copy do happen in the streams above."""
     seen = set()
 
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=150, database=None, derandomize=True)
     @given(streams())
     def look(stream):
         sizes, requests, delays = stream
