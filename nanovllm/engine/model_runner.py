@@ -19,6 +19,7 @@ from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.linear import lay_out_for_cpu
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
 from nanovllm.models import build_model
@@ -70,6 +71,8 @@ class ModelRunner:
             init_dummy_weights(self.model, seed=0)
         else:
             load_weights(self.model, folder)
+        if not on_gpu:
+            lay_out_for_cpu(self.model)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
 
         rows, width = max_num_seqs + 1, -(-max_model_len // self.block_size)  # the last row is padding

@@ -15,8 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row of `x` [..., N] to root mean square 1, then by `weight` [N]. Computed in float32."""
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass over x; the rest is small
-    scale = torch.addcmul(length.new_tensor(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
-    return (wide * scale).to(x.dtype) * weight
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_and_mul(x: Tensor) -> Tensor:
     """[T, 2F] -> [T, F]: SiLU of the first half times the second."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def moe(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -70,25 +70,26 @@ def qk_norm_rope_store(
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
-    q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        qk = rms_norm(qk, torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1))), eps)
+    q, k = _rotate(qk, cos_sin[positions].unsqueeze(1)).split([num_heads, num_kv_heads], dim=1)
     if k_cache.numel():
-        if not bool((slots >= 0).all()):
-            written = slots >= 0
+        written = slots >= 0
+        k_new, v_new = k, v
+        if not bool(written.all()):
             slots, k_new, v_new = slots[written], k[written], v[written]
-        else:
-            k_new, v_new = k, v
         k_cache.view(-1, num_kv_heads, head_dim)[slots] = k_new
         v_cache.view(-1, num_kv_heads, head_dim)[slots] = v_new
     return q, k, v
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+def _rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """x [T, heads, D], cos_sin [T, 1, D]: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), the halves of each head."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    wide = x.float()
+    swapped = wide.roll(x.shape[-1] // 2, dims=-1)  # (x2, x1)
+    return (wide * torch.cat((cos, cos), dim=-1)).addcmul_(swapped, torch.cat((-sin, sin), dim=-1)).to(x.dtype)
 
 
 def decode_inputs(
