@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter; the choice must be made before triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Where pytest runs in the background, Ctrl-C may be ignored from the start, and tests of interrupts would wait for ever.
+# Where pytest runs in the background, Ctrl-C may be ignored from the start, and tests of interrupts would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
