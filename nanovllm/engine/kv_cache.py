@@ -5,10 +5,11 @@ running the largest step, and memory that other processes hold only counts where
 """
 
 import math
+import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +20,12 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
     """[layers, 2 (K, V), blocks, block_size, G, D]. Zeroed: a masked position must not hold a NaN."""
     shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
     if device.type == "cpu":
-        # NumPy's zeros are pages that the system provides when first touched; torch.zeros would write them all now.
-        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+        # Zero pages that the system provides when first touched, huge ones where it can: touching small ones is slow.
+        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
