@@ -208,7 +208,7 @@ class TensorParallelRunner:
     def _fail_silent(self, ranks: list[Rank], seconds: float) -> NoReturn:
         for rank in self._ranks:
             rank.process.send_signal(signal.SIGUSR1)  # which has it print where its threads are
-        time.sleep(EVIDENCE_SECONDS)
+            time.sleep(EVIDENCE_SECONDS)  # one after the other: two that print at once garble each other's lines
         names = " and ".join(str(rank.number) for rank in ranks)
         self._give_up(
             f"rank{'s' * (len(ranks) > 1)} {names} of {len(self._ranks)} gave no sign for {seconds:g} s; where each rank "
