@@ -25,8 +25,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
-START = time.perf_counter()
-
 # hidden, layers, heads, KV heads, head size, intermediate, tied head
 SHAPES = {
     "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, True),

@@ -27,9 +27,10 @@ from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_contex
 from nanovllm.utils.loader import init_dummy_weights, load_weights
 from nanovllm.utils.parallel import ParallelGroup
 
-# From how many rows and common tokens on reading a shared prefix once pays for the extra kernel.
+# From how many rows and common tokens on a shared prefix is read once, by a kernel more. It was measured far above these
+# (256 rows, 2,048 tokens, 1.44 s -> 0.68 s); where it begins to pay was not.
 SHARING_ROWS, SHARED_TOKENS = 16, 256
-GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
+GRAPH_BYTES = 8 * 2**20  # an allowance for what each further graph takes beside its buffers; see _graph_bytes
 
 
 class Drawn(NamedTuple):

@@ -23,7 +23,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         # A decoding sequence takes a token of every step, so no more can run than a step has tokens.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        # Every prefill interrupts decoding for a pass over the weights: admit in groups.
+        # A step with prompts is no graph's replay, and a few short prompts leave the device half idle: admit in groups.
         self.admission_group = max(1, self.max_num_seqs // 8)
         # Blocks to leave free when admitting beside running sequences, so that these need not be preempted at once.
         self.reserve = blocks.num_blocks // 64

@@ -26,7 +26,7 @@ def why_not_v2(device: torch.device, dtype: torch.dtype, head_dim: int, block_si
     if block_size % 256:
         return f"kvcache_block_size {block_size} is not a multiple of 256: take one or attention_backend='auto'"
     if find_v2() is None:
-        return "flash-attn 2 is not installed: pip install nanovllm[flash-attn], or take attention_backend='auto'"
+        return "flash-attn 2 is not installed: pip install -e \".[flash-attn]\", or take attention_backend='auto'"
     return None
 
 
@@ -39,7 +39,7 @@ def why_not_v4(device: torch.device, dtype: torch.dtype, head_dim: int, block_si
     if head_dim % 8 or head_dim > 128:
         return f"head_dim {head_dim} is not a multiple of 8 up to 128"
     if find_v4() is None:
-        return "flash-attn 4 is not installed: pip install nanovllm[flash-attn-4]"
+        return "flash-attn 4 is not installed: pip install -e \".[flash-attn-4]\""
     return None
 
 
