@@ -255,6 +255,23 @@ def test_decode_attention_of_one_split_and_of_many_agree(monkeypatch):
     assert_close(results[2], results[0])
 
 
+def test_decode_attention_that_is_repeated_gives_the_same_bits():
+    """Programs that share a row count themselves: each launch must find zeros, whoever came last in the one before."""
+    lens = torch.tensor([300, 5, 64], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
+    q = randn(3, 4, 32)
+    first = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    for _ in range(20 if HAS_GPU else 2):
+        assert torch.equal(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), first)
+    assert not triton_attention._arrivals(q.device).any()
+
+
+def test_rows_that_programs_share_have_a_counter_each():
+    counters = len(triton_attention._arrivals(torch.device(DEVICE)))
+    for rows in range(1, 4 * counters):
+        assert rows <= counters or triton_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
+
+
 def test_decode_attention_of_padding_rows_is_harmless():
     """A padding row has length 1 and a table of zeros, and its block may hold anything."""
     lens = torch.tensor([20, 1, 1], dtype=torch.int32, device=DEVICE)
