@@ -4,6 +4,7 @@
     python bench.py --model qwen3-8b --workload bench,latency
     python bench.py --compare vllm                          both engines in turn, each in a process of its own
     python bench.py --compare transformers --workload laptop --model tiny
+    python bench.py --plot run.png                          a picture of the run, step by step
     python bench.py --host                                  what a step costs the host, with the device left out
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random weights, so that nothing is
@@ -20,11 +21,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
 START = time.perf_counter()
-TINY = Path(__file__).parent / "nanovllm" / "assets" / "tiny-qwen3"
 
 # hidden, layers, heads, KV heads, head size, intermediate, tied head
 SHAPES = {
@@ -82,7 +83,9 @@ def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
 def model_folder(name: str) -> tuple[str, bool]:
     """The folder or hub id to load, and whether its weights are made up."""
     if name == "tiny":
-        return str(TINY), False
+        from nanovllm import TINY_MODEL
+
+        return str(TINY_MODEL), False
     if name not in SHAPES:
         return name, False
     hidden, layers, heads, kv_heads, head_dim, intermediate, tied = SHAPES[name]
@@ -181,17 +184,26 @@ ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": Trans
 
 
 def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
-    """Seconds below which no engine comes on one GPU: every step reads the weights once and each running sequence's K and
-    V once, and every prompt token takes two operations a parameter. Steps hold at most 512 sequences."""
+    """Seconds below which no engine comes on one GPU. Either bound may be the higher one:
+
+    - bytes, then prompts: each step reads the weights once and each running sequence's K and V once, and the prompts'
+      tokens take two operations a parameter. Steps hold at most 512 sequences.
+    - all operations: those, the same for tokens drawn, the head, and attention within prompts.
+    """
     if model not in SHAPES:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, _ = SHAPES[model]
     body = layers * (hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * intermediate)
+    head = VOCAB * hidden
     kv_bytes = layers * kv_heads * head_dim * 2 * 2
-    steps = max(max(n for _, n in work), -(-sum(n for _, n in work) // 512))
+    drawn = sum(n for _, n in work)
+    steps = max(max(n for _, n in work), -(-drawn // 512))
     kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work) * kv_bytes
-    computed = sum(len(prompt) for prompt, _ in work) - (2048 * (len(work) - 1) if name == "shared" else 0)
-    return (kv_read + (body + VOCAB * hidden) * 2 * steps) / bandwidth + 2 * body * computed / flops
+    spared = 2048 if name == "shared" else 0  # of every prompt but the first, by the prefix cache
+    prompt_ops = 2 * body * (sum(len(prompt) for prompt, _ in work) - spared * (len(work) - 1))
+    pairs = (sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)) / 2  # of query and key
+    all_ops = prompt_ops + 2 * (body + head) * drawn + 4 * layers * heads * head_dim * pairs
+    return max((kv_read + (body + head) * 2 * steps) / bandwidth + prompt_ops / flops, all_ops / flops)
 
 
 def ceilings() -> tuple[float, float] | None:
@@ -237,6 +249,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
         seconds = []
         for repeat in range(args.repeat):
             fresh = refresh(work, name, repeat, engine.vocab)
+            if args.plot:
+                engine.llm.engine.steps = []  # to which the engine adds a record of each step
             begin = time.perf_counter()
             tokens = engine.run(fresh, temperature)
             seconds.append(time.perf_counter() - begin)
@@ -254,7 +268,39 @@ def measure(args: argparse.Namespace) -> list[dict]:
             )
         )  # fmt: skip
         print_row(rows[-1])
+        if args.plot:
+            path = args.plot if args.workload == name else args.plot.with_stem(f"{args.plot.stem}-{name}")
+            plot(engine.llm.engine.steps, path, f"{args.model}, {name}: {WORKLOADS[name]}")
+            print(f"              drawn in {path}")
     return rows
+
+
+def plot(steps: list, path: Path, title: str) -> None:
+    """Draw sequences, tokens of a step and KV blocks in use over the time of a run."""
+    from matplotlib.figure import Figure
+
+    times = [step.time - steps[0].time for step in steps]
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    sequences, tokens, blocks = figure.subplots(3, 1, sharex=True)
+    figure.suptitle(title)
+    sequences.plot(times, [step.running for step in steps], label="running")
+    sequences.plot(times, [step.waiting for step in steps], label="waiting")
+    sequences.set_ylabel("sequences")
+    # From one token to a whole budget of prompts: only a logarithm shows both. A step without prompts has no dot.
+    prefills = [(at, step.prefill_tokens) for at, step in zip(times, steps) if step.prefill_tokens]
+    tokens.plot(*zip(*prefills), ".", label="prefill")
+    decodes = [(at, step.decode_tokens) for at, step in zip(times, steps) if step.decode_tokens]
+    if decodes:
+        tokens.plot(*zip(*decodes), ".", label="decode")
+    tokens.set_yscale("log")
+    tokens.set_ylabel("tokens of a step")
+    blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    blocks.set_ylabel("KV blocks")
+    blocks.set_xlabel("seconds")
+    for axes in (sequences, tokens, blocks):
+        axes.legend(loc="upper right")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def device_name() -> str:
@@ -353,6 +399,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--options", default="{}", help="further options of the engine's LLM, as JSON")
     parser.add_argument("--json", metavar="FILE", help="write the measurements there")
+    parser.add_argument("--plot", metavar="PNG", type=Path, help="draw each workload's last run there; needs matplotlib")
     parser.add_argument("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     args = parser.parse_args()
     if args.host:
@@ -366,6 +413,11 @@ def main() -> None:
         parser.error(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
     if args.repeat < 1:
         parser.error(f"--repeat is {args.repeat}: use 1 or more")
+    if args.plot:
+        if args.compare or args.engine != "nanovllm":
+            parser.error("--plot draws nanovllm's own steps: leave --compare and --engine out")
+        if not find_spec("matplotlib"):
+            parser.error("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
     rows = compare(args) if args.compare else measure(args)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))

@@ -30,6 +30,7 @@ class Config:
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
+    symmetric_memory: let ranks read each other's GPU memory to sum small tensors, where they can.
     step_timeout: seconds after which ranks that give no sign count as hung.
     """
 
@@ -49,6 +50,7 @@ class Config:
     attention_backend: str = "auto"
     overlap: bool | None = None
     seed: int | None = None
+    symmetric_memory: bool = True
     step_timeout: float = 60.0
 
     @classmethod
@@ -82,7 +84,7 @@ class Config:
             raise TypeError(f"step_timeout is {self.step_timeout!r}: use a number of seconds")
         if not self.step_timeout > 0:
             raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0")
-        for name in ("enforce_eager", "enable_prefix_caching", "overlap"):
+        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "overlap"):
             if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))

@@ -46,7 +46,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check("temperature", float, 0, sys.float_info.max, "0 (greedy) or a positive number")
-        self._check("top_k", int, -1, math.inf, "the number of tokens to draw from, or 0 or -1 for all")
+        self._check("top_k", int, -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens")
         self._check("top_p", float, ABOVE_ZERO, 1, "a number above 0, at most 1")
         self._check("min_p", float, 0, 1, "a number from 0 to 1")
         self._check("max_tokens", int, 1, math.inf, "an integer, 1 or more")
@@ -68,9 +68,9 @@ class SamplingParams:
         self._check("n", int, 1, math.inf, "an integer, 1 or more")
         if self.logprobs is not None:
             self._check("logprobs", int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None")
-        self._check("repetition_penalty", float, ABOVE_ZERO, sys.float_info.max, "a positive number, 1 for none")
-        self._check("presence_penalty", float, -2, 2, "a number from -2 to 2, 0 for none")
-        self._check("frequency_penalty", float, -2, 2, "a number from -2 to 2, 0 for none")
+        self._check("repetition_penalty", float, ABOVE_ZERO, sys.float_info.max, "a number above 0; 1 changes nothing")
+        self._check("presence_penalty", float, -2, 2, "a number from -2 to 2; 0 changes nothing")
+        self._check("frequency_penalty", float, -2, 2, "a number from -2 to 2; 0 changes nothing")
 
     def _check(self, name: str, kind: type, least: float, most: float, remedy: str) -> None:
         value = getattr(self, name)

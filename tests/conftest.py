@@ -1,12 +1,16 @@
 """What the tests share: random small checkpoints, their greedy output by transformers, and LLMs that run them."""
 
 import os
+import signal
 
 import torch
 
 if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter; the choice must be made before triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Where pytest runs in the background, Ctrl-C may be ignored from the start, and the tests of interrupts would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from engine_helpers import MODELS, Checkpoint, save_checkpoint  # noqa: E402

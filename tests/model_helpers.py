@@ -81,7 +81,7 @@ class Driver:
             len(decodes),
             torch.tensor([self.lens[i] for i in decodes], dtype=torch.int32),
             self.tables[list(decodes)],
-            prefill,
+            prefill=prefill,
         )
         with forward_context(meta):
             return self.model.compute_logits(self.model(torch.tensor(tokens), torch.tensor(positions)))

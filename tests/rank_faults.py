@@ -6,7 +6,9 @@ A module of its own, since the processes of the ranks import it.
 import json
 import os
 import signal
+import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -43,17 +45,26 @@ class FaultyRunner(ModelRunner):
 class StarvedRunner(ModelRunner):
     """Has room for 20 blocks on rank 1, and for 30 elsewhere."""
 
-    def __init__(self, *args, group, **options):
-        import nanovllm.engine.model_runner as module
+    def __init__(self, config, *args, group, **options):
+        config = replace(config, num_kvcache_blocks=20 if group.rank == 1 else 30)
+        super().__init__(config, *args, group=group, **options)
 
-        module.num_blocks_that_fit = lambda *_: 20 if group.rank == 1 else 30
-        super().__init__(*args, group=group, **options)
+
+class PartsRunner(ModelRunner):
+    """Sums in parts what is otherwise summed whole but for long prompts."""
+
+    def __init__(self, *args, **options):
+        import nanovllm.layers.linear as module
+
+        module.OVERLAP_ROWS = 9
+        super().__init__(*args, **options)
 
 
 class EchoRunner:
     """Has no model: answers each row's number, and for a prompt its length."""
 
     def __init__(self, *args, group, **options):
+        assert "transformers" not in sys.modules, "a rank need not import it, and it takes seconds"
         self.group, self.device, self.num_blocks = group, torch.device("cpu"), 100
 
     def launch(self, batch):

@@ -1,6 +1,8 @@
 """The ways to call an LLM: chat, stream, requests one by one, stop strings; what they leave behind."""
 
+import importlib.util
 import random
+from pathlib import Path
 
 import pytest
 from call_helpers import check_empty, generate, make_folder, make_llm, make_tokenizer, random_prompts
@@ -450,3 +452,15 @@ def test_steps_are_recorded_when_asked(llm):
     assert [step.running for step in steps[:6]] == [2] * 6 and steps[0].waiting == 0
     assert steps[0].blocks_in_use == 3 and max(step.blocks_in_use for step in steps) == 3
     assert all(a.time <= b.time for a, b in zip(steps, steps[1:]))
+
+
+def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    llm.engine.steps = []
+    generate(llm, random_prompts(12), SamplingParams(max_tokens=6, ignore_eos=True))
+    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run")
+    llm.engine.steps = None
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -76,12 +76,14 @@ def draw(logits, params, seeds, prompt=(), output=(), stop_ids=(), group=Paralle
     rows, vocab_size = len(seeds), vocab_size or logits.shape[1]
     params = params if isinstance(params, list) else [params] * rows
     length = len(prompt) + len(output)
-    special = SpecialRows(rows, length + 1, vocab_size, group, torch.from_numpy)
+    device = logits.device
+    special = SpecialRows(rows, length + 1, vocab_size, group, lambda array: torch.from_numpy(array).to(device))
     for row in range(rows):
         special.set(row, SpecialRow(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]))
-    tokens = torch.full((rows,), -1)
+    tokens = torch.full((rows,), -1, device=device)
+    lens = torch.full((rows,), length, dtype=torch.int32, device=device)
     for part in special.among(tuple(range(rows))):
-        special.draw(part, logits, seeds, torch.full((rows,), length, dtype=torch.int32), tokens)
+        special.draw(part, logits, seeds, lens, tokens)
     return tokens
 
 

@@ -70,9 +70,15 @@ class Server:
         running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
         assert len(running) <= self.scheduler.max_num_seqs
 
-    def run(self, delay: bool = False) -> None:
-        while self.scheduler.has_unfinished() or self.in_flight:
+    def run(self, delay: bool = False, until=lambda server: not server.scheduler.has_unfinished()) -> None:
+        for _ in range(1000):
+            if until(self) and not self.in_flight:
+                return
             self.step(delay)
+        raise AssertionError("waits forever")
+
+    def run_until_preemption(self) -> None:
+        self.run(until=lambda server: server.scheduler.num_preemptions)
 
 
 @st.composite
@@ -205,8 +211,7 @@ def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
     server = Server(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=3))
     for id in range(4):
         server.add(id, [id, id], 8)
-    while not server.scheduler.num_preemptions:
-        server.step()
+    server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2, 3]
 
@@ -220,8 +225,7 @@ def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode():
     third = server.add(2, [2] * 8, 3)
     server.step()
     assert server.scheduler.partial is third and server.scheduler.blocks.num_free == 0
-    while not server.scheduler.num_preemptions:
-        server.step()
+    server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.partial is None
 
@@ -295,11 +299,13 @@ def test_blocks_filled_by_drawn_tokens_are_shared_too():
     assert server.batches[-1].prefills[0].start == 12
 
 
-def test_a_request_for_one_token_never_decodes():
+@pytest.mark.parametrize("max_tokens", [1, 2, 7])
+def test_no_step_is_run_past_a_known_length(max_tokens):
+    """The prompt gives the first token. The last one is in flight when the next step is planned."""
     server = Server(make_scheduler())
-    server.add(0, [1, 2, 3], 1)
+    server.add(0, [1, 2, 3], max_tokens)
     server.run(delay=True)
-    assert len(server.batches) == 1 and not server.batches[0].decode_rows
+    assert [len(batch.decode_rows) for batch in server.batches] == [0] + [1] * (max_tokens - 1)
 
 
 def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_token():
@@ -324,6 +330,21 @@ def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
         server.step()
     assert len(server.scheduler.running) == 15 and len(server.scheduler.waiting) == 4, "one free row is no group"
     server.run()
+
+
+def test_admission_beside_running_sequences_leaves_blocks_for_these_to_grow():
+    server = Server(make_scheduler(num_blocks=128, block_size=1, max_num_batched_tokens=200))
+    server.add(0, [1], 100)
+    server.step()
+    server.step()  # two blocks in use; a third when the next step is planned
+    server.add(1, [2] * 124, 1)
+    server.step()
+    assert len(server.scheduler.waiting) == 1, "125 blocks are free, but 2 of 128 are held back"
+    server.scheduler.abort(server.scheduler.running[0])
+    server.add(2, [3] * 128, 1)
+    server.step()
+    server.step()
+    assert not server.scheduler.waiting, "alone, a request may take the whole cache"
 
 
 def test_aborting_everything_leaves_an_empty_scheduler():

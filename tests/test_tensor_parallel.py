@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from model_helpers import make_checkpoint
-from rank_faults import EchoRunner, StarvedRunner, set_fault
-from transformers import Qwen3Config
+from rank_faults import EchoRunner, PartsRunner, StarvedRunner, set_fault
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
@@ -118,12 +118,37 @@ def test_greedy_output_is_that_of_one_rank(llms, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_seed_draws_the_same_tokens_on_any_number_of_ranks(llms, size):
-    for llm in (llms[1], llms[size]):
-        llm.engine._seeds = random.Random(5)
     prompts = make_prompts(10, seed=1)
-    drawn = run(llms[size], prompts, temperature=0.9)
-    assert drawn == run(llms[1], prompts, temperature=0.9)
+    drawn = run(llms[size], prompts, temperature=0.9, seed=5)
+    assert drawn == run(llms[1], prompts, temperature=0.9, seed=5)
     assert drawn != run(llms[1], prompts, temperature=0)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_that_need_all_logits_draw_the_same_on_any_number_of_ranks(llms, size):
+    params = [
+        SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True, **wish)
+        for wish in (dict(top_k=30), dict(top_p=0.8), dict(repetition_penalty=1.3), dict(logprobs=2), dict())
+    ]
+    prompts = make_prompts(len(params), seed=8)
+    outputs, expected = [llms[n].generate(prompts, params, use_tqdm=False) for n in (size, 1)]
+    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
+    assert outputs[3]["logprobs"] == [pytest.approx(of_token, abs=1e-4) for of_token in expected[3]["logprobs"]]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+        LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)),
+    ],
+    ids=["qwen3-moe", "llama"],
+)
+def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
+    make_checkpoint(tmp_path, config)
+    prompts = make_prompts(4, seed=9)
+    with LLM(tmp_path, **OPTIONS) as one, LLM(tmp_path, **OPTIONS, tensor_parallel_size=2) as two:
+        assert run(two, prompts, temperature=0) == run(one, prompts, temperature=0)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -155,6 +180,13 @@ def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
         assert four.engine.scheduler.num_preemptions > 0
 
 
+def test_sums_in_parts_do_not_change_output(llms, folder, monkeypatch):
+    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", PartsRunner)
+    prompts = make_prompts(6, seed=7)
+    with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
+        assert run(llm, prompts, temperature=0) == run(llms[1], prompts, temperature=0)
+
+
 def test_llms_in_one_process_do_not_meet(llms):
     prompts = make_prompts(4, seed=5)
     expected = run(llms[1], prompts, temperature=0)
@@ -176,7 +208,7 @@ def test_an_interrupted_call_leaves_the_llm_usable(llms):
 
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
     monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", StarvedRunner)
-    with LLM(folder, **{**OPTIONS, "num_kvcache_blocks": None}, tensor_parallel_size=2) as llm:
+    with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
         assert llm.engine.runner.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
 
@@ -218,7 +250,7 @@ def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):
         (1, "prefill", "hang", r"gave no sign for 3 s"),
     ],
 )
-def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, rank, where, action, message):
+def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, capfd, rank, where, action, message):
     before = leftovers()
     set_fault(monkeypatch, rank, where, action)
     options = {**OPTIONS, "step_timeout": 3.0, "tensor_parallel_size": 2}
@@ -233,6 +265,8 @@ def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, ran
         run(llm, make_prompts(4), temperature=0)
     assert time.monotonic() - begin < 10
     assert set(leftovers()) <= set(before)
+    if action == "hang":
+        assert "in fail_at" in capfd.readouterr().err
     with pytest.raises(RankError, match="make a new one"):
         run(llm, [[1]])
     llm.close()
@@ -258,12 +292,12 @@ def echo(folder):
 
 def test_a_command_has_no_size_limit(echo):
     chunk = PrefillChunk(0, list(range(1_000_000)), 0, 0, [1], True, 0.0, 0)
-    assert echo.launch(Batch(decode_rows=(3, 1), prefills=(chunk,))).wait() == [3, 1, 1_000_000]
+    assert echo.launch(Batch(decode_rows=(3, 1), prefills=(chunk,))).wait().tokens == [3, 1, 1_000_000]
 
 
 def test_steps_are_launched_ahead_of_their_results(echo):
     steps = [echo.launch(Batch(decode_rows=(i,))) for i in range(20)]
-    assert [step.wait() for step in reversed(steps)] == [[i] for i in reversed(range(20))]
+    assert [step.wait().tokens for step in reversed(steps)] == [[i] for i in reversed(range(20))]
 
 
 def test_an_interrupt_anywhere_leaves_the_channel_whole(echo):
@@ -288,7 +322,7 @@ def test_an_interrupt_anywhere_leaves_the_channel_whole(echo):
             except Alarm:
                 interrupted += 1
                 echo.synchronize()
-            assert echo.launch(batch).wait() == [i] + [30_000] * (i % 2)
+            assert echo.launch(batch).wait().tokens == [i] + [30_000] * (i % 2)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
@@ -300,7 +334,7 @@ def test_a_fork_does_not_end_its_parents_ranks(echo):
         echo.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert echo.launch(Batch(decode_rows=(7,))).wait() == [7]
+    assert echo.launch(Batch(decode_rows=(7,))).wait().tokens == [7]
 
 
 def make_script(folder: Path, forever: bool) -> str:

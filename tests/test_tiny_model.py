@@ -1,15 +1,11 @@
 """The trained model that comes with the library: real text, a real tokenizer, a real end of sequence."""
 
-from pathlib import Path
-
 import pytest
 from engine_helpers import Checkpoint, assert_empty, assert_greedy, greedy
 from transformers import AutoTokenizer
 
-import nanovllm
-from nanovllm import LLM
+from nanovllm import LLM, TINY_MODEL
 
-TINY = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"
 LIBRARY = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 TEXTS = [
     "import",
@@ -24,12 +20,12 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def tiny():
-    return Checkpoint(TINY)
+    return Checkpoint(TINY_MODEL)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
+    return AutoTokenizer.from_pretrained(TINY_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +45,14 @@ def prompts(tokenizer):
     ids=str,
 )
 def test_greedy_tokens_of_the_tiny_model_equal_transformers(make_llm, tiny, prompts, options):
-    llm = make_llm(TINY, **options)
+    llm = make_llm(TINY_MODEL, **options)
     assert_greedy(llm, tiny, prompts, max_tokens=40)
     assert ("num_kvcache_blocks" in options) == (llm.engine.scheduler.num_preemptions > 0)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_text_stops_where_the_tiny_models_file_ends(make_llm, tiny, tokenizer, prompts, overlap):
-    llm = make_llm(TINY, overlap=overlap)
+    llm = make_llm(TINY_MODEL, overlap=overlap)
     reasons = []
     for prompt, output in zip(prompts, llm.generate(TEXTS, greedy(40, ignore_eos=False), use_tqdm=False)):
         expected = tiny.expected(prompt, 40)
@@ -71,5 +67,5 @@ def test_text_stops_where_the_tiny_models_file_ends(make_llm, tiny, tokenizer, p
 
 
 def test_the_tiny_model_runs_with_default_options(tiny, prompts):
-    with LLM(TINY, device="cpu") as llm:
+    with LLM(TINY_MODEL, device="cpu") as llm:
         assert_greedy(llm, tiny, prompts[:3], max_tokens=16)

@@ -11,8 +11,9 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
+from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
-from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
@@ -97,8 +98,8 @@ class LLMEngine:
         batch = self.scheduler.schedule()
         launched = None
         if batch is not None:
-            launched = self.runner.launch(batch), len(batch.first_draws) if batch.prefills else 0
             self._record_launch(batch)
+            launched = self.runner.launch(batch), len(batch.first_draws) if batch.prefills else 0
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:

@@ -6,7 +6,6 @@ device still works. Knows no sequences and no policy: those are the scheduler's.
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +14,12 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk, StepResult
+from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.moe import Experts
 from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
 from nanovllm.models import build_model
 from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
@@ -28,23 +29,6 @@ from nanovllm.utils.parallel import ParallelGroup
 # From how many rows and common tokens on reading a shared prefix once pays for the extra kernel.
 SHARING_ROWS, SHARED_TOKENS = 16, 256
 GRAPH_BYTES = 8 * 2**20  # what one more captured graph takes beside its buffers; see _graph_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """Tokens on their way from the device."""
-
-    tokens: Tensor
-    arrived: "torch.cuda.Event | None"
-    logprobs: list[Logprobs] = field(default_factory=list)
-
-    def ready(self) -> bool:
-        return self.arrived is None or self.arrived.query()
-
-    def wait(self) -> StepResult:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return StepResult(self.tokens.tolist(), {i: values for part in self.logprobs for i, values in part.read().items()})
 
 
 class Drawn(NamedTuple):
@@ -104,7 +88,14 @@ class ModelRunner:
         self._backend = kernels.select_attention_backend(
             config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
         )
-        self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if on_gpu and not config.enforce_eager else None
+        # A graph cannot hold what waits for the device, as plain attention and ungrouped experts do.
+        capturable = self._backend is not kernels.TORCH_BACKEND and all(
+            kernels.can_group(self.dtype, module.gate_up_proj, module.down_proj)
+            for module in self.model.modules()
+            if isinstance(module, Experts)
+        )
+        use_graphs = on_gpu and capturable and not config.enforce_eager
+        self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if use_graphs else None
         num_blocks = config.num_kvcache_blocks
         if num_blocks is None:
             block = block_bytes(self.attention_layers, self.block_size, self.dtype)
@@ -131,11 +122,17 @@ class ModelRunner:
         if not self.graphs:
             return 0
         self._bind_cache(1)
+        size = self.graphs.sizes[-1]
+        self._capture([size])  # loads the kernels, which is no graph's memory
+        self.graphs.clear()
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        self._capture(self.graphs.sizes[-1:])
+        self._capture([size])
+        torch.cuda.empty_cache()
         taken = free - torch.cuda.mem_get_info(self.device)[0]
         self.graphs.clear()
         self._bind_cache(0)
+        torch.cuda.empty_cache()
         return taken + len(self.graphs.sizes) * GRAPH_BYTES
 
     def _run_largest_step(self) -> None:
@@ -163,7 +160,7 @@ class ModelRunner:
         else:
             drawn = self._decode_step(num_decodes, batch.shared_blocks)
         rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
-        return self._read_back(drawn.tokens, self._draw_special(rows, drawn))
+        return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
 
     def _decode_step(self, num_decodes: int, shared_blocks: int) -> Drawn:
         """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
@@ -252,12 +249,12 @@ class ModelRunner:
 
     def _copy_blocks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt has filled in part."""
-        copies = [
-            (chunk.block_table[-1], fork.block_table[-1]) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
-        ]
+        forks = [(chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size]
+        copies = [(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks]
         if copies:
             source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-            self.kv_cache[:, :, copy] = self.kv_cache[:, :, source]
+            for layer in self.kv_cache:  # one by one: what is read is held in memory before it is written
+                layer[:, copy] = layer[:, source]
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: StepMetadata) -> Tensor:
         with forward_context(metadata):
@@ -286,20 +283,6 @@ class ModelRunner:
             return tensor
         # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is done.
         return tensor.pin_memory().to(self.device, non_blocking=True)
-
-    def _read_back(self, tokens: Tensor, logprobs: list[Logprobs]) -> DrawnTokens:
-        if self.device.type == "cpu":
-            return DrawnTokens(tokens, None, logprobs)
-        tokens = self._to_host(tokens)
-        logprobs = [replace(part, token_ids=self._to_host(part.token_ids), values=self._to_host(part.values)) for part in logprobs]
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return DrawnTokens(tokens, arrived, logprobs)
-
-    @staticmethod
-    def _to_host(x: Tensor) -> Tensor:
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-        return host.copy_(x, non_blocking=True)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

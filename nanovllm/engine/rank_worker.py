@@ -6,6 +6,7 @@ alone, so that a rank ends even from within a collective which others will never
 """
 
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -19,7 +20,8 @@ from contextlib import suppress
 import torch
 
 from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
-from nanovllm.engine.model_runner import DrawnTokens, ModelRunner, resolve_device
+from nanovllm.engine.drawn_tokens import DrawnTokens
+from nanovllm.engine.model_runner import ModelRunner, resolve_device
 from nanovllm.utils.parallel import connect_store, host_store, join_group
 
 PR_SET_PDEATHSIG = 1
@@ -28,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 def run_rank(fd: int, dies_with_parent: bool) -> None:
     """Serve the engine at the other end of `fd`. Never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # what Ctrl-C means is for the engine to decide
+    faulthandler.register(signal.SIGUSR1)  # the engine asks thus where a rank hangs
     if dies_with_parent and sys.platform == "linux":
         # The kernel ends us even where no thread of ours can run Python. It counts the thread that started us as the
         # parent, so this is asked for only where that is the main one.
@@ -93,7 +96,7 @@ def _start(channel: Channel) -> ModelRunner:
     if device.type == "cpu":
         # The ranks share the cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // start.size))
-    group = join_group(start.rank, start.size, device, store)
+    group = join_group(start.rank, start.size, device, store, symmetric_memory=start.config.symmetric_memory)
     runner = start.runner_class(
         start.config,
         start.hf_config,

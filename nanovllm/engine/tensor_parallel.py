@@ -72,7 +72,7 @@ class TensorParallelRunner:
         self._step = 0  # the last command's number
         self._outgoing: Outgoing = memoryview(b""), []
         self._drawn: dict[int, StepResult] = {}  # those that arrived, by step
-        self._error: RankError | None = None
+        self._lost: str | None = None  # why the ranks are gone
         self._ranks: list[Rank] = []
         self._by_fd: dict[int, Rank] = {}
         self._poll = select.poll()
@@ -133,7 +133,7 @@ class TensorParallelRunner:
             self._listen(lambda: all(rank.done == step for rank in self._ranks), self._step_seconds)
         except BaseException as error:
             # A second Ctrl-C comes when a rank hangs: do not wait for it any more.
-            self._error = self._error or RankError(f"{type(error).__name__} while the ranks finished their last step")
+            self._lost = self._lost or f"{type(error).__name__} while they finished their last step"
             self._end()
             raise
         self._drawn.clear()
@@ -143,8 +143,8 @@ class TensorParallelRunner:
         self._end()
 
     def _command(self, message: Launch | Synchronize) -> int:
-        if self._error is not None:
-            raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._error}")
+        if self._lost is not None:
+            raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._lost}")
         self._send()  # the rest of a command that Ctrl-C came into: every rank gets the same ones
         self._step = message.step
         self._outgoing = Channel.frame(message), [(rank, []) for rank in self._ranks]
@@ -193,31 +193,34 @@ class TensorParallelRunner:
             rank.answers.append(message)
 
     def _fail(self, rank: Rank, failed: Failed | None = None) -> NoReturn:
-        """End all ranks and say why: the rank died, or raised what it says."""
-        # A rank that lost its peer complains at once, perhaps before the peer is seen dead. Those who raise stay alive.
+        """End all ranks and say why: this one died or, if it says so itself, raised."""
         time.sleep(EVIDENCE_SECONDS)
-        dead = next((rank for rank in self._ranks if rank.process.poll() is not None), None)
-        if dead is None and failed is not None and failed.is_users and self._step == 0:
+        if failed is not None:
+            # Who loses a peer in a collective complains at once; who raises stays alive. So a dead one is the cause.
+            dead = next((other for other in self._ranks if other.process.poll() is not None), None)
+            if dead is not None:
+                rank, failed = dead, None
+        if failed is not None and failed.is_users and self._step == 0:
             raise ValueError(failed.error) from RankError(f"rank {rank.number} raised:\n{failed.traceback}")
-        culprit = dead or rank
-        if dead is None and failed is not None:
-            what = f"raised:\n{failed.traceback}"
-        else:
-            what = f"died: {how_ended(culprit.process)}"
-        self._give_up(f"rank {culprit.number} of {len(self._ranks)} {what}")
+        what = f"raised:\n{failed.traceback}" if failed is not None else f"died: {how_ended(rank.process)}"
+        self._give_up(f"rank {rank.number} of {len(self._ranks)} {what}")
 
     def _fail_silent(self, ranks: list[Rank], seconds: float) -> NoReturn:
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGUSR1)  # which has it print where its threads are
+        time.sleep(EVIDENCE_SECONDS)
         names = " and ".join(str(rank.number) for rank in ranks)
         self._give_up(
-            f"rank {names} of {len(self._ranks)} gave no sign for {seconds:g} s: if a step may take longer, raise step_timeout"
+            f"rank{'s' * (len(ranks) > 1)} {names} of {len(self._ranks)} gave no sign for {seconds:g} s; where each rank "
+            "hangs is on stderr. If a step may take longer, raise step_timeout"
         )
 
     def _give_up(self, what: str) -> NoReturn:
-        self._error = RankError(what + (" (while starting)" if self._step == 0 else ""))
+        self._lost = what + (" (while starting)" if self._step == 0 else "")
         for rank in self._ranks:
             rank.process.kill()
         self._end()
-        raise self._error
+        raise RankError(self._lost)
 
 
 def check_split(config: Config, hf_config) -> None:
@@ -241,7 +244,7 @@ def spawn_rank(number: int, timeout: float) -> Rank:
     with theirs:
         in_main_thread = threading.current_thread() is threading.main_thread()
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from nanovllm.engine.rank_worker import run_rank; "
+            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from nanovllm.engine.rank_worker import run_rank; "
             f"run_rank({theirs.fileno()}, dies_with_parent={in_main_thread})"
         )
         process = subprocess.Popen(

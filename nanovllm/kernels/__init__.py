@@ -8,11 +8,13 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import grouped_experts, reference
 from nanovllm.kernels.backends import TORCH_BACKEND, AttentionBackend, select_attention_backend
+from nanovllm.kernels.grouped_experts import can_group
 
 __all__ = [
     "TORCH_BACKEND",
     "AttentionBackend",
     "add_rms_norm",
+    "can_group",
     "decode_inputs",
     "linear",
     "moe",
@@ -61,7 +63,7 @@ def linear(x, weight, bias=None):
 
 
 def moe(x, experts, weights, gate_up, down):
-    form = grouped_experts if grouped_experts.can_group(x, gate_up, down) else reference
+    form = grouped_experts if can_group(x.dtype, gate_up, down) else reference
     return form.moe(x, experts, weights, gate_up, down)
 
 

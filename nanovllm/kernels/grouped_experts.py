@@ -10,10 +10,10 @@ from torch import Tensor
 from nanovllm import kernels
 
 
-def can_group(x: Tensor, gate_up: Tensor, down: Tensor) -> bool:
+def can_group(dtype: torch.dtype, gate_up: Tensor, down: Tensor) -> bool:
     """torch's grouped product takes bfloat16 on a GPU, with rows of a multiple of 16 bytes."""
     aligned = gate_up.shape[2] % 8 == 0 and down.shape[2] % 8 == 0
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+    return gate_up.is_cuda and dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
 
 
 def moe(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from nanovllm import kernels
 from nanovllm.utils.parallel import ParallelGroup
 from nanovllm.utils.source import Source, sibling
 
+OVERLAP_ROWS = 4096  # from here on a part's product takes longer than to launch it
+OVERLAP_PARTS = 4
+
 
 def empty_parameter(*shape: int) -> nn.Parameter:
     """Uninitialised, in the default dtype on the default device: the loader fills every element."""
@@ -130,7 +133,22 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.group.rank == 0 else None  # the sum must count it once
+        if self.group.size > 1 and x.shape[0] >= OVERLAP_ROWS:
+            return self._forward_in_parts(x, bias)
         return self.group.all_reduce(kernels.linear(x, self.weight, bias))
+
+    def _forward_in_parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Sum one part's results over the ranks while the next part's are computed."""
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        sums = []
+        for part, result in zip(x.chunk(OVERLAP_PARTS), out.chunk(OVERLAP_PARTS)):
+            torch.mm(part, self.weight.t(), out=result)
+            if bias is not None:
+                result += bias
+            sums.append(self.group.begin_all_reduce(result))
+        for each in sums:
+            each.wait()
+        return out
 
     def sources(self, path: str) -> Iterator[Source]:
         out_features, count = self.weight.shape

@@ -132,6 +132,7 @@ class _Part:
             for i, wish in enumerate(wishes)
             if wish.params.min_tokens
             for token in wish.stop_ids
+            if token < vocab_size
         ]
         # Row i may not draw the token before it has this length.
         self.barred = upload(np.array(barred, dtype=np.int64).T.copy()) if barred else None

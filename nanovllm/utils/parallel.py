@@ -5,6 +5,7 @@ notices their death is engine/tensor_parallel.py. A process is one rank of one g
 """
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,6 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HOST = "127.0.0.1"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+ENVIRONMENT = {  # unless the user set something else
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
+    "NCCL_SOCKET_IFNAME": LOOPBACK,
+    # NVLink multicast stays off: a process that dies while it uses it can put all GPUs of the host out of order.
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
+# Its name from PyTorch 2.13 on, and before.
+all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Ranks wait for each other while they load, however long that takes: who is late or dead is the engine's to judge.
 PATIENCE = timedelta(hours=1)
 UNIT = 16  # vocabulary entries that one rank must have together for its draws to be those of one rank alone
@@ -36,6 +47,10 @@ class ParallelGroup:
         dist.all_reduce(x)
         return x
 
+    def begin_all_reduce(self, x: Tensor) -> "dist.Work":
+        """Start to sum `x` over the ranks in place; other work may go on until `wait` on what this returns."""
+        return dist.all_reduce(x, async_op=True)
+
     def maximum(self, x: Tensor) -> Tensor:
         """The greatest of the ranks' `x`, element by element; `x` may be overwritten."""
         if self.size > 1:
@@ -47,7 +62,7 @@ class ParallelGroup:
         if self.size == 1:
             return x.unsqueeze(0)
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
+        all_gather_one(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
         return gathered
 
     def column_starts(self, total: int) -> list[int]:
@@ -131,15 +146,9 @@ def connect_store(port: int) -> dist.Store:
     return dist.TCPStore(HOST, port, is_master=False, timeout=PATIENCE)
 
 
-def join_group(rank: int, size: int, device: torch.device, store: dist.Store, *, one_shot: bool = True) -> ParallelGroup:
+def join_group(rank: int, size: int, device: torch.device, store: dist.Store, *, symmetric_memory: bool) -> ParallelGroup:
     """Become rank `rank` of the `size` that meet at `store`; returns when all are there."""
-    # All ranks are on this host. NVLink multicast stays off: a process that dies inside it can wedge the fabric.
-    for name, value in {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NVLS_ENABLE": "0",
-        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    }.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -147,6 +156,6 @@ def join_group(rank: int, size: int, device: torch.device, store: dist.Store, *,
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     group = ParallelGroup(rank, size)
-    if group.minimum(int(one_shot and OneShotSum.is_available(size, device))):
+    if group.minimum(int(symmetric_memory and OneShotSum.is_available(size, device))):
         group = ParallelGroup(rank, size, OneShotSum(size, device))
     return group

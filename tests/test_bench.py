@@ -1,0 +1,118 @@
+"""bench.py: the workloads to the token, the roofline, and what it prints and writes."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm import TINY_MODEL
+
+SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
+bench = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(bench)
+
+TOTALS = {  # requests, tokens in, tokens out
+    "bench": (256, 142827, 133966),
+    "latency": (1, 128, 512),
+    "prefill": (128, 262144, 128),
+    "shared": (256, 557056, 32768),
+    "long": (64, 192000, 32768),
+    "many": (2048, 146435, 149747),
+    "laptop": (64, 9474, 8491),
+}
+# Seconds, at 4.3 TB/s and 790 TFLOP/s.
+LIMITS = {
+    "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=2.02, long=3.20, many=0.70),
+    "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=3.56, long=8.83, many=5.45),
+}
+
+
+@pytest.fixture(scope="module")
+def work():
+    # "laptop" draws within the vocabulary: these are the tiny model's totals.
+    return {name: bench.workload(name, 4096 if name == "laptop" else bench.VOCAB) for name in bench.WORKLOADS}
+
+
+def test_workloads_are_what_they_were_to_the_token(work):
+    found = {name: (len(w), sum(len(prompt) for prompt, _ in w), sum(n for _, n in w)) for name, w in work.items()}
+    assert found == TOTALS
+    assert work["bench"][0][0][:4] == [6311, 6890, 663, 4242] and [n for _, n in work["bench"][:4]] == [
+        845,
+        312,
+        607,
+        843,
+    ]
+
+
+def test_what_is_said_of_a_workload_is_so(work):
+    for name, text in bench.WORKLOADS.items():
+        assert text.startswith(f"{TOTALS[name][0]} request")
+    assert "133,966" in bench.WORKLOADS["bench"]
+
+
+def test_prompts_fit_any_vocabulary():
+    assert all(0 <= token < 100 for prompt, _ in bench.workload("shared", 100)[:3] for token in prompt)
+
+
+def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
+    for name in ("bench", "shared"):
+        first, second = (bench.refresh(work[name], name, repeat, bench.VOCAB) for repeat in (0, 1))
+        assert not {prompt[0] for prompt, _ in first} & {prompt[0] for prompt, _ in second}
+        assert [(prompt[1:], n) for prompt, n in first] == [(prompt[1:], n) for prompt, n in work[name]]
+    assert len({tuple(prompt[:2048]) for prompt, _ in second}) == 1
+
+
+@pytest.mark.parametrize("model", LIMITS)
+def test_rooflines_are_those_worked_out_apart(model, work):
+    for name, limit in LIMITS[model].items():
+        assert bench.roofline(model, work[name], name, 4.3e12, 790e12) == pytest.approx(limit, rel=0.01)
+
+
+def test_a_model_of_unknown_shape_has_no_roofline(work):
+    assert bench.roofline("tiny", work["latency"], "latency", 1.0, 1.0) is None
+
+
+def run(monkeypatch, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    bench.main()
+
+
+def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
+    small = [([1, 2, 3], 5), (list(range(40)), 3)]
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
+    options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
+    args = ["--engine", "nanovllm", "--model", "tiny", "--workload", "laptop,bench", "--options", options]
+    run(monkeypatch, *args, "--repeat", "3", "--json", str(tmp_path / "out.json"))
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["engine"], row["model"], row["workload"]) for row in rows] == [
+        ("nanovllm", "tiny", "laptop"), ("nanovllm", "tiny", "bench")
+    ]  # fmt: skip
+    for row in rows:
+        assert row["output_tokens"] == 8 and len(row["runs"]) == 3 and row["seconds"] == min(row["runs"]) > 0
+        assert row["output_tokens_per_second"] == pytest.approx(8 / row["seconds"])
+        assert row["startup_seconds"] > 0 and row["roofline_seconds"] is None and row["device"]
+        assert {"python", "torch", "nanovllm"} <= row["versions"].keys()
+    assert re.search(r"nanovllm +tiny +laptop +\d+\.\d+ s", capsys.readouterr().out)
+
+
+def test_the_host_alone_is_measured(monkeypatch, capsys):
+    monkeypatch.setattr(bench.host_cost, "__defaults__", ((4, 8), 20))
+    run(monkeypatch, "--host")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["4", "8"] and all("ms a step" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "args, message", [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")]
+)
+def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
+    with pytest.raises(SystemExit) as error:
+        run(monkeypatch, "--model", "tiny", "--workload", "laptop", *args)
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_tiny_is_the_model_in_the_package():
+    assert bench.model_folder("tiny") == (str(TINY_MODEL), False)

@@ -1,0 +1,65 @@
+"""Sampling, several completions and streams on CUDA: with graphs and without, and without waiting for the device."""
+
+import random
+
+import pytest
+import torch
+from call_helpers import check_empty, generate, make_folder, make_llm, random_prompts
+from test_completions import mixed_params
+from test_sampling import draw, random_params
+
+from nanovllm import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+def test_special_rows_draw_on_the_gpu_what_they_draw_on_the_cpu():
+    r, rows, vocab = random.Random(0), 150, 5000
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    params = [random_params(r) for _ in range(rows)]
+    prompt, output = r.choices(range(vocab), k=40), r.choices(range(60), k=8)
+    arguments = params, torch.arange(rows), prompt, output, (3, 700)
+    on_cpu = draw(logits, *arguments)
+    on_gpu = draw(logits.cuda(), params, torch.arange(rows).cuda(), prompt, output, (3, 700)).cpu()
+    assert (on_cpu != on_gpu).sum() <= 1  # the last bit of a logarithm can decide
+
+
+@pytest.mark.parametrize("options", [dict(), dict(num_kvcache_blocks=12), dict(max_num_batched_tokens=24)], ids=str)
+def test_graphs_change_nothing_for_special_rows_and_forks(folder, options):
+    prompts, params = random_prompts(14, seed=9), mixed_params(14)
+    outputs = []
+    for enforce_eager in (True, False):
+        with make_llm(folder, dtype="float32", enforce_eager=enforce_eager, **options) as llm:
+            outputs.append(generate(llm, prompts, params))
+            texts = [""] * 14
+            singles = [SamplingParams(seed=i, max_tokens=20, top_p=0.9, stop="th") for i in range(14)]
+            for index, text, _, _ in llm.stream(prompts, singles):
+                texts[index] += text
+            assert texts == [output["text"] for output in generate(llm, prompts, singles)]
+            check_empty(llm)
+    eager, graphs = ([output.pop("completions", [output]) for output in one] for one in outputs)
+    assert [[c["token_ids"] for c in one] for one in eager] == [[c["token_ids"] for c in one] for one in graphs]
+
+
+def test_special_rows_do_not_make_the_host_wait(folder):
+    params = [SamplingParams(**one, max_tokens=40, ignore_eos=True) for one in (
+        dict(top_p=0.9), dict(top_k=5, min_p=0.1), dict(logprobs=3), dict(repetition_penalty=1.2, min_tokens=30), dict(n=3),
+    )]  # fmt: skip
+    with make_llm(folder) as llm:
+        generate(llm, random_prompts(5), params)  # compiles what is compiled
+        launch = llm.engine.runner.launch
+
+        def launch_without_waiting(batch):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        llm.engine.runner.launch = launch_without_waiting
+        generate(llm, random_prompts(5, seed=1), params)
