@@ -197,19 +197,22 @@ class ModelRunner:
             decode_rows = self.rows[:num_decodes]
             *decode_inputs, lens, tables = self._decode_inputs(decode_rows)
             token_ids, positions, slots = map(torch.cat, zip(decode_inputs, (token_ids, positions, slots)))
-        hidden = self._forward(token_ids, positions, StepMetadata(slots, num_decodes, lens, tables, prefill=prefill))
-        self._copy_blocks(chunks)
         # Only the last token of a chunk that reaches its sequence's end is followed by a draw, and by those of its forks.
         drawing = [i for i, chunk in enumerate(chunks) if chunk.draws]
         forking = [i for i, chunk in enumerate(chunks) for _ in chunk.forks]
         last = np.cumsum([len(chunk.token_ids) for chunk in chunks])[drawing + forking] - 1 + num_decodes
         drawing += range(len(chunks), len(rows))
-        picks = self._upload(np.concatenate([np.arange(num_decodes), last, drawing]).astype(np.int64))
-        picks, drawing = picks[: num_decodes + len(drawing)], picks[num_decodes + len(drawing) :]
+        draws = [*range(num_decodes), *last]
+        wanted = draws or [0]  # a forward pass carries at least one token to its end
+        picks = self._upload(np.array(wanted + drawing, dtype=np.int64))
+        wanted, drawing = picks.split([len(wanted), len(drawing)])
+        metadata = StepMetadata(slots, num_decodes, lens, tables, prefill=prefill, wanted=wanted)
+        hidden = self._forward(token_ids, positions, metadata)
+        self._copy_blocks(chunks)
         rows, ends = rows[drawing], ends[drawing]
         if num_decodes:
             rows, ends = torch.cat((decode_rows, rows)), torch.cat((lens, ends))
-        return self._draw(hidden[picks], rows, ends)
+        return self._draw(hidden[: len(draws)], rows, ends)
 
     def _decode_inputs(self, rows: Tensor) -> tuple[Tensor, ...]:
         return kernels.decode_inputs(rows, self.last_tokens, self.context_lens, self.block_tables, self.block_size)

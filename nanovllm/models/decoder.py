@@ -14,6 +14,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.utils.context import current_metadata
 from nanovllm.utils.parallel import ParallelGroup
 
 
@@ -39,10 +40,12 @@ class SelfAttention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, rotary)
         self.o_proj = RowParallelLinear(heads * head_dim, hidden, group, bias=output_bias)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
         qkv = self.qkv_proj(x)  # [T, hidden] -> [T, (H + 2G) D]
         heads = self.attn(qkv, positions, self.q_norm, self.k_norm)  # [T, H D]
-        return self.o_proj(heads)  # [T, hidden]
+        if wanted is not None:
+            heads = heads[wanted]  # [R, H D]
+        return self.o_proj(heads)  # [T or R, hidden]
 
 
 class GatedMLP(nn.Module):
@@ -70,13 +73,18 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, residual: Tensor | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`wanted` [R]: the tokens that go on after attention, in the last layer; None: all."""
         # What a block adds to the residual stream is left to the next norm, which does both in one pass.
         if residual is None:
             x, residual = self.input_layernorm(x), x
         else:
             x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, positions)
+        x = self.self_attn(x, positions, wanted)
+        if wanted is not None:
+            residual = residual[wanted]
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
@@ -91,8 +99,11 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x, residual = self.embed_tokens(input_ids), None  # [T] -> [T, hidden]
-        for layer in self.layers:
+        *layers, last = self.layers
+        for layer in layers:
             x, residual = layer(x, residual, positions)
+        # No token attends to the last layer's result: only what is wanted of it need be computed.
+        x, residual = last(x, residual, positions, current_metadata().wanted)
         x, _ = self.norm(x, residual)
         return x
 
@@ -107,7 +118,7 @@ class CausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and their positions, [T] each -> hidden states [T, hidden]."""
+        """Token ids and their positions, [T] each -> hidden states of all, or of the R wanted: [T or R, hidden]."""
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

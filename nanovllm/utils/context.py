@@ -33,6 +33,7 @@ class StepMetadata:
     decode_tables: Tensor | None = None  # [B, W] int32
     shared_len: Tensor | None = None  # [1] int32, tokens in whole blocks with which all B tables begin; None: unknown
     prefill: PrefillMetadata | None = None
+    wanted: Tensor | None = None  # [R] int64, the tokens whose hidden states are asked for; None: all
 
 
 _current: ContextVar[StepMetadata | None] = ContextVar("step_metadata", default=None)
