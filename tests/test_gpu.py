@@ -1,8 +1,8 @@
 """The engine on CUDA: every back end, graphs, memory. Float32 is compared token for token; bfloat16 by regret, how far the
 model's own float32 logits put a chosen token below the best one, which rounding alone keeps small."""
 
-import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -63,9 +63,10 @@ def large(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("large"))
     shape = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, eos_token_id=151645)
     heads = dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
-    model = make_model(folder, **shape, **heads).bfloat16()
-    model.save_pretrained(folder)
-    return folder, copy.deepcopy(model).float(), model
+    make_model(folder, **shape, **heads).bfloat16().save_pretrained(folder)
+    # Loaded again rather than cast: a cast to bfloat16 would round the rotary frequencies too.
+    load = partial(Qwen3ForCausalLM.from_pretrained, folder, attn_implementation="eager", device_map="cuda")
+    return folder, load(dtype=torch.float32), load(dtype=torch.bfloat16)
 
 
 def prompts_of(lengths, vocab=1000):
