@@ -8,10 +8,13 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import (
     TORCH_BACKEND,
+    gated_linear,
+    linear,
     reference,
     sample,
     select_attention_backend,
     skinny_linear,
+    tiled_linear,
     torch_attention,
     triton_attention,
     triton_ops,
@@ -194,6 +197,39 @@ def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     b = randn(outputs, dtype=dtype) if bias else None
     expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
     assert_close(skinny_linear.linear(x, weight, b), expected)
+
+
+LOW_DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("rows, tiling", [(33, (32, 4, 6)), (64, (64, 1, 4)), (70, (32, 2, 3)), (130, (128, 1, 4))])
+@pytest.mark.parametrize("bias", [False, True])
+def test_tiled_linear_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype):
+    x, weight = randn(rows, 512, dtype=dtype), randn(128, 512, dtype=dtype)
+    b = randn(128, dtype=dtype) if bias else None
+    expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
+    for _ in range(2):  # programs that share a tile count themselves: each launch must find zeros
+        assert_close(tiled_linear.linear(x, weight, b, tiled_linear.Tiling(*tiling)), expected)
+
+
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("rows, block_n", [(33, 32), (64, 64), (100, 32)])
+def test_gated_linear_equals_its_twin(rows, block_n, dtype):
+    x, weight = randn(rows, 256, dtype=dtype), randn(2 * 192, 256, dtype=dtype)
+    expected = reference.silu_and_mul(F.linear(x.float(), weight.float()).to(dtype))
+    assert_close(tiled_linear.gated_linear(x, weight, tiled_linear.Tiling(block_n, 1, 4)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_every_tiling_of_a_decode_step_fits_the_device():
+    for rows in (33, 64, 65, 128, 129, 192, 256):
+        for outputs, inputs in ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 1024), (6144, 4096), (4096, 12288)):
+            x, weight = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
+            expected = F.linear(x, weight)
+            assert_close(linear(x, weight), expected)
+            assert_close(gated_linear(x, weight), reference.silu_and_mul(expected))
 
 
 # (query heads, KV heads, head size, block size)

@@ -16,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "can_group",
     "decode_inputs",
+    "gated_linear",
     "linear",
     "moe",
     "qk_norm_rope_store",
@@ -57,9 +58,21 @@ def sample(logits, *args, **kwargs):
 def linear(x, weight, bias=None):
     if not x.is_cuda:
         return F.linear(x, weight, bias)
-    from nanovllm.kernels import skinny_linear
+    from nanovllm.kernels import skinny_linear, tiled_linear
 
+    if tiling := tiled_linear.tiling(x, weight):
+        return tiled_linear.linear(x, weight, bias, tiling)
     return skinny_linear.linear(x, weight, bias)
+
+
+def gated_linear(x, weight, bias=None):
+    """silu(gate) * up of x, where weight [2 N, K] and bias [2 N] hold gate and then up: [M, K] -> [M, N]."""
+    if x.is_cuda and bias is None:
+        from nanovllm.kernels import tiled_linear
+
+        if tiling := tiled_linear.tiling(x, weight, gated=True):
+            return tiled_linear.gated_linear(x, weight, tiling)
+    return silu_and_mul(linear(x, weight, bias))
 
 
 def moe(x, experts, weights, gate_up, down):

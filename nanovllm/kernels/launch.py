@@ -14,19 +14,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_ROWS = 4  # with more rows kernels fill the device, and one that waits takes room from one that works
+MAX_ROWS = 256  # with more rows kernels fill the device, and one that waits takes room from one that works
 
 
 def overlap(x: Tensor) -> dict[str, bool]:
     """Launch options for a kernel that takes `PDL: tl.constexpr`, by the rows and the device of its input."""
-    able = x.shape[0] <= MAX_ROWS and x.is_cuda and _can_overlap(x.device)
+    able = x.shape[0] <= MAX_ROWS and x.is_cuda and can_overlap(x.device)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @lru_cache
-def _can_overlap(device: torch.device) -> bool:
+def can_overlap(device: torch.device) -> bool:
     is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
     return is_hopper_or_newer and hasattr(tl.extra.cuda, "gdc_wait")  # older releases of Triton lack it
+
+
+@lru_cache
+def num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+@lru_cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """227 KB a multiprocessor, which Hopper and the Blackwell of data centers have."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import overlap, wait_for_inputs
+from nanovllm.kernels.launch import has_large_shared_memory, num_processors, overlap, wait_for_inputs
 from nanovllm.utils.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
@@ -33,9 +33,9 @@ def prefill_attention(
     # Measured on an H200: small tiles for short prompts, large ones where each query sees many keys.
     if head_dim * q.element_size() > 256:
         block_m, block_n, warps, stages = 64, 32, 4, 2
-    elif meta.max_seqlen_q < 1024 or tables is not None or not _has_room_for_large_tiles(q.device):
+    elif meta.max_seqlen_q < 1024 or tables is not None or not has_large_shared_memory(q.device):
         block_m, block_n, warps, stages = 64, 64, 4, 3
-    else:
+    else:  # 224 KB of shared memory
         block_m, block_n, warps, stages = 128, 128, 8, 3
     grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
     _prefill_kernel[grid](
@@ -45,12 +45,6 @@ def prefill_attention(
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
-
-
-@lru_cache
-def _has_room_for_large_tiles(device: torch.device) -> bool:
-    """Large tiles take 224 KB of shared memory, which Hopper and the Blackwell of data centers have."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 @triton.jit
@@ -153,7 +147,7 @@ def decode_attention(
     if shared is not None:
         block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
         tiles = triton.cdiv(batch * group, block_m)
-        prefix_splits = max(1, min(16, 2 * _num_processors(q.device) // (tiles * groups)))
+        prefix_splits = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
     parts = part_lse = None
     if splits + prefix_splits > 1:
         parts = torch.empty(batch, groups, splits + prefix_splits, group, head_dim, dtype=torch.float32, device=q.device)
@@ -178,14 +172,9 @@ def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
     Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8 splits still level out
     sequences of different lengths, until there are 16 programs a multiprocessor. Never more splits than there are tiles.
     """
-    processors = _num_processors(device)
+    processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 16 * processors // rows), 1)
     return min(1 << splits.bit_length() - 1, MAX_SPLITS, triton.next_power_of_2(tiles))
-
-
-@lru_cache
-def _num_processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 @lru_cache
@@ -194,7 +183,7 @@ def _arrivals(device: torch.device) -> Tensor:
 
     Rows are shared only where there are at most 8 a processor. Launches on one device must not run at the same time.
     """
-    return torch.zeros(8 * _num_processors(device), dtype=torch.int32, device=device)
+    return torch.zeros(8 * num_processors(device), dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -1,11 +1,13 @@
-"""The gated activation of SwiGLU."""
+"""The gated activation of SwiGLU, together with the product it follows: on a GPU both are one kernel."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import kernels
+from nanovllm.layers.linear import MergedColumnParallelLinear
 
 
-class SiluAndMul(nn.Module):
+class SiluGatedLinear(MergedColumnParallelLinear):
+    """Two projections, gate and up: x [T, in] -> silu(gate(x)) * up(x) [T, out]."""
+
     def forward(self, x: Tensor) -> Tensor:
-        """[T, 2F] -> [T, F]: SiLU of the gate, the first half, times the second."""
-        return kernels.silu_and_mul(x)
+        return kernels.gated_linear(x, self.weight, self.bias)

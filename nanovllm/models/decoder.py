@@ -8,11 +8,11 @@ step's metadata, and only attention reads it.
 
 from torch import Tensor, nn
 
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import SiluGatedLinear
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import current_metadata
 from nanovllm.utils.parallel import ParallelGroup
@@ -53,14 +53,13 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, group: ParallelGroup, *, bias: bool = False):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
+        self.gate_up_proj = SiluGatedLinear(
             hidden_size, intermediate_size, group, names=("gate_proj", "up_proj"), bias=bias
         )
-        self.act = SiluAndMul()
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))
 
 
 class DecoderLayer(nn.Module):
