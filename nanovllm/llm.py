@@ -198,8 +198,10 @@ class LLM:
         with closing(bar), self._running() as (engine, ours):
             engine.last_call = Metrics()
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
-            order = [engine.add(ids, params) for ids, params in requests]
-            ours.update((request.id, request) for request in order)
+            # Who may run longest starts first, so that the fewest run alone at the end (Graham 1969).
+            longest_first = sorted(range(len(requests)), key=lambda i: -requests[i][1].max_tokens)
+            added = {i: engine.add(*requests[i]) for i in longest_first}
+            ours.update((request.id, request) for request in added.values())
             outputs: dict[int, dict[str, Any]] = {}
             while ours:
                 finished = [request for request in self._step() if ours.pop(request.id, None)]
@@ -215,7 +217,7 @@ class LLM:
                         refresh=False,
                     )
                     bar.update(len(finished))
-        return [outputs[request.id] for request in order]
+        return [outputs[added[i].id] for i in range(len(requests))]
 
     def _stream(
         self, requests: list[tuple[list[int], SamplingParams]]
