@@ -9,7 +9,6 @@ Sizes need be no powers of two; rows of a multiple of 16 bytes are read at full 
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,53 +19,47 @@ from nanovllm.kernels.launch import overlap, wait_for_inputs
 
 CHUNK_TOKENS = 8  # of one pass over a chunk; a chunk is what a program routes and sorts
 MAX_CHUNKS = 256
-
-
-class Tile(NamedTuple):
-    """How a product of an expert's rows [., in] and weights [out, in] is cut: outputs and inputs of a tile."""
-
-    block_n: int
-    block_k: int
-    warps: int
-    stages: int
-
-
-# Up to so many pairs for each expert: rows of a tile, tiles of gate and up, tiles of down.
+# Up to so many pairs for each expert: rows of a tile, then outputs, inputs, warps and stages of gate and up, and of down.
 TILES = (
-    (1, 16, Tile(64, 128, 4, 4), Tile(64, 128, 4, 3)),
-    (8, 16, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
-    (24, 32, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
-    (96, 64, Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
-    (float("inf"), 128, Tile(256, 64, 8, 3), Tile(256, 64, 8, 3)),
+    (1, 16, (64, 128, 4, 4), (64, 128, 4, 3)),
+    (8, 16, (128, 64, 4, 4), (128, 64, 4, 4)),
+    (24, 32, (128, 64, 4, 4), (128, 64, 4, 4)),
+    (96, 64, (128, 64, 4, 4), (128, 64, 4, 4)),
+    (float("inf"), 128, (256, 64, 8, 3), (256, 64, 8, 3)),
 )
-FLOAT32_TILES = 16, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3)  # whose products tensor cores do not take
+FLOAT32_TILES = 16, (64, 32, 4, 3), (64, 32, 4, 3)  # whose products tensor cores do not take
 
 
 def moe(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool) -> Tensor:
     """See reference.moe."""
     out = torch.empty_like(x)
-    if not len(x):
-        return out
-    num_tokens, width = x.shape
-    num_experts, _, expert_width = down.shape
+    (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
     pairs = num_tokens * top_k
+    if not pairs:
+        return out
+    block_m, *tiles = next(cut for limit, *cut in TILES if pairs <= limit * num_experts)
     if x.dtype == torch.float32:
         block_m, *tiles = FLOAT32_TILES
-    else:
-        block_m, *tiles = next(cut for limit, *cut in TILES if pairs <= limit * num_experts)
     weights, order, runs, max_tiles = sort_by_expert(logits, top_k, renormalize, block_m, x)
-    hidden = x.new_empty(pairs, expert_width)  # in the order of the runs
-    results = x.new_empty(pairs, width)  # token by token
+    hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)  # run by run, and token by token
     for source, weight, to, tile in zip((x, hidden), (gate_up, down), (hidden, results), tiles):
-        block_k = min(tile.block_k, max(16, triton.next_power_of_2(weight.shape[2])))
-        stages = min(tile.stages, _shared_bytes(x.device) // ((block_m + tile.block_n) * block_k * x.element_size()))
-        _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], tile.block_n),)](
-            source, weight, order, runs, to, top_k, *weight.shape[1:], weight is gate_up, block_m, tile.block_n, block_k,
-            num_warps=tile.warps, num_stages=stages, **overlap(x),
+        block_n, block_k, warps, stages = tile
+        block_k = min(block_k, max(16, triton.next_power_of_2(weight.shape[2])))
+        stages = min(stages, _shared_memory(x.device) // ((block_m + block_n) * block_k * x.element_size()))
+        _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], block_n),)](
+            source, weight, order, runs, to, top_k, *weight.shape[1:], weight is gate_up, block_m, block_n, block_k,
+            num_warps=warps, num_stages=stages, **overlap(x),
         )  # fmt: skip
-    block = 512
-    _sum_kernel[(num_tokens, triton.cdiv(width, block))](results, weights, out, width, top_k, block, **overlap(x))
+    _sum_kernel[(num_tokens, triton.cdiv(width, 512))](results, weights, out, width, top_k, 512, **overlap(x))
     return out
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that the stages of a program may take: all but a little for what else it holds."""
+    if device.type != "cuda":  # the interpreter
+        return 1 << 17
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] - 2048
 
 
 def sort_by_expert(
@@ -97,14 +90,6 @@ def sort_by_expert(
         block_e, triton.next_power_of_2(CHUNK_TOKENS * top_k), 32, num_warps=8, **overlap(x),
     )  # fmt: skip
     return weights, order, runs, max_tiles
-
-
-@lru_cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may take; the rest of it is for what is not a stage of a product."""
-    if device.type != "cuda":
-        return 1 << 17
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 2048
 
 
 @triton.jit(do_not_specialize=["T", "passes"])
