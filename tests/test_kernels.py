@@ -112,7 +112,7 @@ def moe_inputs(tokens, num_experts, width, expert_width, dtype):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(
     "tokens, num_experts, top_k, width, expert_width",
-    [(1, 8, 2, 32, 16), (1, 3, 3, 24, 20), (5, 6, 2, 48, 24), (37, 5, 3, 40, 33), (70, 16, 1, 17, 7), (9, 1, 1, 16, 9)],
+    [(0, 4, 2, 16, 16), (1, 8, 2, 32, 16), (5, 3, 3, 24, 20), (37, 5, 3, 40, 33), (70, 16, 1, 17, 7), (9, 1, 1, 16, 9)],
 )
 def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, renormalize, dtype):
     args = *moe_inputs(tokens, num_experts, width, expert_width, dtype), top_k, renormalize
