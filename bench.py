@@ -8,7 +8,7 @@
     python bench.py --host                                  what a step costs the host, with the device left out
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random weights, so that nothing is
-downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b. Times are the best of --repeat runs.
+downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b. Times are the best of --repeat runs.
 """
 
 import argparse
@@ -25,12 +25,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 
-# hidden, layers, heads, KV heads, head size, intermediate, tied head
+# hidden, layers, heads, KV heads, head size, intermediate (of an expert), experts, experts of a token, tied head
 SHAPES = {
-    "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, True),
-    "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144, True),
-    "qwen3-8b": (4096, 36, 32, 8, 128, 12288, False),
-    "qwen3-32b": (5120, 64, 64, 8, 128, 25600, False),
+    "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, 1, 1, True),
+    "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144, 1, 1, True),
+    "qwen3-8b": (4096, 36, 32, 8, 128, 12288, 1, 1, False),
+    "qwen3-32b": (5120, 64, 64, 8, 128, 25600, 1, 1, False),
+    "qwen3-30b-a3b": (2048, 48, 32, 4, 128, 768, 128, 8, False),
 }
 VOCAB = 151936
 
@@ -86,7 +87,7 @@ def model_folder(name: str) -> tuple[str, bool]:
         return str(TINY_MODEL), False
     if name not in SHAPES:
         return name, False
-    hidden, layers, heads, kv_heads, head_dim, intermediate, tied = SHAPES[name]
+    hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, tied = SHAPES[name]
     config = dict(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=VOCAB, hidden_size=hidden,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
@@ -94,6 +95,11 @@ def model_folder(name: str) -> tuple[str, bool]:
         rope_theta=1000000, max_position_embeddings=40960, attention_bias=False, use_sliding_window=False,
         sliding_window=None, initializer_range=0.02, torch_dtype="bfloat16", bos_token_id=151643, eos_token_id=151645,
     )  # fmt: skip
+    if experts > 1:
+        config |= dict(
+            architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", moe_intermediate_size=intermediate,
+            num_experts=experts, num_experts_per_tok=active, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+        )  # fmt: skip
     folder = Path(tempfile.gettempdir()) / f"nanovllm-bench-{os.getuid()}" / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -187,15 +193,24 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     - bytes, then prompts: each step reads the weights once and each running sequence's K and V once, a common prefix's
       once for all; the prompts' tokens take two operations a parameter. Steps hold at most 512 sequences.
     - all operations: those, the same for tokens drawn, the head, and attention within prompts.
+
+    Of experts, a step reads as many as its tokens would pick at random, and a token computes with its own alone.
     """
     if model not in SHAPES:
         return None
-    hidden, layers, heads, kv_heads, head_dim, intermediate, _ = SHAPES[model]
-    body = layers * (hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * intermediate)
+    hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, _ = SHAPES[model]
+    expert = layers * 3 * hidden * intermediate
+    others = layers * (2 * hidden * (heads + kv_heads) * head_dim + (hidden * experts if experts > 1 else 0))
+    body = others + active * expert
     head = VOCAB * hidden
     kv_bytes = layers * kv_heads * head_dim * 2 * 2
     drawn = sum(n for _, n in work)
-    steps = max(max(n for _, n in work), -(-drawn // 512))
+    weights_read, left, step = 0.0, 0, 0
+    while left or step < max(n for _, n in work):  # all run from the first step on; those over 512 wait for a later one
+        left += sum(n > step for _, n in work)
+        rows, step = min(left, 512), step + 1
+        left -= rows
+        weights_read += others + head + expert * experts * (1 - (1 - active / experts) ** rows)
     # Of every prompt but the first: in the prefix cache already, and read once for all that decode.
     spared = 2048 if name == "shared" else 0
     kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work)
@@ -203,7 +218,7 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     prompt_ops = 2 * body * (sum(len(prompt) for prompt, _ in work) - spared * (len(work) - 1))
     pairs = (sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)) / 2  # of query and key
     all_ops = prompt_ops + 2 * (body + head) * drawn + 4 * layers * heads * head_dim * pairs
-    return max((kv_read + (body + head) * 2 * steps) / bandwidth + prompt_ops / flops, all_ops / flops)
+    return max((kv_read + weights_read * 2) / bandwidth + prompt_ops / flops, all_ops / flops)
 
 
 def ceilings() -> tuple[float, float] | None:

@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovllm import TINY_MODEL
+from nanovllm.models import build_model
+from nanovllm.utils.loader import load_hf_config
+from nanovllm.utils.parallel import ParallelGroup
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(SPEC)
@@ -26,6 +30,7 @@ TOTALS = {  # requests, tokens in, tokens out
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
     "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=0.248, long=3.20, many=0.70),
+    "qwen3-30b-a3b": dict(bench=17.38, latency=0.730, prefill=2.08, shared=2.19, long=10.85, many=5.52),
     "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=1.29, long=8.83, many=5.45),
 }
 
@@ -73,6 +78,13 @@ def test_rooflines_are_those_worked_out_apart(model, work):
 
 def test_a_model_of_unknown_shape_has_no_roofline(work):
     assert bench.roofline("tiny", work["latency"], "latency", 1.0, 1.0) is None
+
+
+def test_a_shape_with_experts_is_the_model_of_its_name():
+    folder, dummy = bench.model_folder("qwen3-30b-a3b")
+    with torch.device("meta"):
+        model = build_model(load_hf_config(folder), ParallelGroup())
+    assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(30.5e9, rel=0.01)
 
 
 def run(monkeypatch, *args: str) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from engine_helpers import assert_greedy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -142,6 +143,14 @@ def test_any_max_num_seqs_decodes_in_graphs(small, max_num_seqs):
         outputs = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
         assert outputs[:5] == expected
         assert outputs[-1] == tokens(llm.generate(prompts[-1], GREEDY, use_tqdm=False))[0]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_experts_decode_in_graphs(get_checkpoint, eager):
+    checkpoint = get_checkpoint("experts")
+    with LLM(checkpoint.folder, dtype="float32", max_model_len=256, num_kvcache_blocks=32, enforce_eager=eager) as llm:
+        assert (llm.engine.runner.graphs is None) == eager
+        assert_greedy(llm, checkpoint)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -17,6 +17,7 @@ from nanovllm.kernels import (
     tiled_linear,
     torch_attention,
     triton_attention,
+    triton_moe,
     triton_ops,
     triton_sampling,
 )
@@ -99,6 +100,58 @@ def test_qk_norm_rope_store_without_a_cache_writes_nothing():
     args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
     for mine, twins in zip(triton_ops.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)):
         assert_close(mine, twins)
+
+
+def moe_inputs(tokens, num_experts, width, expert_width, dtype):
+    """x, logits, gate_up, down; the logits are uneven, and the last expert's are the lowest."""
+    logits = randn(tokens, num_experts) + torch.linspace(2, -2, num_experts, device=DEVICE)
+    logits[:, -1] = -9.0
+    gate_up, down = randn(num_experts, 2 * expert_width, width), randn(num_experts, width, expert_width)
+    weights = gate_up / width**0.5, down / expert_width**0.5
+    return [randn(tokens, width, dtype=dtype), logits.to(dtype), *(weight.to(dtype) for weight in weights)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    "tokens, num_experts, top_k, width, expert_width",
+    [(0, 4, 2, 16, 16), (1, 8, 2, 32, 16), (5, 3, 3, 24, 20), (37, 5, 3, 40, 33), (70, 16, 1, 17, 7), (9, 1, 1, 16, 9)],
+)
+def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, renormalize, dtype):
+    args = *moe_inputs(tokens, num_experts, width, expert_width, dtype), top_k, renormalize
+    assert_close(triton_moe.moe(*args), reference.moe(*args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs_an_expert", [limit for limit, *_ in triton_moe.TILES])
+def test_every_cut_of_moe_equals_its_twin(pairs_an_expert, dtype):
+    """All tokens take one expert of four and one of the others, so that a run has several tiles and others none."""
+    tokens = int(min(pairs_an_expert, 200)) * 4 // 2
+    x, logits, gate_up, down = moe_inputs(tokens, 4, 160, 96, dtype)
+    logits[:, 2] = 9.0
+    args = x, logits, gate_up, down, 2, True
+    assert_close(triton_moe.moe(*args), reference.moe(*args))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 50])
+def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, monkeypatch):
+    monkeypatch.setattr(triton_moe, "MAX_CHUNKS", 3)  # for several passes
+    logits = moe_inputs(tokens, 9, 8, 8, torch.float32)[1]
+    weights, order, runs, max_tiles = triton_moe.sort_by_expert(logits, 4, False, 16, logits)
+    expected, experts = logits.softmax(dim=1).topk(4)
+    torch.testing.assert_close(weights.view(-1, 4), expected)
+    assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
+    counts = experts.flatten().bincount(minlength=9).tolist()
+    ends = experts.flatten().bincount(minlength=9).cumsum(0).tolist()
+    tiles = [[e, at, end] for e, end in enumerate(ends) for at in range(end - counts[e], end, 16)]
+    assert runs[0, 0] == len(tiles) <= max_tiles == len(runs) - 1
+    assert runs[1 : 1 + len(tiles)].tolist() == tiles
+
+
+def test_moe_of_what_is_no_number_stays_in_bounds():
+    args = moe_inputs(3, 5, 16, 16, torch.float32)
+    args[1][:] = torch.nan
+    assert triton_moe.moe(*args, 2, True).isnan().all()
 
 
 @pytest.mark.parametrize("width", [3, 1500])

@@ -7,7 +7,6 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import kernels
-from nanovllm.kernels import grouped_experts, reference
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
 from nanovllm.models import build_model
 from nanovllm.utils.parallel import ParallelGroup
@@ -136,21 +135,11 @@ def test_old_and_new_forms_of_rope_settings_are_one():
 
 
 def test_experts_result_does_not_depend_on_the_batch():
-    x, gate_up, down = torch.randn(16, 8), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
-    weights, experts = torch.rand(16, 4).topk(2)
-    whole = kernels.moe(x, experts, weights, gate_up, down)
+    x, logits, gate_up, down = torch.randn(16, 8), torch.randn(16, 4), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    whole = kernels.moe(x, logits, gate_up, down, 2, True)
     for i in range(16):
-        alone = kernels.moe(x[i : i + 1], experts[i : i + 1], weights[i : i + 1], gate_up, down)
+        alone = kernels.moe(x[i : i + 1], logits[i : i + 1], gate_up, down, 2, True)
         torch.testing.assert_close(alone[0], whole[i])
-
-
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped product")
-def test_grouped_experts_equal_the_reference():
-    x, gate_up, down = (torch.randn(shape).bfloat16() for shape in ((16, 8), (4, 16, 8), (4, 8, 8)))
-    weights, experts = torch.rand(16, 4)[:, :3].topk(2)  # nothing for the last expert
-    for n in (1, 16):
-        args = x[:n], experts[:n], weights[:n], gate_up, down
-        torch.testing.assert_close(grouped_experts.moe(*args), reference.moe(*args), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import lay_out_for_cpu
-from nanovllm.layers.moe import Experts
 from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
 from nanovllm.models import build_model
 from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
@@ -92,13 +91,8 @@ class ModelRunner:
         self._backend = kernels.select_attention_backend(
             config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
         )
-        # A graph cannot hold what waits for the device, as plain attention and ungrouped experts do.
-        capturable = self._backend is not kernels.TORCH_BACKEND and all(
-            kernels.can_group(self.dtype, module.gate_up_proj, module.down_proj)
-            for module in self.model.modules()
-            if isinstance(module, Experts)
-        )
-        use_graphs = on_gpu and capturable and not config.enforce_eager
+        # A graph cannot hold what waits for the device, as plain attention does.
+        use_graphs = on_gpu and self._backend is not kernels.TORCH_BACKEND and not config.enforce_eager
         self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if use_graphs else None
         num_blocks = config.num_kvcache_blocks
         if num_blocks is None:

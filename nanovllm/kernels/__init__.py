@@ -6,15 +6,13 @@ this package alone, and only when a CUDA tensor asks for them, so that the libra
 
 import torch.nn.functional as F
 
-from nanovllm.kernels import grouped_experts, reference
+from nanovllm.kernels import reference
 from nanovllm.kernels.backends import TORCH_BACKEND, AttentionBackend, select_attention_backend
-from nanovllm.kernels.grouped_experts import can_group
 
 __all__ = [
     "TORCH_BACKEND",
     "AttentionBackend",
     "add_rms_norm",
-    "can_group",
     "decode_inputs",
     "gated_linear",
     "linear",
@@ -75,9 +73,12 @@ def gated_linear(x, weight, bias=None):
     return silu_and_mul(linear(x, weight, bias))
 
 
-def moe(x, experts, weights, gate_up, down):
-    form = grouped_experts if can_group(x.dtype, gate_up, down) else reference
-    return form.moe(x, experts, weights, gate_up, down)
+def moe(x, *args):
+    if not x.is_cuda:
+        return reference.moe(x, *args)
+    from nanovllm.kernels import triton_moe
+
+    return triton_moe.moe(x, *args)
 
 
 def _elementwise(x):

@@ -31,21 +31,24 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def moe(x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def moe(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool) -> Tensor:
     """A mixture of SwiGLU experts: each token goes through K of the E, and their results are summed by weight.
 
-    x [T, N], experts [T, K] int64, weights [T, K] float32, gate_up [E, 2F, N], down [E, N, F] -> [T, N].
+    A token's experts are those of its K largest logits, weighted by their probabilities; `renormalize` lets the weights
+    sum to 1. x [T, N], logits [T, E], gate_up [E, 2F, N], down [E, N, F] -> [T, N].
     """
-    num_tokens, top_k = experts.shape
+    weights, experts = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(top_k, dim=-1)  # [T, K]
+    if renormalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
     order = experts.flatten().argsort(stable=True)  # the T K pairs of token and expert, expert by expert
     counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
-    results = x.new_empty(num_tokens * top_k, x.shape[1])
+    results = x.new_empty(len(order), x.shape[1])
     for expert, pairs in enumerate(order.split(counts)):
         if len(pairs):
             hidden = silu_and_mul(F.linear(x[pairs // top_k], gate_up[expert]))
             results[pairs] = F.linear(hidden, down[expert])
     # Summing by token, not by expert, keeps a token's result independent of the others in the batch.
-    return (results.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+    return (results.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
 def qk_norm_rope_store(

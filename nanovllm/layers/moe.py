@@ -5,7 +5,6 @@ Every rank has a share of each expert's width, as with a dense MLP, so no token 
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 
 from nanovllm import kernels
@@ -28,17 +27,13 @@ class MixtureOfExperts(nn.Module):
         renormalize: bool,  # let the weights of the experts that were picked sum to 1
     ):
         super().__init__()
-        self.top_k = top_k
-        self.renormalize = renormalize
         self.gate = ColumnParallelLinear(hidden_size, num_experts, ParallelGroup())  # whole on every rank
         self.experts = Experts(hidden_size, intermediate_size, num_experts, group)
+        self.top_k = top_k
+        self.renormalize = renormalize
 
     def forward(self, x: Tensor) -> Tensor:
-        probabilities = torch.softmax(self.gate(x), dim=-1, dtype=torch.float32)  # [T, E]
-        weights, experts = probabilities.topk(self.top_k, dim=-1)  # [T, top_k]
-        if self.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return self.experts(x, experts, weights)
+        return self.experts(x, self.gate(x), self.top_k, self.renormalize)
 
 
 class Experts(nn.Module):
@@ -52,8 +47,9 @@ class Experts(nn.Module):
         self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, share)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return self.group.all_reduce(kernels.moe(x, experts, weights, self.gate_up_proj, self.down_proj))
+    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
+        out = kernels.moe(x, logits, self.gate_up_proj, self.down_proj, top_k, renormalize)
+        return self.group.all_reduce(out)
 
     def sources(self, path: str) -> Iterator[Source]:
         num_experts, hidden, share = self.down_proj.shape
