@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.utils.parallel import ParallelGroup, UnfinishedSum
 from nanovllm.utils.source import Source
 
 
@@ -33,7 +33,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = ColumnParallelLinear(hidden_size, num_experts, ParallelGroup())  # whole on every rank
         self.experts = Experts(hidden_size, intermediate_size, num_experts, group)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | UnfinishedSum:
         probabilities = torch.softmax(self.gate(x), dim=-1, dtype=torch.float32)  # [T, E]
         weights, experts = probabilities.topk(self.top_k, dim=-1)  # [T, top_k]
         if self.renormalize:
@@ -52,8 +52,8 @@ class Experts(nn.Module):
         self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, share)
 
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        return self.group.all_reduce(kernels.moe(x, experts, weights, self.gate_up_proj, self.down_proj))
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor | UnfinishedSum:
+        return self.group.sum_in_norm(kernels.moe(x, experts, weights, self.gate_up_proj, self.down_proj))
 
     def sources(self, path: str) -> Iterator[Source]:
         num_experts, hidden, share = self.down_proj.shape
