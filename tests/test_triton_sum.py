@@ -1,5 +1,6 @@
 """The kernel that sums over ranks: with ranks that are processes, in the interpreter, or streams of one GPU."""
 
+import itertools
 import multiprocessing
 
 import pytest
@@ -50,20 +51,28 @@ def test_ranks_that_sum_in_a_norm_get_the_norm_of_their_sum(size, width, dtype):
 
     weight = shared(width)
     xs = [[shared(rows, width) for _ in range(size)] for rows in ROWS]
-    residuals = [[shared(rows, width)] * size for rows in ROWS]
-    residuals = [[one.clone() if HAS_GPU else one.clone().share_memory_() for one in turn] for turn in residuals]
+    residuals = [[shared(rows, width) for _ in range(size)] for rows in ROWS]
+    for first, *others in residuals:  # every rank has the same
+        for residual in others:
+            residual.copy_(first)
     wants = [
         reference.add_rms_norm(sum(x.float() for x in turn), rest[0].float(), weight.float(), 1e-6)
         for turn, rest in zip(xs, residuals)
     ]
-    pieces = [torch.zeros(SharedRows.BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(size)]
-    if not HAS_GPU:
-        pieces = [piece.share_memory_() for piece in pieces]
+    pieces = [shared(SharedRows.BYTES // dtype.itemsize).zero_().view(torch.uint8) for _ in range(size)]
     addresses = tuple(piece.data_ptr() for piece in pieces)
 
     def rank_sums(rank, turn):
         triton_sum.sum_add_rms_norm(xs[turn][rank], residuals[turn][rank], weight, 1e-6, SharedRows(addresses, rank))
 
+    if HAS_GPU:
+        # A kernel's first launch may wait for the device, where another may be waiting for that kernel: so launch each
+        # once, with and without early starts, where the others seem to have counted already.
+        for rank, rows in itertools.product(range(size), (1, 5)):
+            counted = torch.full((SharedRows.BYTES // 8,), size - 1, device=DEVICE)
+            x, residual = (torch.zeros(rows, width, dtype=dtype, device=DEVICE) for _ in range(2))
+            triton_sum.sum_add_rms_norm(x, residual, weight, 1e-6, SharedRows((counted.data_ptr(),) * size, rank))
+            torch.cuda.synchronize()
     run_ranks(size, rank_sums)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for turn, (normed, added) in enumerate(wants):
