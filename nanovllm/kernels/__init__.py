@@ -22,6 +22,7 @@ __all__ = [
     "sample",
     "select_attention_backend",
     "silu_and_mul",
+    "sum_add_rms_norm",
 ]
 
 
@@ -31,6 +32,13 @@ def rms_norm(x, weight, eps):
 
 def add_rms_norm(x, residual, weight, eps):
     return _elementwise(x).add_rms_norm(x, residual, weight, eps)
+
+
+def sum_add_rms_norm(x, residual, weight, eps, shared):
+    """On a GPU alone: what shares rows is GPUs that read each other's memory."""
+    from nanovllm.kernels import triton_sum
+
+    return triton_sum.sum_add_rms_norm(x, residual, weight, eps, shared)
 
 
 def silu_and_mul(x):

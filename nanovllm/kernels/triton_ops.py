@@ -51,9 +51,15 @@ def _norm_kernel(
         summed = value.to(tl.float32) + tl.load(residual + start + cols, mask=inside, other=0.0).to(tl.float32)
         value = summed.to(value.dtype)
         tl.store(residual + start + cols, value, mask=inside)
-    wide = value.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)).to(value.dtype)
-    tl.store(out + start + cols, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside)
+    tl.store(out + start + cols, normed(value, scale, eps, N), mask=inside)
+
+
+@triton.jit
+def normed(row, weight, eps, N: tl.constexpr):
+    """A row of N elements, with zeros behind them."""
+    wide = row.to(tl.float32)
+    scaled = (wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)).to(row.dtype)
+    return (scaled.to(tl.float32) * weight.to(tl.float32)).to(row.dtype)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.utils.parallel import ParallelGroup, UnfinishedSum
 from nanovllm.utils.source import Source, sibling
 
 OVERLAP_ROWS = 4096  # from here on a part's product takes longer than to launch it
@@ -129,7 +129,10 @@ def kv_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank has its share of the inputs, [T, in / size]; their results are summed: -> [T, out]."""
+    """Each rank has its share of the inputs, [T, in / size]; their results are summed: -> [T, out].
+
+    A norm must follow, for the sum may be left to it.
+    """
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
         super().__init__()
@@ -138,24 +141,22 @@ class RowParallelLinear(nn.Module):
         self.weight = empty_parameter(out_features, group.share(in_features, "in_features"))
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | UnfinishedSum:
         bias = self.bias if self.group.rank == 0 else None  # the sum must count it once
         if self.group.size > 1 and x.shape[0] >= OVERLAP_ROWS:
             return self._forward_in_parts(x, bias)
-        return self.group.all_reduce(kernels.linear(x, self.weight, bias))
+        return self.group.sum_in_norm(kernels.linear(x, self.weight, bias))
 
-    def _forward_in_parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Sum one part's results over the ranks while the next part's are computed."""
+    def _forward_in_parts(self, x: Tensor, bias: Tensor | None) -> UnfinishedSum:
+        """Sum one part's results over the ranks while the next part's are computed, or the one before is normed."""
         out = x.new_empty(x.shape[0], self.weight.shape[0])
-        sums = []
+        parts = []
         for part, result in zip(x.chunk(OVERLAP_PARTS), out.chunk(OVERLAP_PARTS)):
             torch.mm(part, self.weight.t(), out=result)
             if bias is not None:
                 result += bias
-            sums.append(self.group.begin_all_reduce(result))
-        for each in sums:
-            each.wait()
-        return out
+            parts.append((result, self.group.begin_all_reduce(result)))
+        return UnfinishedSum(out, parts=parts)
 
     def sources(self, path: str) -> Iterator[Source]:
         out_features, count = self.weight.shape

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.utils.parallel import ParallelGroup, UnfinishedSum
 from nanovllm.utils.source import Source
 
 
@@ -32,7 +32,7 @@ class MixtureOfExperts(nn.Module):
         self.top_k = top_k
         self.renormalize = renormalize
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | UnfinishedSum:
         return self.experts(x, self.gate(x), self.top_k, self.renormalize)
 
 
@@ -47,9 +47,9 @@ class Experts(nn.Module):
         self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, share)
 
-    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor:
+    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor | UnfinishedSum:
         out = kernels.moe(x, logits, self.gate_up_proj, self.down_proj, top_k, renormalize)
-        return self.group.all_reduce(out)
+        return self.group.sum_in_norm(out)
 
     def sources(self, path: str) -> Iterator[Source]:
         num_experts, hidden, share = self.down_proj.shape

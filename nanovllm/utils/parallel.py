@@ -6,8 +6,10 @@ notices their death is engine/tensor_parallel.py. A process is one rank of one g
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ ENVIRONMENT = {  # unless the user set something else
     # NVLink multicast stays off: a process that dies while it uses it can put all GPUs of the host out of order.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # A sum that runs beside a product gets the next processors that come free, not those that the product leaves.
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
 }
 # Its name from PyTorch 2.13 on, and before.
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -46,6 +50,12 @@ class ParallelGroup:
             return self.one_shot(x)
         dist.all_reduce(x)
         return x
+
+    def sum_in_norm(self, x: Tensor) -> "Tensor | UnfinishedSum":
+        """The sum of the ranks' `x` [T, N], or what the next norm makes it of: it sums a few rows in its own kernel."""
+        if self.one_shot is not None and self.one_shot.can_sum_in_norm(x):
+            return UnfinishedSum(x, shared=self.one_shot.shared)
+        return self.all_reduce(x)
 
     def begin_all_reduce(self, x: Tensor) -> "dist.Work":
         """Start to sum `x` over the ranks in place; other work may go on until `wait` on what this returns."""
@@ -97,6 +107,30 @@ class ParallelGroup:
         return total // self.size
 
 
+@dataclass(frozen=True)
+class SharedRows:
+    """A piece of memory on every rank that all of them read and write: kernels/triton_sum.py says how.
+
+    It begins with a counter for each row, an int64 that is 0 at first; then each row has two places for its elements.
+    """
+
+    ROWS: ClassVar[int] = 512
+    ROW_BYTES: ClassVar[int] = 16 << 10
+    BYTES: ClassVar[int] = ROWS * (8 + 2 * ROW_BYTES)
+
+    addresses: tuple[int, ...]  # where each rank's piece begins, as this one sees it
+    rank: int
+
+
+@dataclass(frozen=True)
+class UnfinishedSum:
+    """Each rank's share of a sum [T, N]: what a row-parallel layer may give to the norm behind it, which finishes it."""
+
+    x: Tensor
+    shared: SharedRows | None = None  # through which the norm's kernel sums `x`
+    parts: Sequence[tuple[Tensor, "dist.Work"]] = ()  # or: `x` in parts, each with what is summing it in place
+
+
 class OneShotSum:
     """Sums a small tensor in one kernel: every rank reads the others' memory, where NCCL would pass it around.
 
@@ -105,7 +139,8 @@ class OneShotSum:
 
     # Above these NCCL sums: one shot reads size - 1 times the bytes, NCCL about twice whatever the size. The limits are
     # estimates; on two H200s one shot made a decode step of one sequence 4 % shorter.
-    MAX_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 256 << 10}
+    MAX_BYTES = {2: 4 << 20, 4: 4 << 20, 8: 1 << 20}
+    in_norm = True  # whether norms may sum
 
     def __init__(self, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -114,6 +149,11 @@ class OneShotSum:
         self.max_bytes = self.MAX_BYTES[size]
         self.buffer = symmetric_memory.empty(self.max_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self.buffer, self.group_name)
+        self.rows = symmetric_memory.empty(SharedRows.BYTES, dtype=torch.uint8, device=device).zero_()
+        torch.cuda.synchronize(device)  # no rank may count here before the zeros are written
+        handle = symmetric_memory.rendezvous(self.rows, self.group_name)
+        pieces = [handle.get_buffer(rank, self.rows.shape, torch.uint8) for rank in range(size)]
+        self.shared = SharedRows(tuple(piece.data_ptr() for piece in pieces), handle.rank)
 
     @classmethod
     def is_available(cls, size: int, device: torch.device) -> bool:
@@ -131,6 +171,10 @@ class OneShotSum:
 
     def can_sum(self, x: Tensor) -> bool:
         return x.nbytes <= self.max_bytes and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
+
+    def can_sum_in_norm(self, x: Tensor) -> bool:
+        fits = x.shape[0] <= SharedRows.ROWS and x[:1].nbytes <= SharedRows.ROW_BYTES
+        return self.in_norm and fits and self.can_sum(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
