@@ -146,23 +146,34 @@ def test_sample_gives_a_tie_to_the_lowest_token():
     assert triton_sampling.sample(logits, torch.zeros(1, device=DEVICE), zero, zero)[0].item() == 299
 
 
+@pytest.mark.parametrize("vocab_start", [0, 777])
+def test_sample_of_logits_that_are_no_numbers_gives_a_real_token(vocab_start):
+    logits = torch.full((2, 100), float("nan"), device=DEVICE)
+    at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    tokens, _ = triton_sampling.sample(logits, torch.tensor([0.0, 1.0], device=DEVICE), at, at, vocab_start)
+    assert bool(((tokens >= vocab_start) & (tokens < vocab_start + 100)).all())
+
+
 def test_sample_of_shards_equals_sample_of_the_whole():
-    logits = randn(4, 5000)
+    logits = randn(4, 4992)  # four shards that meet between cells
     temperatures = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)
     seeds, positions = torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE) + 10
     whole, _ = triton_sampling.sample(logits, temperatures, seeds, positions)
     shards = [
-        triton_sampling.sample(logits[:, begin : begin + 1250], temperatures, seeds, positions, begin)
-        for begin in range(0, 5000, 1250)
+        triton_sampling.sample(logits[:, begin : begin + 1248], temperatures, seeds, positions, begin)
+        for begin in range(0, 4992, 1248)
     ]
     tokens, values = (torch.stack(x) for x in zip(*shards))
     assert torch.equal(tokens.gather(0, values.argmax(dim=0, keepdim=True))[0], whole)
 
 
-def test_sample_follows_the_softmax():
+@pytest.mark.parametrize("order", ["within a cell", "over cells"])
+def test_sample_follows_the_softmax(order):
     """Pearson's chi-squared over 10 tokens: 27.9 is passed once in a thousand, and the seeds are fixed."""
     draws, temperature = 5000, 0.7
     logits = torch.linspace(-1, 1, 10, device=DEVICE)
+    at = torch.arange(10, device=DEVICE) * (1 if order == "within a cell" else 7)  # the others are impossible
+    logits = torch.full((70,), float("-inf"), device=DEVICE).index_copy_(0, at, logits)
     tokens, _ = sample(
         logits.expand(draws, -1).contiguous(),
         torch.full((draws,), temperature, device=DEVICE),
@@ -170,7 +181,9 @@ def test_sample_follows_the_softmax():
         torch.full((draws,), 3, device=DEVICE),
     )
     expected = torch.softmax(logits / temperature, dim=0) * draws
-    assert ((tokens.bincount(minlength=10) - expected) ** 2 / expected).sum() < 27.9
+    counts = tokens.bincount(minlength=70)
+    assert counts[at].sum() == draws
+    assert ((counts[at] - expected[at]) ** 2 / expected[at]).sum() < 27.9
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -240,6 +253,23 @@ def test_decode_attention_of_one_split_and_of_many_agree(monkeypatch):
         results.append(triton_attention.decode_attention(q, *caches, lens, tables, 0.1))
     assert_close(results[1], results[0])
     assert_close(results[2], results[0])
+
+
+def test_decode_attention_that_is_repeated_gives_the_same_bits():
+    """Programs that share a row count themselves: each launch must find zeros, whoever came last in the one before."""
+    lens = torch.tensor([300, 5, 64], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
+    q = randn(3, 4, 32)
+    first = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    for _ in range(20 if HAS_GPU else 2):
+        assert torch.equal(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), first)
+    assert not triton_attention._arrivals(q.device).any()
+
+
+def test_rows_that_programs_share_have_a_counter_each():
+    counters = len(triton_attention._arrivals(torch.device(DEVICE)))
+    for rows in range(1, 4 * counters):
+        assert rows <= counters or triton_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
 
 
 def test_decode_attention_of_padding_rows_is_harmless():

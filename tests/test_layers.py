@@ -8,6 +8,7 @@ import torch
 from model_helpers import Driver, load, make_checkpoint
 from transformers import Qwen3Config, Qwen3MoeConfig
 
+from nanovllm.kernels.reference import CELL
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -121,8 +122,17 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
 
 def test_shares_of_an_uneven_vocabulary_are_real_and_meet():
     heads = [ParallelLMHead(101, 8, ParallelGroup(rank, 4)) for rank in range(4)]
-    assert [head.weight.shape[0] for head in heads] == [25, 25, 25, 26]
-    assert [(head.vocab_start, head.vocab_end) for head in heads] == [(0, 25), (25, 50), (50, 75), (75, 101)]
+    assert [head.weight.shape[0] for head in heads] == [16, 32, 16, 37]
+    assert [(head.vocab_start, head.vocab_end) for head in heads] == [(0, 16), (16, 48), (48, 64), (64, 101)]
+
+
+def test_shares_of_a_vocabulary_meet_between_the_cells_that_are_drawn_from():
+    for size in (2, 3, 4, 8):
+        for vocab in (151936, 128256, 1027, 16 * size):
+            starts = ParallelGroup(0, size).column_starts(vocab)
+            assert all(start % CELL == 0 for start in starts[:-1])
+            assert starts[0] == 0 and starts[-1] == vocab and all(map(int.__lt__, starts, starts[1:]))
+    assert ParallelGroup(0, 8).column_starts(9) == [0, 1, 2, 3, 4, 5, 6, 7, 9]  # none is left without
 
 
 @pytest.mark.parametrize(

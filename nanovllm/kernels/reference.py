@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PHILOX_TILE = 1024  # vocabulary entries that share a tile of counters: 256 counters give four words each
+CELL = 16  # consecutive vocabulary entries that sampling weighs as one; ranks meet between cells: utils/parallel.UNIT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -115,37 +115,41 @@ def decode_inputs(
 def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by the Gumbel-max trick; a temperature of 0 takes the arg max.
+    """Draw one token a row by the Gumbel-max trick, first a cell, then an entry in it; temperature 0 takes the arg max.
 
     softmax(logits / t) is sampled exactly by the arg max of logits / t + g with independent Gumbel noise g (Gumbel 1954;
-    Maddison et al. 2014). g is a function of (seed, position, vocabulary index) alone, see `gumbel_noise`, so a draw is the
-    same in any batch, and vocabulary shards can each take their own arg max: the largest value wins.
+    Maddison et al. 2014). The vocabulary is cut into cells of CELL entries: the arg max of the cells' log-sum-exps plus
+    noise draws a cell by its probability, at the price of one noise a cell, and noise of its own draws an entry in it.
+    Noise is a function of (seed, position, vocabulary index) alone, see `gumbel_noise`, so a draw is the same in any
+    batch. Vocabulary shards can each take their own best, and the largest value wins; it is the same as without shards
+    where they meet between cells.
 
     logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary; temperatures [B] float32,
     seeds [B] int64, positions [B] int64 (of the token being drawn). Returns (token ids [B] int64, their values [B] float32).
     The lowest index wins a tie.
     """
-    scores = logits.float()
-    if bool((temperatures > 0).any()):
-        noise = gumbel_noise(seeds, positions, vocab_start, logits.shape[1])
-        t = temperatures.unsqueeze(1)
-        scores = torch.where(t > 0, scores / t.clamp(min=1e-10) + noise, scores)
-    values, tokens = scores.max(dim=-1)
-    return tokens + vocab_start, values
+    drawn = (temperatures > 0).unsqueeze(1)
+    scores = logits.float() / torch.where(drawn, temperatures.unsqueeze(1).clamp(min=1e-10), 1.0)
+    begin = vocab_start // CELL * CELL
+    margins = (vocab_start - begin, -(vocab_start + logits.shape[1]) % CELL)
+    scores = F.pad(scores, margins, value=float("-inf")).unflatten(1, (-1, CELL))  # [B, C, CELL]
+    cells = begin + torch.arange(0, scores.shape[1] * CELL, CELL, device=logits.device)
+    # Where a shard begins inside a cell, its part of it is drawn apart from the other shard's, with other noise.
+    noise = gumbel_noise(seeds, positions, cells.clamp(min=vocab_start), stream=0)
+    values, best = torch.where(drawn, scores.logsumexp(dim=2) + noise, scores.amax(dim=2)).max(dim=1)
+    entries = cells[best].unsqueeze(1) + torch.arange(CELL, device=logits.device)  # [B, CELL]
+    scores = scores[torch.arange(len(best), device=logits.device), best]
+    scores = torch.where(drawn, scores + gumbel_noise(seeds, positions, entries, stream=1), scores)
+    return entries.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1), values
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_start: int, vocab_size: int) -> Tensor:
-    """[B, vocab_size] float32 of standard Gumbel noise, from Philox4x32-10 (Salmon et al., SC 2011).
+def gumbel_noise(seeds: Tensor, positions: Tensor, index: Tensor, stream: int) -> Tensor:
+    """[B, n] float32 of standard Gumbel noise for index [n] or [B, n], from Philox4x32-10 (Salmon et al., SC 2011).
 
-    The key is the seed; the counter (c, position, 0, 0) gives four words. Entry v reads word (v % 1024) // 256 of counter
-    c = v // 1024 * 256 + v % 256, so that a kernel tile of 1024 consecutive entries uses all four words of its counters.
+    The key is the seed, the counter (index, position, stream, 0); of its four words the first is used.
     """
-    first_tile, last_tile = vocab_start // PHILOX_TILE, -(-(vocab_start + vocab_size) // PHILOX_TILE)
-    counters = torch.arange(first_tile * 256, last_tile * 256, device=seeds.device)
-    words = torch.stack(philox(seeds.unsqueeze(1), counters, positions.unsqueeze(1)))  # [4, B, tiles * 256]
-    words = words.unflatten(-1, (-1, 256)).permute(1, 2, 0, 3).flatten(1)  # [B, tiles * 1024]
-    begin = vocab_start - first_tile * PHILOX_TILE
-    return -torch.log(-torch.log(open_unit_interval(words[:, begin : begin + vocab_size])))
+    words = philox(seeds.unsqueeze(1), index, positions.unsqueeze(1), stream)[0]
+    return -torch.log(-torch.log(open_unit_interval(words)))
 
 
 def open_unit_interval(words: Tensor) -> Tensor:
@@ -153,11 +157,11 @@ def open_unit_interval(words: Tensor) -> Tensor:
     return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
-def philox(seeds: Tensor, c0: Tensor, c1: Tensor, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32 of the counters (c0, c1, 0, 0) under 64-bit keys: four tensors of 32-bit words, held in int64."""
+def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: int = 0, rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32 of the counters (c0, c1, c2, 0) under 64-bit keys: four tensors of 32-bit words, held in int64."""
     mask = 0xFFFFFFFF
     k0, k1 = seeds & mask, (seeds >> 32) & mask
-    c0, c1, c2, c3 = c0 & mask, c1 & mask, torch.zeros_like(c0), torch.zeros_like(c0)
+    c0, c1, c2, c3 = c0 & mask, c1 & mask, torch.full_like(c0, c2), torch.zeros_like(c0)
     for _ in range(rounds):
         # The products wrap to 64 bits; their two halves are exact all the same.
         p0, p2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2

@@ -154,26 +154,21 @@ def decode_attention(
         block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
         tiles = triton.cdiv(batch * group, block_m)
         prefix_splits = max(1, min(16, 2 * _num_processors(q.device) // (tiles * groups)))
-    parts, part_lse = out, None
+    parts = part_lse = None
     if splits + prefix_splits > 1:
-        parts = torch.empty(batch, num_heads, splits + prefix_splits, head_dim, dtype=torch.float32, device=q.device)
-        part_lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+        parts = torch.empty(batch, groups, splits + prefix_splits, group, head_dim, dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
-    _decode_kernel[(groups, splits, batch)](
-        q, k_cache, v_cache, lens, shared, tables, parts, part_lse, scale * LOG2_E, *strides,
-        groups, group, max(16, triton.next_power_of_2(group)), head_dim, block_d, page, block_n,
-        splits + prefix_splits, num_warps=4, num_stages=3 if splits > 1 else 2, **overlap(q),
-    )  # fmt: skip
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
             q, k_cache, v_cache, shared, tables, parts, part_lse, scale * LOG2_E, *strides[:3], batch,
             groups, group, block_m, head_dim, block_d, page, block_n, splits, num_warps=8 if block_m > 64 else 4, num_stages=3,
         )  # fmt: skip
-    if splits + prefix_splits > 1:
-        _merge_splits_kernel[(num_heads, batch)](
-            parts, part_lse, lens, shared, out, head_dim, block_d, splits, prefix_splits,
-            triton.next_power_of_2(splits + prefix_splits), block_n, num_warps=4, **overlap(q),
-        )  # fmt: skip
+    _decode_kernel[(groups, splits, batch)](
+        q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, _arrivals(q.device), scale * LOG2_E, *strides,
+        groups, group, max(16, triton.next_power_of_2(group)), head_dim, block_d, page, block_n,
+        splits, prefix_splits, num_warps=4, num_stages=3 if splits > 1 else 2, **overlap(q),
+    )  # fmt: skip
     return out
 
 
@@ -193,6 +188,15 @@ def _num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
+@lru_cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Zeros in which the programs that share a row count themselves, and the last leaves zero again.
+
+    Rows are shared only where there are at most 8 a processor. Launches on one device must not run at the same time.
+    """
+    return torch.zeros(8 * _num_processors(device), dtype=torch.int32, device=device)
+
+
 @triton.jit
 def _span(length, splits, BLOCK_N: tl.constexpr):
     """Tokens a split takes: whole tiles, evenly, from the length on the device, so that short contexts spread as well."""
@@ -201,9 +205,10 @@ def _span(length, splits, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _decode_kernel(
-    q, k_cache, v_cache, lens, shared, tables, out, part_lse, scale, q_stride, k_stride, v_stride, table_stride,
+    q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, arrivals, scale,
+    q_stride, k_stride, v_stride, table_stride,
     G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Every sequence's own tokens: all of them or, where a prefix is shared, those behind it."""
     wait_for_inputs(PDL)
@@ -211,27 +216,65 @@ def _decode_kernel(
     length, prefix = tl.load(lens + seq), 0
     if shared is not None:
         prefix = tl.load(shared)
-    span = _span(length - prefix, tl.num_programs(1), BLOCK_N)
+    span = _span(length - prefix, SPLITS, BLOCK_N)
     begin = prefix + split * span
     end = tl.minimum(begin + span, length)
+    pair = seq.to(tl.int64) * G + group
+    out += pair * GROUP * D
     if begin < end:
         # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot takes.
         row = tl.arange(0, BLOCK_M)
         dim = tl.arange(0, BLOCK_D)
         inside = (row < GROUP)[:, None] & (dim < D)[None, :]
-        in_group = (group * GROUP + row)[:, None] * D + dim[None, :]
-        query = tl.load(q + seq.to(tl.int64) * q_stride + in_group, mask=inside, other=0.0)
+        at = row[:, None] * D + dim[None, :]
+        query = tl.load(q + seq.to(tl.int64) * q_stride + group * GROUP * D + at, mask=inside, other=0.0)
         k_cache += group * D
         v_cache += group * D
         tables += seq * table_stride
         total, peak, acc = _attend(query, k_cache, v_cache, tables, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N)
-        first = seq.to(tl.int64) * G * GROUP
-        if PARTS > 1:
-            part = (first + group * GROUP + row) * PARTS + split  # [BLOCK_M]
-            tl.store(out + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
-            tl.store(part_lse + part, peak + tl.log2(total), mask=row < GROUP)
+        if SPLITS + PREFIX_SPLITS > 1:
+            first = (pair * (SPLITS + PREFIX_SPLITS) + split) * GROUP
+            tl.store(parts + first * D + at, acc / total[:, None], mask=inside)
+            tl.store(part_lse + first + row, peak + tl.log2(total), mask=row < GROUP)
         else:
-            tl.store(out + first * D + in_group, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+            tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    if SPLITS + PREFIX_SPLITS > 1:
+        is_last = True
+        if SPLITS > 1:
+            # Whoever arrives last sees what the others wrote before they arrived. In which order they came changes nothing.
+            tl.debug_barrier()  # all threads have stored
+            is_last = tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == SPLITS - 1
+            tl.debug_barrier()
+        if is_last:
+            if SPLITS > 1:
+                tl.store(arrivals + pair, 0)
+            part_lse += pair * (SPLITS + PREFIX_SPLITS) * GROUP
+            parts += pair * (SPLITS + PREFIX_SPLITS) * GROUP * D
+            _merge(out, parts, part_lse, length - prefix, prefix, GROUP, D, BLOCK_D, SPLITS, PREFIX_SPLITS, BLOCK_N)
+
+
+@triton.jit
+def _merge(
+    out, parts, part_lse, length, prefix, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weigh each part by its share of the softmax's denominator: SPLITS of a sequence's own tokens, then the prefix's."""
+    PARTS: tl.constexpr = triton.next_power_of_2(SPLITS + PREFIX_SPLITS)
+    part = tl.arange(0, PARTS)
+    dim = tl.arange(0, BLOCK_D)
+    # A split without tokens wrote nothing.
+    written = (part < SPLITS) & (part * _span(length, SPLITS, BLOCK_N) < length)
+    if PREFIX_SPLITS > 0:
+        in_prefix = part - SPLITS
+        holds = (in_prefix >= 0) & (in_prefix < PREFIX_SPLITS)
+        written |= holds & (in_prefix * _span(prefix, PREFIX_SPLITS, BLOCK_N) < prefix)
+    inside = written[:, None] & (dim < D)[None, :]
+    for head in tl.static_range(GROUP):
+        lse = tl.load(part_lse + part * GROUP + head, mask=written, other=float("-inf"))
+        weights = tl.exp2(lse - tl.max(lse, axis=0))
+        values = tl.load(parts + (part * GROUP + head)[:, None] * D + dim[None, :], mask=inside, other=0.0)
+        result = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
+        tl.store(out + head * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
 
 
 @triton.jit
@@ -258,7 +301,8 @@ def _prefix_kernel(
         k_cache += group * D
         v_cache += group * D
         total, peak, acc = _attend(query, k_cache, v_cache, table, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N)
-        part = (seq * G * GROUP + head) * (FIRST_PART + tl.num_programs(1)) + FIRST_PART + split
+        part = (seq * G + group) * (FIRST_PART + tl.num_programs(1)) + FIRST_PART + split
+        part = part * GROUP + row % GROUP
         tl.store(parts + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
         tl.store(part_lse + part, peak + tl.log2(total), mask=seq < batch)
 
@@ -282,32 +326,3 @@ def _attend(
         scores = tl.where(seen[None, :], scores, float("-inf"))
         peak, total, acc = _accumulate(scores, value, peak, total, acc)
     return total, peak, acc
-
-
-@triton.jit
-def _merge_splits_kernel(
-    parts, part_lse, lens, shared, out, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Weigh each split's result by its share of the softmax's denominator: SPLITS of a sequence's own, then the prefix's."""
-    wait_for_inputs(PDL)
-    head, seq = tl.program_id(0), tl.program_id(1)
-    length, prefix = tl.load(lens + seq), 0
-    if shared is not None:
-        prefix = tl.load(shared)
-    split = tl.arange(0, BLOCK)
-    dim = tl.arange(0, BLOCK_D)
-    # A split without tokens wrote nothing.
-    written = (split < SPLITS) & (split * _span(length - prefix, SPLITS, BLOCK_N) < length - prefix)
-    if shared is not None:
-        in_prefix = split - SPLITS
-        holds = (in_prefix >= 0) & (in_prefix < PREFIX_SPLITS)
-        written |= holds & (in_prefix * _span(prefix, PREFIX_SPLITS, BLOCK_N) < prefix)
-    first = (seq.to(tl.int64) * tl.num_programs(0) + head) * (SPLITS + PREFIX_SPLITS)
-    lse = tl.load(part_lse + first + split, mask=written, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, axis=0))
-    inside = written[:, None] & (dim < D)[None, :]
-    part = tl.load(parts + (first + split)[:, None] * D + dim[None, :], mask=inside, other=0.0)
-    result = tl.sum(part * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    out += first // (SPLITS + PREFIX_SPLITS) * D
-    tl.store(out + dim, result.to(out.dtype.element_ty), mask=dim < D)

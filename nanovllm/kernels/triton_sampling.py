@@ -1,7 +1,7 @@
 """Triton kernels that draw the next tokens in one pass over the logits.
 
-Knows how to find the arg max of logits / temperature + noise with little arithmetic. What is computed, and the layout of
-the noise over Philox's counters, is said by the twin in `reference`.
+Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is said by the twin in
+`reference`; here scores are kept in units of log2, for the exponential is a power of 2 on the device.
 Shapes: B sequences, V vocabulary entries, S parts of the vocabulary, one program each.
 """
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.launch import overlap, wait_for_inputs
-from nanovllm.kernels.reference import PHILOX_TILE
+from nanovllm.kernels.reference import CELL
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -21,91 +21,92 @@ def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
     batch, vocab = logits.shape
-    first_tile, last_tile = vocab_start // PHILOX_TILE, triton.cdiv(vocab_start + vocab, PHILOX_TILE)
-    tiles, warps = (4, 2) if batch > 16 else (1, 4)  # a few rows fill the device with short programs only
-    parts = triton.cdiv(last_tile - first_tile, tiles)
+    first_cell, last_cell = vocab_start // CELL, triton.cdiv(vocab_start + vocab, CELL)
+    cells, tiles, warps = (128, 4, 4) if batch > 16 else (64, 1, 4)  # a few rows fill the device with short programs only
+    parts = triton.cdiv(last_cell - first_cell, cells * tiles)
     part_values = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
-    part_tokens = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
+    part_cells = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
     values = torch.empty(batch, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch:
-        _best_of_part_kernel[(batch, parts)](
-            logits, temperatures, seeds, positions, part_values, part_tokens, logits.stride(0), vocab_start, vocab,
-            first_tile, tiles, PHILOX_TILE // 4, num_warps=warps, **overlap(logits),
+        _best_cell_of_part_kernel[(batch, parts)](
+            logits, temperatures, seeds, positions, part_values, part_cells, logits.stride(0), vocab_start, vocab,
+            first_cell, tiles, cells, CELL, num_warps=warps, **overlap(logits),
         )  # fmt: skip
         _best_of_row_kernel[(batch,)](
-            part_values, part_tokens, values, tokens, parts, triton.next_power_of_2(parts),
-            num_warps=1, **overlap(logits),
+            logits, temperatures, seeds, positions, part_values, part_cells, values, tokens, logits.stride(0),
+            vocab_start, vocab, parts, triton.next_power_of_2(parts), CELL, num_warps=1, **overlap(logits),
         )  # fmt: skip
     return tokens, values
 
 
 @triton.jit
-def _best_of_part_kernel(
-    logits, temperatures, seeds, positions, part_values, part_tokens, row_stride, vocab_start, vocab, first_tile,
-    TILES: tl.constexpr, QUARTER: tl.constexpr, PDL: tl.constexpr,
+def _best_cell_of_part_kernel(
+    logits, temperatures, seeds, positions, part_values, part_cells, row_stride, vocab_start, vocab, first_cell,
+    TILES: tl.constexpr, CELLS: tl.constexpr, CELL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * row_stride
-    temperature, seed = tl.load(temperatures + row), tl.load(seeds + row)
-    position = tl.load(positions + row).to(tl.uint32)
-    greedy = temperature <= 0
-    scale = tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
-    # A lane meets its tokens in rising order, so keeping the first best keeps the lowest. NaN is never best.
-    lane = tl.arange(0, QUARTER)
-    best = tl.full([QUARTER], float("-inf"), tl.float32)
-    best_col = tl.zeros([QUARTER], tl.int32)
-    for tile in range(first_tile + part * TILES, first_tile + (part + 1) * TILES):
-        col = tile * (4 * QUARTER) - vocab_start + lane
-        scores = _load_scores(logits, col, vocab, scale, QUARTER)
-        if greedy:
-            for i in tl.static_range(4):
-                best_col = tl.where(scores[i] > best, col + i * QUARTER, best_col)
-                best = tl.maximum(best, scores[i])
-        else:
-            # With noise g = -log(E), E = -log(uniform), the largest score + g is where E / exp(score) is smallest: among
-            # a lane's four, that race costs an exponential each and one logarithm for the winner.
-            words = tl.philox(seed, (tile * QUARTER + lane).to(tl.uint32), position, 0, 0)
-            peak = tl.maximum(tl.maximum(scores[0], scores[1]), tl.maximum(scores[2], scores[3]))
-            peak = tl.maximum(peak, -1e30)  # four entries outside the vocabulary are -inf, and -inf + inf no number
-            shortest = tl.full([QUARTER], float("inf"), tl.float32)
-            winner = tl.zeros([QUARTER], tl.int32)
-            for i in tl.static_range(4):
-                uniform = ((words[i] >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
-                time = -tl.log(uniform) * tl.exp2(peak - scores[i])
-                winner = tl.where(time < shortest, i, winner)
-                shortest = tl.minimum(shortest, time)
-            score = peak - tl.log2(shortest)
-            best_col = tl.where(score > best, col + winner * QUARTER, best_col)
-            best = tl.maximum(best, score)
+    greedy, scale = _scale(temperatures, row)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    # A lane meets its cells in rising order, so keeping the first best keeps the lowest. A NaN keeps its cell from being best.
+    best = tl.full([CELLS], float("-inf"), tl.float32)
+    best_cell = tl.full([CELLS], 0x7FFFFFFF, tl.int32)
+    for tile in range(TILES):
+        cell = first_cell + (part * TILES + tile) * CELLS + tl.arange(0, CELLS)
+        col = cell[:, None] * CELL - vocab_start + tl.arange(0, CELL)[None, :]
+        scores = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf")).to(tl.float32) * scale
+        score = tl.max(scores, axis=1)
+        if not greedy:
+            peak = tl.maximum(score, -1e30)  # a cell outside the vocabulary is all -inf, and -inf + inf no number
+            weight = tl.sum(tl.exp2(scores - peak[:, None]), axis=1)
+            time = _exponential(seed, tl.maximum(cell * CELL, vocab_start), position, 0)
+            score = peak + tl.log2(weight / time)
+        best_cell = tl.where(score > best, cell, best_cell)
+        best = tl.maximum(best, score)
     value = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == value, best_col, 0x7FFFFFFF), axis=0) + vocab_start
     at = row * tl.num_programs(1) + part
-    tl.store(part_values + at, tl.where(greedy, value, value * LN_2))
-    tl.store(part_tokens + at, token)
+    tl.store(part_values + at, value)
+    tl.store(part_cells + at, tl.min(tl.where(best == value, best_cell, 0x7FFFFFFF), axis=0))
 
 
 @triton.jit
-def _load_scores(logits, col, vocab, scale, QUARTER: tl.constexpr):
-    """Scaled logits of the four entries of each lane: the four words of its counter are their noise."""
-    s0 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
-    col += QUARTER
-    s1 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
-    col += QUARTER
-    s2 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
-    col += QUARTER
-    s3 = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf"))
-    return s0.to(tl.float32) * scale, s1.to(tl.float32) * scale, s2.to(tl.float32) * scale, s3.to(tl.float32) * scale
-
-
-@triton.jit
-def _best_of_row_kernel(part_values, part_tokens, values, tokens, parts, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _best_of_row_kernel(
+    logits, temperatures, seeds, positions, part_values, part_cells, values, tokens, row_stride, vocab_start, vocab,
+    parts, BLOCK: tl.constexpr, CELL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(PDL)
     row = tl.program_id(0)
+    greedy, scale = _scale(temperatures, row)
     part = tl.arange(0, BLOCK)
     value = tl.load(part_values + row * parts + part, mask=part < parts, other=float("-inf"))
-    token = tl.load(part_tokens + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
+    cell = tl.load(part_cells + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
     best = tl.max(value, axis=0)
-    tl.store(values + row, best)
-    tl.store(tokens + row, tl.min(tl.where(value == best, token, 0x7FFFFFFF), axis=0).to(tl.int64))
+    cell = tl.min(tl.where(value == best, cell, 0x7FFFFFFF), axis=0)
+    cell = tl.where(cell == 0x7FFFFFFF, vocab_start // CELL, cell)  # if no logit is a number, any entry will do
+    col = cell * CELL - vocab_start + tl.arange(0, CELL)
+    inside = (col >= 0) & (col < vocab)
+    score = tl.load(logits + row.to(tl.int64) * row_stride + col, mask=inside, other=float("-inf")).to(tl.float32) * scale
+    if not greedy:
+        time = _exponential(tl.load(seeds + row), col + vocab_start, tl.load(positions + row), 1)
+        score -= tl.log2(time)
+    token = tl.min(tl.where(inside & (score == tl.max(score, axis=0)), col, 0x7FFFFFFF), axis=0)
+    token = tl.where(token == 0x7FFFFFFF, tl.maximum(cell * CELL - vocab_start, 0), token)
+    tl.store(values + row, tl.where(greedy, best, best * LN_2))
+    tl.store(tokens + row, (token + vocab_start).to(tl.int64))
+
+
+@triton.jit
+def _scale(temperatures, row):
+    """Whether the row is greedy, and what makes its logits scores in units of log2."""
+    temperature = tl.load(temperatures + row)
+    greedy = temperature <= 0
+    return greedy, tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
+
+
+@triton.jit
+def _exponential(seed, index, position, stream):
+    """Exponentially distributed noise: its negative logarithm is Gumbel noise."""
+    word, _, _, _ = tl.philox(seed, index.to(tl.uint32), position.to(tl.uint32), stream, 0)
+    return -tl.log(((word >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23)))

@@ -1,7 +1,7 @@
 """The two ends of a model that face the vocabulary, each split over the ranks by vocabulary entry.
 
-The shares differ by one entry when the ranks do not divide the vocabulary. So nothing is padded: every logit belongs to
-a real entry, and none needs masking before sampling.
+The shares are of different sizes when the ranks do not divide the vocabulary. So nothing is padded: every logit belongs
+to a real entry, and none needs masking before sampling.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.group = group
-        self.vocab_start = vocab_size * group.rank // group.size
-        self.vocab_end = vocab_size * (group.rank + 1) // group.size
+        self.vocab_start, self.vocab_end = group.column_starts(vocab_size)[group.rank :][:2]
         self.weight = empty_parameter(self.vocab_end - self.vocab_start, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ ENVIRONMENT = {  # unless the user set something else
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Ranks wait for each other while they load, however long that takes: who is late or dead is the engine's to judge.
 PATIENCE = timedelta(hours=1)
+UNIT = 16  # vocabulary entries that one rank must have together for its draws to be those of one rank alone
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,22 @@ class ParallelGroup:
         all_gather_one(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
         return gathered
 
+    def column_starts(self, total: int) -> list[int]:
+        """Where each rank's share of `total` columns begins, and at last where they end.
+
+        They begin at multiples of UNIT where every rank can have one.
+        """
+        unit = UNIT if total >= UNIT * self.size else 1
+        return [total * rank // self.size // unit * unit for rank in range(self.size)] + [total]
+
     def gather_columns(self, x: Tensor, total: int) -> Tensor:
-        """[B, own] -> [B, total], where rank r has the columns from total * r // size up to total * (r + 1) // size."""
+        """[B, own] -> [B, total], the ranks' columns side by side."""
         if self.size == 1:
             return x
-        starts = [total * rank // self.size for rank in range(self.size + 1)]
-        widest = -(-total // self.size)
-        parts = self.all_gather(F.pad(x, (0, widest - x.shape[1])))  # [size, B, widest]
-        return torch.cat([part[:, : end - begin] for part, begin, end in zip(parts, starts, starts[1:])], dim=1)
+        starts = self.column_starts(total)
+        widths = [end - begin for begin, end in zip(starts, starts[1:])]
+        parts = self.all_gather(F.pad(x, (0, max(widths) - x.shape[1])))  # [size, B, widest]
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths)], dim=1)
 
     def minimum(self, value: int) -> int:
         """The least of the ranks' values."""
