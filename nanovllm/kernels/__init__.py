@@ -16,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "can_group",
     "decode_inputs",
+    "find_uncompiled",
     "linear",
     "moe",
     "qk_norm_rope_store",
@@ -24,6 +25,12 @@ __all__ = [
     "select_attention_backend",
     "silu_and_mul",
 ]
+
+
+def find_uncompiled(run):
+    from nanovllm.kernels import ahead
+
+    return ahead.find_uncompiled(run)
 
 
 def rms_norm(x, weight, eps):

@@ -53,7 +53,7 @@ def _has_room_for_large_tiles(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])  # parts of one tensor: whether aligned depends on N
 def _prefill_kernel(
     q, k, v, out, cu_seqlens_q, cu_seqlens_k, tables, scale, q_stride, k_stride, v_stride, out_stride, table_stride,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
