@@ -1,6 +1,17 @@
 """Which device a rank runs on, and in which dtype."""
 
+import ctypes
+import threading
+from contextlib import suppress
+
 import torch
+
+
+def begin_driver(name: str) -> None:
+    """Start the CUDA driver beside what the host does next: it takes seconds, but none of Python's lock."""
+    if name != "cpu":
+        with suppress(OSError):  # a machine without one
+            threading.Thread(target=ctypes.CDLL("libcuda.so.1").cuInit, args=(0,), daemon=True).start()
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
