@@ -130,9 +130,10 @@ class ModelRunner:
                 pool.submit(compile_kernel)
             layer = self.attention_layers[0]
             heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-            qkv = torch.zeros(1024, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device).split(heads, dim=1)
+            qkv = torch.zeros(1024, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
             ends = torch.tensor([0, 1024], dtype=torch.int32, device=self.device)
-            self._backend.prefill(*qkv, *self.kv_cache[0], PrefillMetadata(ends, ends, 1024, 1024, None), layer.scale)
+            meta = PrefillMetadata(ends, ends, 1024, 1024, block_tables=None)
+            self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], meta, layer.scale)
 
     def _run_decodes(self) -> None:
         """A decode step of each size that is captured, and of 3: a kernel for few rows is made for their number."""

@@ -1,7 +1,7 @@
 """Compile Triton kernels side by side, before they are launched.
 
-Triton compiles a kernel at its first launch. An engine's start meets some 40 kernels, a quarter of a second each, most of
-it outside of Python's lock: threads compile them in the time of the few slowest.
+Triton compiles a kernel at its first launch. An engine's start meets some 35 kernels, a quarter of a second each, most
+of it outside of Python's lock, so that threads compile several at a time.
 """
 
 import threading
