@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
+from nanovllm.engine.device import begin_driver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.request import (
@@ -39,6 +40,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike, **options: Any) -> None:
         config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
+        begin_driver(config.device)
         self.tokenizer = load_tokenizer(folder)
         decode = partial(decode_batch, self.tokenizer) if self.tokenizer else None
         self.engine: LLMEngine | None = LLMEngine(config, folder, load_stop_ids(folder, self.tokenizer), decode)

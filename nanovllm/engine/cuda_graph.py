@@ -13,12 +13,16 @@ import torch
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
+def sizes_up_to(max_num_seqs: int) -> list[int]:
+    return [size for size in SIZES if size < max_num_seqs] + [max_num_seqs]
+
+
 class DecodeGraphs:
     """`step(n, variant)` runs n rows and returns the tensors it leaves behind; they stay valid until the next replay."""
 
     def __init__(self, step: Callable[[int, bool], Any], max_num_seqs: int) -> None:
         self.step = step
-        self.sizes = [size for size in SIZES if size < max_num_seqs] + [max_num_seqs]
+        self.sizes = sizes_up_to(max_num_seqs)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool = None
 

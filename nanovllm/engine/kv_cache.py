@@ -55,6 +55,7 @@ class GpuBudget:
 
         Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full length.
         """
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_step()
         torch.cuda.synchronize(self.device)

@@ -5,6 +5,7 @@ It lives on the device, so a decode step needs nothing from the host but the row
 device still works. Knows no sequences and no policy: those are the scheduler's.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.cuda_graph import DecodeGraphs, sizes_up_to
+from nanovllm.engine.device import resolve_device, resolve_dtype
 from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
@@ -67,12 +69,6 @@ class ModelRunner:
         with _defaults(self.dtype, self.device):
             self.model = build_model(hf_config, group)
         self.model.eval().requires_grad_(False)
-        if config.load_format == "dummy":
-            init_dummy_weights(self.model, seed=0)
-        else:
-            load_weights(self.model, folder)
-        if not on_gpu:
-            lay_out_for_cpu(self.model)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
 
         rows, width = max_num_seqs + 1, -(-max_model_len // self.block_size)  # the last row is padding
@@ -88,9 +84,15 @@ class ModelRunner:
         self._shared_blocks = 0  # what self.shared_len says
         self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
 
-        self._backend = kernels.select_attention_backend(
-            config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
-        )
+        with ThreadPoolExecutor(1) as background:
+            preparing = background.submit(self._prepare_kernels)
+            if config.load_format == "dummy":
+                init_dummy_weights(self.model, seed=0)
+            else:
+                load_weights(self.model, folder)
+            if not on_gpu:
+                lay_out_for_cpu(self.model)
+            preparing.result()
         # A graph cannot hold what waits for the device, as plain attention does.
         use_graphs = on_gpu and self._backend is not kernels.TORCH_BACKEND and not config.enforce_eager
         self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if use_graphs else None
@@ -105,6 +107,32 @@ class ModelRunner:
         self._bind_cache(self.num_blocks)
         if self.graphs:
             self._capture(self.graphs.sizes)
+
+    @torch.inference_mode()
+    def _prepare_kernels(self) -> None:
+        """Choose the attention's; compile all that decode steps launch, and a prefill's attention. Needs no weights."""
+        self._backend = kernels.select_attention_backend(
+            self.config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
+        )
+        if self.device.type != "cuda":
+            return
+        torch.cuda.set_device(self.device)  # of this thread
+        self._bind_cache(1)
+        with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
+            # One that does not compile says so when it is launched.
+            for compile_kernel in kernels.find_uncompiled(self._run_decodes):
+                pool.submit(compile_kernel)
+            layer = self.attention_layers[0]
+            heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+            qkv = torch.zeros(1024, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
+            ends = torch.tensor([0, 1024], dtype=torch.int32, device=self.device)
+            meta = PrefillMetadata(ends, ends, 1024, 1024, block_tables=None)
+            self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], meta, layer.scale)
+
+    def _run_decodes(self) -> None:
+        """A decode step of each size that is captured, and of 3: a kernel for few rows is made for their number."""
+        for size in (3, *sizes_up_to(self.max_num_seqs)):
+            self._run_decode(min(size, self.max_num_seqs), shared=False)
 
     def _bind_cache(self, num_blocks: int) -> None:
         self.kv_cache = allocate_kv_cache(self.attention_layers, num_blocks, self.block_size, self.dtype, self.device)
@@ -134,13 +162,14 @@ class ModelRunner:
         return taken + len(self.graphs.sizes) * GRAPH_BYTES
 
     def _run_largest_step(self) -> None:
-        """A prefill of the whole token budget that draws for every sequence, without a cache to write to."""
-        self._bind_cache(0)
+        """A prefill of the whole token budget that draws for every sequence, all of it in one block of cache."""
+        self._bind_cache(1)
         budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
         lengths = [min(length, budget - start) for start in range(0, min(budget, count * length), length)]
         chunks = [PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0) for i, length in enumerate(lengths)]
         self.launch(Batch(prefills=tuple(chunks))).wait()
+        self._bind_cache(0)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DrawnTokens:
@@ -298,34 +327,6 @@ class ModelRunner:
         del self.model, self.kv_cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def resolve_device(name: str, rank: int) -> torch.device:
-    """The device of a rank; "auto" is cuda where there is one."""
-    available = torch.cuda.is_available()
-    if name == "auto":
-        name = "cuda" if available else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not available:
-        raise ValueError(f"device is {name!r}, but PyTorch sees no CUDA device: use 'cpu' or install a CUDA build of torch")
-    index = int(name.partition(":")[2] or 0) + rank
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device cuda:{index} is needed for rank {rank}, but there are {torch.cuda.device_count()} CUDA devices: "
-            "lower tensor_parallel_size, or choose another device"
-        )
-    return torch.device("cuda", index)
-
-
-def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations; "auto" is the checkpoint's on a GPU, float32 on a CPU."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from contextlib import suppress
 import torch
 
 from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
+from nanovllm.engine.device import resolve_device
 from nanovllm.engine.drawn_tokens import DrawnTokens
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.utils.parallel import connect_store, host_store, join_group
 
 PR_SET_PDEATHSIG = 1

@@ -25,7 +25,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepResult
 from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
-from nanovllm.engine.model_runner import ModelRunner, resolve_device
+from nanovllm.engine.device import resolve_device
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.models import build_model
 from nanovllm.utils.parallel import ParallelGroup
 

@@ -14,6 +14,7 @@ __all__ = [
     "AttentionBackend",
     "add_rms_norm",
     "decode_inputs",
+    "find_uncompiled",
     "gated_linear",
     "linear",
     "moe",
@@ -24,6 +25,12 @@ __all__ = [
     "silu_and_mul",
     "sum_add_rms_norm",
 ]
+
+
+def find_uncompiled(run):
+    from nanovllm.kernels import ahead
+
+    return ahead.find_uncompiled(run)
 
 
 def rms_norm(x, weight, eps):

@@ -47,7 +47,7 @@ def prefill_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])  # parts of one tensor: whether aligned depends on N
 def _prefill_kernel(
     q, k, v, out, cu_seqlens_q, cu_seqlens_k, tables, scale, q_stride, k_stride, v_stride, out_stride, table_stride,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,

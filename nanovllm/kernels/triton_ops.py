@@ -111,7 +111,7 @@ def qk_norm_rope_store(
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "slots"])  # rows of one tensor: aligned where the number of tokens is even
 def _qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, token_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,

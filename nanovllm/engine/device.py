@@ -1,0 +1,42 @@
+"""Which device a rank runs on, and in which dtype."""
+
+import ctypes
+import threading
+from contextlib import suppress
+
+import torch
+
+
+def begin_driver(name: str) -> None:
+    """Start the CUDA driver beside what the host does next: it takes seconds, but none of Python's lock."""
+    if name != "cpu":
+        with suppress(OSError):  # a machine without one
+            threading.Thread(target=ctypes.CDLL("libcuda.so.1").cuInit, args=(0,), daemon=True).start()
+
+
+def resolve_device(name: str, rank: int) -> torch.device:
+    """The device of a rank; "auto" is cuda where there is one."""
+    available = torch.cuda.is_available()
+    if name == "auto":
+        name = "cuda" if available else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if not available:
+        raise ValueError(f"device is {name!r}, but PyTorch sees no CUDA device: use 'cpu' or install a CUDA build of torch")
+    index = int(name.partition(":")[2] or 0) + rank
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device cuda:{index} is needed for rank {rank}, but there are {torch.cuda.device_count()} CUDA devices: "
+            "lower tensor_parallel_size, or choose another device"
+        )
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations; "auto" is the checkpoint's on a GPU, float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cpu":
+        return torch.float32
+    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -1,0 +1,47 @@
+"""Compile Triton kernels side by side, before they are launched.
+
+Triton compiles a kernel at its first launch. An engine's start meets some 35 kernels, a quarter of a second each, most
+of it outside of Python's lock, so that threads compile several at a time.
+"""
+
+import threading
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+ZEROED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, Tensor.new_empty: Tensor.new_zeros}
+
+
+def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
+    """What `run` launches and is not compiled yet: for each kernel a function that compiles it, on any thread.
+
+    `run` is run without those kernels. What they would have written is 0: a valid token, position and block.
+    """
+    if not hasattr(triton, "AsyncCompileMode"):  # an older release, which does not compile in threads
+        return []
+    found, this_thread, hooks = {}, threading.get_ident(), triton.knobs.runtime
+
+    def record(key, fn, compile, **_) -> bool:
+        here = threading.get_ident() == this_thread
+        if here:
+            found[fn.module, fn.name, key] = fn.jit_function, compile["specialization_data"]
+        return here  # neither compile nor launch it
+
+    previous, hooks.jit_cache_hook = hooks.jit_cache_hook, record
+    try:
+        with _Zeroed():
+            run()
+    finally:
+        hooks.jit_cache_hook = previous
+    # Reading `run` of a compiled kernel builds its launcher and loads it onto the thread's device.
+    return [lambda kernel=kernel, data=data: kernel.preload(data).run for kernel, data in found.values()]
+
+
+class _Zeroed(TorchFunctionMode):
+    """New memory is 0, not whatever it was."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return ZEROED.get(func, func)(*args, **(kwargs or {}))

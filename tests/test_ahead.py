@@ -1,0 +1,70 @@
+"""Finding what has to be compiled, with Triton's hook but without a device: kernels here are stand-ins."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if not hasattr(triton, "AsyncCompileMode"):
+    pytest.skip("this release of Triton does not compile in threads", allow_module_level=True)
+
+from nanovllm.kernels.ahead import find_uncompiled  # noqa: E402
+
+
+class Kernel:
+    """Asks the hook as a launch of triton.jit's functions does."""
+
+    def __init__(self):
+        self.launched, self.preloaded = [], []
+
+    def launch(self, key: str):
+        hook = triton.knobs.runtime.jit_cache_hook
+        fn = SimpleNamespace(module="m", name="k", jit_function=self)
+        if not (hook and hook(key=key, repr="", fn=fn, compile={"specialization_data": key}, already_compiled=False)):
+            self.launched.append(key)
+
+    def preload(self, specialization: str):
+        self.preloaded.append(specialization)
+        return SimpleNamespace(run=specialization)
+
+
+def test_each_kernel_is_found_once_and_none_is_launched():
+    kernel = Kernel()
+    found = find_uncompiled(lambda: [kernel.launch(key) for key in "aba"])
+    assert kernel.launched == [] == kernel.preloaded
+    assert [compile_kernel() for compile_kernel in found] == ["a", "b"] == kernel.preloaded
+
+
+def test_launches_of_other_threads_and_after_it_go_on():
+    kernel = Kernel()
+
+    def run():
+        other = threading.Thread(target=kernel.launch, args=("other",))
+        other.start()
+        other.join()
+
+    assert find_uncompiled(run) == []
+    kernel.launch("after")
+    assert kernel.launched == ["other", "after"]
+
+
+def test_what_no_kernel_writes_reads_zero():
+    made = []
+
+    def run():
+        x = torch.empty(1000, dtype=torch.int64)
+        made.extend([x, torch.empty_like(x), x.new_empty(3, 4)])
+
+    find_uncompiled(run)
+    assert all(not each.any() for each in made) and made[2].shape == (3, 4)
+
+
+def test_an_error_takes_the_hook_back():
+    def run():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        find_uncompiled(run)
+    assert triton.knobs.runtime.jit_cache_hook is None
