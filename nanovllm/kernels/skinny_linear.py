@@ -5,6 +5,8 @@ the layer is small, and where it is not bound by them any more: there `torch.nn.
 Shapes: M rows, K inputs, N outputs. Each output is summed by one program in a fixed order: the result is deterministic.
 """
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -19,6 +21,8 @@ WEIGHTS_PER_PROGRAM = 4096  # 32 a thread, in flight at once; measured from 0.6B
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N]. With few rows, the weights must not be written by a running kernel."""
     if not (_is_skinny(x.shape[0], *weight.shape) and x.is_contiguous() and weight.is_contiguous()):
+        if bias is None and _suits_cublaslt(x, weight):
+            bias = _zero_bias(weight.shape[0], x.dtype, x.device)
         return F.linear(x, weight, bias)
     rows, (outputs, inputs) = x.shape[0], weight.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -35,6 +39,20 @@ def _is_skinny(rows: int, outputs: int, inputs: int) -> bool:
     if inputs > 16384:  # a program holds at least one output's weights in registers
         return False
     return rows == 1 or rows == 2 and inputs <= 4096 or rows in (3, 4) and outputs * inputs <= 1 << 23
+
+
+def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
+    """Where cuBLASLt picks better kernels than cuBLAS: of 8B shapes on an H200, up to a fifth faster, rarely slower.
+
+    PyTorch leaves a product to it where there is a bias to add.
+    """
+    outputs, inputs = weight.shape
+    return x.dtype != torch.float32 and 16 < x.shape[0] <= 384 and outputs <= inputs
+
+
+@lru_cache
+def _zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(outputs, dtype=dtype, device=device)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     rows, (outputs, inputs) = x.shape[0], weight.shape
     if TensorDescriptor is None or x.dtype not in (torch.bfloat16, torch.float16) or inputs % BLOCK_K:
         return None
-    if not 32 < rows <= (128 if gated else MAX_ROWS) or outputs * inputs > (1 << 26 if rows <= BLOCK_M else 1 << 23):
+    if not 32 < rows <= (128 if gated else MAX_ROWS) or outputs * inputs > 1 << 23:
         return None
     if not (x.is_contiguous() and weight.is_contiguous() and can_overlap(x.device) and has_large_shared_memory(x.device)):
         return None
