@@ -90,8 +90,9 @@ class ModelRunner:
         self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
 
         self._backend = kernels.select_attention_backend(
-            config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
-        )
+            config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size,
+            cpp=config.cpp_kernels,
+        )  # fmt: skip
         # A graph cannot hold what waits for the device, as plain attention and ungrouped experts do.
         capturable = self._backend is not kernels.TORCH_BACKEND and all(
             kernels.can_group(self.dtype, module.gate_up_proj, module.down_proj)
@@ -159,10 +160,11 @@ class ModelRunner:
             padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
             self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
             self._decode_rows = batch.decode_rows
-        if batch.prefills:
-            drawn = self._mixed_step(num_decodes, batch.prefills)
-        else:
-            drawn = self._decode_step(num_decodes, batch.shared_blocks)
+        with kernels.cpp_kernels(self._backend is kernels.CPP_BACKEND):
+            if batch.prefills:
+                drawn = self._mixed_step(num_decodes, batch.prefills)
+            else:
+                drawn = self._decode_step(num_decodes, batch.shared_blocks)
         rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
         return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
 
