@@ -28,6 +28,7 @@ class Config:
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
+    cpp_kernels: on a CPU, compute with C++ kernels, compiled at the start: needs g++ or clang++, and float32.
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
     symmetric_memory: let ranks read each other's GPU memory to sum small tensors, where they can.
@@ -48,6 +49,7 @@ class Config:
     load_format: str = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    cpp_kernels: bool = False
     overlap: bool | None = None
     seed: int | None = None
     symmetric_memory: bool = True
@@ -84,7 +86,7 @@ class Config:
             raise TypeError(f"step_timeout is {self.step_timeout!r}: use a number of seconds")
         if not self.step_timeout > 0:
             raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0")
-        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "overlap"):
+        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "cpp_kernels", "overlap"):
             if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))

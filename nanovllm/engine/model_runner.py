@@ -112,8 +112,9 @@ class ModelRunner:
     def _prepare_kernels(self) -> None:
         """Choose the attention's; compile all that decode steps launch, and a prefill's attention. Needs no weights."""
         self._backend = kernels.select_attention_backend(
-            self.config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size
-        )
+            self.config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size,
+            cpp=self.config.cpp_kernels,
+        )  # fmt: skip
         if self.device.type != "cuda":
             return
         torch.cuda.set_device(self.device)  # of this thread
@@ -182,10 +183,11 @@ class ModelRunner:
             padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
             self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
             self._decode_rows = batch.decode_rows
-        if batch.prefills:
-            drawn = self._mixed_step(num_decodes, batch.prefills)
-        else:
-            drawn = self._decode_step(num_decodes, batch.shared_blocks)
+        with kernels.cpp_kernels(self._backend is kernels.CPP_BACKEND):
+            if batch.prefills:
+                drawn = self._mixed_step(num_decodes, batch.prefills)
+            else:
+                drawn = self._decode_step(num_decodes, batch.shared_blocks)
         rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
         return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
 

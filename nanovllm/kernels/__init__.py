@@ -1,18 +1,25 @@
 """The operations between the matrix products, each in two forms: a Triton kernel and its plain PyTorch twin.
 
-The functions here pick the form by the device their tensors live on. Triton and flash-attn are imported by modules of
-this package alone, and only when a CUDA tensor asks for them, so that the library runs where neither is installed.
+The functions here pick the form by the device their tensors live on; `cpp_kernels` brings a third one for CPUs.
+Triton and flash-attn are imported by modules of this package alone, and only when a CUDA tensor asks for them, so that
+the library runs where neither is installed.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch.nn.functional as F
 
-from nanovllm.kernels import reference
-from nanovllm.kernels.backends import TORCH_BACKEND, AttentionBackend, select_attention_backend
+from nanovllm.kernels import cpp_ops, reference
+from nanovllm.kernels.backends import CPP_BACKEND, TORCH_BACKEND, AttentionBackend, select_attention_backend
 
 __all__ = [
+    "CPP_BACKEND",
     "TORCH_BACKEND",
     "AttentionBackend",
     "add_rms_norm",
+    "cpp_kernels",
     "decode_inputs",
     "find_uncompiled",
     "gated_linear",
@@ -25,6 +32,18 @@ __all__ = [
     "silu_and_mul",
     "sum_add_rms_norm",
 ]
+
+_on_cpu = ContextVar("on_cpu", default=reference)
+
+
+@contextmanager
+def cpp_kernels(enabled: bool) -> Iterator[None]:
+    """Whether the C++ kernels serve inside the block where tensors live on a CPU."""
+    token = _on_cpu.set(cpp_ops if enabled else reference)
+    try:
+        yield
+    finally:
+        _on_cpu.reset(token)
 
 
 def find_uncompiled(run):
@@ -70,6 +89,8 @@ def sample(logits, *args, **kwargs):
 
 def linear(x, weight, bias=None):
     if not x.is_cuda:
+        if x.shape[0] == 1:  # a CPU's matrix-vector product is several times slower than one of two rows
+            return F.linear(x.expand(2, -1), weight, bias)[:1]
         return F.linear(x, weight, bias)
     from nanovllm.kernels import skinny_linear, tiled_linear
 
@@ -98,7 +119,7 @@ def moe(x, *args):
 
 def _elementwise(x):
     if not x.is_cuda:
-        return reference
+        return _on_cpu.get()
     from nanovllm.kernels import triton_ops
 
     return triton_ops

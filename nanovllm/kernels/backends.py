@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import torch_attention
+from nanovllm.kernels import cpp_ops, torch_attention
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,22 @@ class AttentionBackend:
 
 
 TORCH_BACKEND = AttentionBackend("torch", torch_attention.prefill_attention, torch_attention.decode_attention)
+CPP_BACKEND = AttentionBackend("C++ decode", torch_attention.prefill_attention, cpp_ops.decode_attention)
 
 
 def select_attention_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, cpp: bool = False
 ) -> AttentionBackend:
-    """`name`: auto, flash-attn, triton or torch. Prompt chunks and decoding may be served by different packages."""
+    """`name`: auto, flash-attn, triton or torch. Prompt chunks and decoding may be served by different packages.
+
+    `cpp`: let C++ kernels serve a CPU, unless plain PyTorch is asked for.
+    """
     device = torch.device(device)
+    if cpp and name == "auto" and device.type == "cpu":
+        if dtype != torch.float32:
+            raise ValueError(f"cpp_kernels is True, but dtype is {dtype}: use float32, or cpp_kernels=False")
+        cpp_ops.load()
+        return CPP_BACKEND
     if name == "torch" or name == "auto" and device.type != "cuda":
         return TORCH_BACKEND
     if name not in ("auto", "flash-attn", "triton"):

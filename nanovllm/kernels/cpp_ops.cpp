@@ -1,0 +1,138 @@
+// The kernels of cpp_ops.py: what reference.py and torch_attention.py say, in one pass over memory each, in float32.
+//
+// T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
+// is given. Each token or sequence is computed alone, so a result does not depend on its batch.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+static float dot(const float* a, const float* b, int64_t n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+// e to the power of x as 2^n times a polynomial, within 2e-7 of it: unlike expf, compilers turn it into vector code.
+static inline float exponential(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float n = std::floor(x * 1.44269504f + 0.5f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first of few bits
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1;
+    union { int32_t bits; float value; } power = {(static_cast<int32_t>(n) + 127) << 23};
+    return p * power.value;
+}
+
+// out = x scaled to root mean square 1, times weight; out may be x.
+static void norm_row(const float* x, const float* weight, float* out, int64_t n, float eps) {
+    const float scale = 1 / std::sqrt(dot(x, x, n) / n + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// x, residual, out [T, N]. With a residual, x is added to it and the sum is normed; out may be x.
+extern "C" void rms_norm(
+    const float* x, float* residual, const float* weight, float* out, int64_t T, int64_t N, float eps) {
+#pragma omp parallel for if (T * N > 4096)
+    for (int64_t t = 0; t < T; t++) {
+        const float* row = x + t * N;
+        if (residual) {
+            float* sum = residual + t * N;
+#pragma omp simd
+            for (int64_t i = 0; i < N; i++) sum[i] += row[i];
+            row = sum;
+        }
+        norm_row(row, weight, out + t * N, N, eps);
+    }
+}
+
+// x [T, 2F] -> out [T, F]
+extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
+#pragma omp parallel for if (T * F > 4096)
+    for (int64_t t = 0; t < T; t++) {
+        const float *gate = x + t * 2 * F, *up = gate + F;
+        float* row = out + t * F;
+#pragma omp simd
+        for (int64_t i = 0; i < F; i++) row[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    }
+}
+
+// qkv [T, H + 2G, D] is overwritten: q and k normed (where there are weights) and rotated. k and v go to the caches too.
+extern "C" void qk_norm_rope_store(
+    float* qkv, const float* q_weight, const float* k_weight, const float* cos_sin, const int64_t* positions,
+    const int64_t* slots, float* k_cache, float* v_cache, int64_t T, int64_t H, int64_t G, int64_t D, float eps) {
+    const int64_t half = D / 2;
+#pragma omp parallel for if (T * (H + G) * D > 4096)
+    for (int64_t t = 0; t < T; t++) {
+        float* heads = qkv + t * (H + 2 * G) * D;
+        const float *cos = cos_sin + positions[t] * D, *sin = cos + half;
+        for (int64_t h = 0; h < H + G; h++) {
+            float *x1 = heads + h * D, *x2 = x1 + half;
+            if (q_weight) norm_row(x1, h < H ? q_weight : k_weight, x1, D, eps);
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float a = x1[i], b = x2[i];
+                x1[i] = a * cos[i] - b * sin[i];
+                x2[i] = b * cos[i] + a * sin[i];
+            }
+        }
+        if (k_cache && slots[t] >= 0) {
+            const float *k = heads + H * D, *v = k + G * D;
+            std::copy(k, v, k_cache + slots[t] * G * D);
+            std::copy(v, v + G * D, v_cache + slots[t] * G * D);
+        }
+    }
+}
+
+// q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W] -> out [B, H, D].
+// The query heads of a group go over its K and V together: memory is read once.
+extern "C" void decode_attention(
+    const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables, float* out,
+    int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W, int64_t block_size, float scale) {
+    const int64_t heads = H / G;
+    const int64_t at_once = B > 8 ? G : 1;  // a sequence's groups lie side by side in memory: best read by one thread
+#pragma omp parallel for collapse(2) schedule(dynamic, at_once)
+    for (int64_t b = 0; b < B; b++) {
+        for (int64_t g = 0; g < G; g++) {
+            const int64_t len = lens[b];
+            const float* query = q + b * q_stride + g * heads * D;
+            float* sums = out + (b * H + g * heads) * D;
+            auto for_each_token = [&](const float* cache, auto use) {  // use(t, the token's K or V of this group)
+                for (int64_t start = 0; start < len; start += block_size) {
+                    const float* block = cache + (tables[b * W + start / block_size] * block_size * G + g) * D;
+                    const int64_t count = std::min(block_size, len - start);
+                    for (int64_t t = 0; t < count; t++) use(start + t, block + t * G * D);
+                }
+            };
+            std::vector<float> weights(heads * len);
+            for_each_token(k_cache, [&](int64_t t, const float* k) {
+                for (int64_t h = 0; h < heads; h++) weights[h * len + t] = scale * dot(query + h * D, k, D);
+            });
+            for (int64_t h = 0; h < heads; h++) {
+                float *row = &weights[h * len], total = 0;
+                const float peak = *std::max_element(row, row + len);
+#pragma omp simd reduction(+ : total)
+                for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
+#pragma omp simd
+                for (int64_t t = 0; t < len; t++) row[t] /= total;
+            }
+            std::fill(sums, sums + heads * D, 0.0f);
+            for_each_token(v_cache, [&](int64_t t, const float* v) {
+                for (int64_t h = 0; h < heads; h++) {
+                    const float weight = weights[h * len + t];
+                    float* sum = sums + h * D;
+#pragma omp simd
+                    for (int64_t i = 0; i < D; i++) sum[i] += weight * v[i];
+                }
+            });
+        }
+    }
+}
