@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from time import perf_counter
@@ -24,7 +25,7 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.loader import resolve_model_folder
+from nanovllm.utils.loader import load_hf_config, resolve_model_folder
 from nanovllm.utils.tokenizer import decode_batch, load_stop_ids, load_tokenizer, render_chats
 
 
@@ -41,9 +42,17 @@ class LLM:
         config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
         begin_driver(config.device)
-        self.tokenizer = load_tokenizer(folder)
-        decode = partial(decode_batch, self.tokenizer) if self.tokenizer else None
-        self.engine: LLMEngine | None = LLMEngine(config, folder, load_stop_ids(folder, self.tokenizer), decode)
+        hf_config = load_hf_config(folder)
+        with ThreadPoolExecutor(1) as beside:  # importing the tokenizers takes seconds, and so does reading the weights
+            tokenizer = beside.submit(load_tokenizer, folder)
+            self.engine: LLMEngine | None = LLMEngine(config, hf_config, folder)
+        try:
+            self.tokenizer = tokenizer.result()
+            self.engine.stop_ids = load_stop_ids(folder, self.tokenizer)
+        except BaseException:
+            self.close()
+            raise
+        self.engine.decode = partial(decode_batch, self.tokenizer) if self.tokenizer else None
         self._requests: dict[int, Sequence] = {}  # added one by one, their outputs not yet returned by `step`
         self._finished: list[Sequence] = []  # those of them that have ended
 

@@ -51,6 +51,16 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows):
 
 
 @needs_compiler
+def test_decode_inputs_are_those_of_the_twin():
+    rows = torch.tensor([2, 0, 4, 4])  # the last two are padding
+    lens, tables = torch.tensor([15, 3, 16, 9, 0], dtype=torch.int32), torch.randperm(15).view(5, 3).int()
+    ours, twins = lens.clone(), lens.clone()
+    got = cpp_ops.decode_inputs(rows, torch.arange(100, 105), ours, tables, 16)
+    expected = reference.decode_inputs(rows, torch.arange(100, 105), twins, tables, 16)
+    assert all(map(torch.equal, got, expected)) and torch.equal(ours, twins)
+
+
+@needs_compiler
 @pytest.mark.parametrize("model", ["gqa-2", "gqa-4", "attention-bias", "experts", "llama"])
 def test_greedy_output_with_cpp_kernels_equals_transformers(get_checkpoint, make_llm, model):
     checkpoint = get_checkpoint(model)

@@ -347,14 +347,14 @@ def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_tok
 
 
 def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
-    server = Server(make_scheduler(num_blocks=200, max_num_seqs=16))
-    for id in range(16):
+    server = Server(make_scheduler(num_blocks=200, max_num_seqs=32))
+    for id in range(32):
         server.add(id, [id], 3 if id == 0 else 9)
-    for id in range(16, 20):
+    for id in range(32, 36):
         server.add(id, [id], 3)
     for _ in range(4):
         server.step()
-    assert len(server.scheduler.running) == 15 and len(server.scheduler.waiting) == 4, "one free row is no group"
+    assert len(server.scheduler.running) == 31 and len(server.scheduler.waiting) == 4, "one free row is no group"
     server.run()
 
 

@@ -19,21 +19,14 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.loader import load_hf_config
 
 
 class LLMEngine:
-    def __init__(
-        self, config: Config, folder: str, stop_ids: frozenset[int] = frozenset(), decode: Decode | None = None
-    ) -> None:
-        """Load the model in `folder` and get ready to run it.
-
-        Drawing one of `stop_ids` ends a request. `decode` makes text of token ids, for those who want it as it grows.
-        """
-        hf_config = load_hf_config(folder)
+    def __init__(self, config: Config, hf_config, folder: str) -> None:
+        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run it."""
         find_model(hf_config)  # refuse other models here: they may not even have the values read below
-        self.stop_ids = stop_ids
-        self._decode = decode
+        self.stop_ids: frozenset[int] = frozenset()  # drawing one of them ends a request
+        self.decode: Decode | None = None  # makes text of token ids, for those who want it as it grows
         self._read_while_growing: set[Sequence] = set()
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
@@ -82,7 +75,7 @@ class LLMEngine:
             stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
         )
         seq.added_at = perf_counter()
-        if self._decode is not None and (streams or params.stop):
+        if self.decode is not None and (streams or params.stop):
             seq.text = TextStream(params.stop, params.min_tokens)
             self._read_while_growing.add(seq)
         return seq
@@ -116,7 +109,7 @@ class LLMEngine:
     def _extend_texts(self, drew: list[Sequence], ended: list[Sequence]) -> None:
         """Bring texts up to date; a sequence whose text has come to a stop string joins those that `ended`."""
         growing = [seq for seq in drew if seq.text is not None]
-        extend_texts([(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing], self._decode)
+        extend_texts([(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing], self.decode)
         for seq in growing:
             if seq.text.stopped:
                 if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence

@@ -121,19 +121,23 @@ class ModelRunner:
         self._bind_cache(1)
         with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
             # One that does not compile says so when it is launched.
-            for compile_kernel in kernels.find_uncompiled(self._run_decodes):
+            for compile_kernel in kernels.find_uncompiled(self._run_small_steps):
                 pool.submit(compile_kernel)
-            layer = self.attention_layers[0]
-            heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-            qkv = torch.zeros(1024, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
-            ends = torch.tensor([0, 1024], dtype=torch.int32, device=self.device)
-            meta = PrefillMetadata(ends, ends, 1024, 1024, block_tables=None)
-            self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], meta, layer.scale)
+            self._run_prefill_attention(1024)  # flash-attn's, which is compiled when it runs
 
-    def _run_decodes(self) -> None:
+    def _run_small_steps(self) -> None:
         """A decode step of each size that is captured, and of 3: a kernel for few rows is made for their number."""
         for size in (3, *sizes_up_to(self.max_num_seqs)):
             self._run_decode(min(size, self.max_num_seqs), shared=False)
+        self._run_prefill_attention(32)
+
+    def _run_prefill_attention(self, length: int) -> None:
+        layer = self.attention_layers[0]
+        heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+        qkv = torch.zeros(length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
+        ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
+        meta = PrefillMetadata(ends, ends, length, length, block_tables=None)
+        self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], meta, layer.scale)
 
     def _bind_cache(self, num_blocks: int) -> None:
         self.kv_cache = allocate_kv_cache(self.attention_layers, num_blocks, self.block_size, self.dtype, self.device)

@@ -24,7 +24,7 @@ class Scheduler:
         # A decoding sequence takes a token of every step, so no more can run than a step has tokens.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         # A step with prompts is no graph's replay, and a few short prompts leave the device half idle: admit in groups.
-        self.admission_group = max(1, self.max_num_seqs // 8)
+        self.admission_group = max(1, self.max_num_seqs // 16)
         # Blocks to leave free when admitting beside running sequences, so that these need not be preempted at once.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id

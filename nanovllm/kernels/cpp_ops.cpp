@@ -92,6 +92,24 @@ extern "C" void qk_norm_rope_store(
     }
 }
 
+// rows [B] of the state last_tokens [R], context_lens [R], block_tables [R, W], whose last row is for padding; see the twin.
+extern "C" void decode_inputs(
+    const int64_t* rows, const int64_t* last_tokens, int32_t* context_lens, const int32_t* block_tables,
+    int64_t* token_ids, int64_t* positions, int64_t* slots, int32_t* lens, int32_t* tables,
+    int64_t B, int64_t R, int64_t W, int64_t block_size) {
+    for (int64_t i = 0; i < B; i++) {
+        const int64_t row = rows[i], position = context_lens[row];
+        const int32_t* table = block_tables + row * W;
+        const bool padding = row == R - 1;
+        token_ids[i] = last_tokens[row];
+        positions[i] = position;
+        slots[i] = padding ? -1 : table[position / block_size] * block_size + position % block_size;
+        lens[i] = static_cast<int32_t>(position + 1);
+        std::copy(table, table + W, tables + i * W);
+        if (!padding) context_lens[row]++;
+    }
+}
+
 // q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W] -> out [B, H, D].
 // The query heads of a group go over its K and V together: memory is read once.
 extern "C" void decode_attention(

@@ -1,6 +1,6 @@
 """Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine when first asked for; float32.
 
-Their signatures are those of the twins in reference.py and torch_attention.py, which stand in for all that is not here.
+Their signatures are those of the twins in reference.py and torch_attention.py.
 """
 
 import ctypes
@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.reference import decode_inputs
-
 __all__ = ["add_rms_norm", "decode_attention", "decode_inputs", "qk_norm_rope_store", "rms_norm", "silu_and_mul"]
 
 # What lets loops with sums, exponentials and comparisons become vector code; they meet no NaN, infinity or trap.
@@ -27,6 +25,7 @@ ARGUMENTS = {
     "rms_norm": "ppppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
+    "decode_inputs": "pppppppppnnnn",
     "decode_attention": "ppppppnnnnnnnf",
 }
 
@@ -56,8 +55,13 @@ def load() -> ctypes.CDLL:
 
 def _call(name: str, *args: Tensor | int | float | None) -> None:
     """Tensors, all dense, go as pointers, None as a null pointer."""
-    assert all(x.is_contiguous() for x in args if isinstance(x, Tensor))
-    getattr(load(), name)(*[x.data_ptr() if isinstance(x, Tensor) else x for x in args])
+    values = []
+    for x in args:
+        if isinstance(x, Tensor):
+            assert x.is_contiguous()
+            x = x.data_ptr()
+        values.append(x)
+    getattr(load(), name)(*values)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -96,6 +100,17 @@ def qk_norm_rope_store(
     sizes = qkv.shape[0], num_heads, num_kv_heads, head_dim
     _call("qk_norm_rope_store", qkv, q_weight, k_weight, cos_sin, positions, slots, *caches, *sizes, eps)
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+def decode_inputs(
+    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
+    lens = torch.empty(len(rows), dtype=torch.int32)
+    tables = torch.empty(len(rows), block_tables.shape[1], dtype=torch.int32)
+    state, inputs = (rows, last_tokens, context_lens, block_tables), (token_ids, positions, slots, lens, tables)
+    _call("decode_inputs", *state, *inputs, len(rows), *block_tables.shape, block_size)
+    return inputs
 
 
 def decode_attention(

@@ -132,6 +132,9 @@ def sample(
     The lowest index wins a tie.
     """
     drawn = (temperatures > 0).unsqueeze(1)
+    if not drawn.any():
+        values, tokens = logits.float().max(dim=1)
+        return tokens + vocab_start, values
     scores = logits.float() / torch.where(drawn, temperatures.unsqueeze(1).clamp(min=1e-10), 1.0)
     begin = vocab_start // CELL * CELL
     margins = (vocab_start - begin, -(vocab_start + logits.shape[1]) % CELL)

@@ -25,7 +25,7 @@ def prefill_attention(
     for i in range(len(starts_q) - 1):
         begin, end = starts_q[i], starts_q[i + 1]
         len_q, len_k = end - begin, starts_k[i + 1] - starts_k[i]
-        if meta.block_tables is None:
+        if meta.block_tables is None or len_q == len_k:  # its own are all there is
             k_i, v_i = k[begin:end], v[begin:end]
         else:
             k_i, v_i = (_gather(cache, meta.block_tables[i : i + 1], len_k)[0] for cache in (k_cache, v_cache))
