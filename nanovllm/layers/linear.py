@@ -149,14 +149,14 @@ class RowParallelLinear(nn.Module):
 
     def _forward_in_parts(self, x: Tensor, bias: Tensor | None) -> UnfinishedSum:
         """Sum one part's results over the ranks while the next part's are computed, or the one before is normed."""
-        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        share, total = self.group.sum_buffers(x.shape[0], self.weight.shape[0], x)
         parts = []
-        for part, result in zip(x.chunk(OVERLAP_PARTS), out.chunk(OVERLAP_PARTS)):
-            torch.mm(part, self.weight.t(), out=result)
+        for part, mine, summed in zip(*(tensor.chunk(OVERLAP_PARTS) for tensor in (x, share, total))):
+            torch.mm(part, self.weight.t(), out=mine)
             if bias is not None:
-                result += bias
-            parts.append((result, self.group.begin_all_reduce(result)))
-        return UnfinishedSum(out, parts=parts)
+                mine += bias
+            parts.append((summed, self.group.begin_sum(mine, summed)))
+        return UnfinishedSum(total, parts=parts)
 
     def sources(self, path: str) -> Iterator[Source]:
         out_features, count = self.weight.shape

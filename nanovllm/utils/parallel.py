@@ -41,6 +41,7 @@ class ParallelGroup:
     rank: int = 0
     size: int = 1
     one_shot: "OneShotSum | None" = None
+    exchange: "Exchange | None" = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' `x`, which may be overwritten."""
@@ -57,9 +58,18 @@ class ParallelGroup:
             return UnfinishedSum(x, shared=self.one_shot.shared)
         return self.all_reduce(x)
 
-    def begin_all_reduce(self, x: Tensor) -> "dist.Work":
-        """Start to sum `x` over the ranks in place; other work may go on until `wait` on what this returns."""
-        return dist.all_reduce(x, async_op=True)
+    def sum_buffers(self, rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Where this rank's share of a large sum goes, and where the sum will be: [rows, width], perhaps the same."""
+        if self.exchange is not None:
+            return self.exchange.buffers(rows, width, like)
+        out = like.new_empty(rows, width)
+        return out, out
+
+    def begin_sum(self, share: Tensor, total: Tensor) -> "dist.Work | Fetch":
+        """Start to sum rows of those buffers; other work may go on until `wait` on what this returns."""
+        if share.data_ptr() == total.data_ptr():
+            return dist.all_reduce(share, async_op=True)
+        return self.exchange.begin(share, total)
 
     def maximum(self, x: Tensor) -> Tensor:
         """The greatest of the ranks' `x`, element by element; `x` may be overwritten."""
@@ -128,7 +138,7 @@ class UnfinishedSum:
 
     x: Tensor
     shared: SharedRows | None = None  # through which the norm's kernel sums `x`
-    parts: Sequence[tuple[Tensor, "dist.Work"]] = ()  # or: `x` in parts, each with what is summing it in place
+    parts: Sequence[tuple[Tensor, "dist.Work | Fetch"]] = ()  # or: `x` in parts, each with what is summing it
 
 
 class OneShotSum:
@@ -181,6 +191,58 @@ class OneShotSum:
         return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.contiguous(), "sum", self.group_name)
 
 
+class Exchange:
+    """Large sums of two ranks: each fetches the other's share by the copy engine, and adds it to its own.
+
+    NCCL's kernels take multiprocessors from the products beside which they run; the copy engine takes none.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.shared: Tensor | None = None
+
+    def buffers(self, rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both ranks ask for the same sizes in the same order."""
+        size = rows * width * like.itemsize
+        if self.shared is None or self.shared.nbytes < size:
+            self._allocate(size, like.device)
+        else:
+            self.handle.barrier(channel=1)  # the other has fetched what the last sum put here
+        return self.shared[:size].view(like.dtype).view(rows, width), like.new_empty(rows, width)
+
+    def _allocate(self, size: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        torch.cuda.synchronize(device)  # nothing reads what this replaces any more
+        shared = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self.handle = symmetric_memory.rendezvous(shared, dist.group.WORLD.group_name)
+        self.others = self.handle.get_buffer(1 - self.rank, shared.shape, torch.uint8)
+        self.shared = shared
+
+    def begin(self, share: Tensor, total: Tensor) -> "Fetch":
+        start = share.data_ptr() - self.shared.data_ptr()
+        others = self.others[start : start + share.nbytes].view(share.dtype).view(share.shape)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.handle.barrier(channel=0)  # the other's share is there
+            total.copy_(others)
+            return Fetch(share, total, self.stream.record_event())
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """The other rank's share on its way into `total`."""
+
+    share: Tensor
+    total: Tensor
+    arrived: "torch.cuda.Event"
+
+    def wait(self) -> None:
+        self.arrived.wait()
+        self.total.add_(self.share)
+
+
 def host_store() -> tuple[dist.Store, int]:
     """The place where ranks find each other, on a port that the system chooses; and that port."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
@@ -202,5 +264,5 @@ def join_group(rank: int, size: int, device: torch.device, store: dist.Store, *,
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
     group = ParallelGroup(rank, size)
     if group.minimum(int(symmetric_memory and OneShotSum.is_available(size, device))):
-        group = ParallelGroup(rank, size, OneShotSum(size, device))
+        group = ParallelGroup(rank, size, OneShotSum(size, device), Exchange(rank) if size == 2 else None)
     return group
