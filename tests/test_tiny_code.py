@@ -65,4 +65,4 @@ def test_it_says_where_it_comes_from():
 
 def test_the_package_carries_it():
     pyproject = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    assert 'nanovllm = ["assets/**/*"]' in pyproject
+    assert '"assets/**/*"' in pyproject
