@@ -211,7 +211,7 @@ class LLM:
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
             # Who may run longest starts first, so that the fewest run alone at the end (Graham 1969).
             longest_first = sorted(range(len(requests)), key=lambda i: -requests[i][1].max_tokens)
-            added = {i: engine.add(*requests[i]) for i in longest_first}
+            added = {i: engine.add(*requests[i], patient=True) for i in longest_first}
             ours.update((request.id, request) for request in added.values())
             outputs: dict[int, dict[str, Any]] = {}
             while ours:

@@ -21,15 +21,21 @@ class Request:
     arrival: int = 0  # step before which it is added
     patience: int | None = None  # steps after which it is aborted
     completions: int = 1
+    patient: bool = False
 
 
-def make_sequence(id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset(), completions: int = 1) -> Sequence:
+def make_sequence(
+    id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset(), completions: int = 1, patient: bool = False
+) -> Sequence:
     """Of several completions, the first; its siblings' ids are 100, 200, ... more, and seeds 1, 2, ..."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     seq, *siblings = [
-        Sequence(id + 100 * i, prompt, params, max_len=len(prompt) + max_tokens, seed=i, stop_ids=frozenset(stop_ids))
+        Sequence(
+            id + 100 * i, prompt, params, max_len=len(prompt) + max_tokens, seed=i, stop_ids=frozenset(stop_ids),
+            patient=patient,
+        )
         for i in range(completions)
-    ]
+    ]  # fmt: skip
     seq.siblings = seq.forks = tuple(siblings)
     return seq
 
@@ -52,8 +58,8 @@ class Server:
     def __post_init__(self):
         self.device = SimulatedDevice(self.scheduler)
 
-    def add(self, id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset(), completions: int = 1) -> Sequence:
-        seq = make_sequence(id, prompt, max_tokens, stop_ids, completions)
+    def add(self, id: int, prompt: list[int], max_tokens: int, *args, **options) -> Sequence:
+        seq = make_sequence(id, prompt, max_tokens, *args, **options)
         self.scheduler.add(seq)
         return seq
 
@@ -121,6 +127,7 @@ def streams(draw):
                 arrival=draw(st.sampled_from([0, 0, 1, 4, 9])),
                 patience=draw(st.sampled_from([None, None, None, 1, 6])),
                 completions=completions,
+                patient=draw(st.booleans()),
             )
         )
     delays = draw(st.one_of(st.just([True]), st.just([False]), st.lists(st.booleans(), min_size=1, max_size=6)))
@@ -134,6 +141,7 @@ def test_any_stream_of_requests_is_served_right(stream):
     sizes, requests, delays = stream
     server = Server(make_scheduler(**sizes))
     scheduler = server.scheduler
+    scheduler.FULL_ROWS = 2
     last_arrival = max(request.arrival for request in requests)
     # A step that plans nothing commits, and any other gets the oldest sequence on by a token at least.
     bound = last_arrival + 2 * sum(
@@ -146,7 +154,7 @@ def test_any_stream_of_requests_is_served_right(stream):
         for id, request in enumerate(requests):
             if request.arrival == step:
                 sequences[id] = server.add(
-                    id, request.prompt, request.max_tokens, request.stop_ids, request.completions
+                    id, request.prompt, request.max_tokens, request.stop_ids, request.completions, request.patient
                 )
                 added.append(id)
             elif request.patience is not None and request.arrival + request.patience == step:
@@ -184,7 +192,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
         sizes, requests, delays = stream
         server = Server(make_scheduler(**sizes))
         for id, request in enumerate(requests):
-            server.add(id, request.prompt, request.max_tokens, request.stop_ids, request.completions)
+            server.add(id, request.prompt, request.max_tokens, request.stop_ids, request.completions, request.patient)
         server.run(delays[0])
         if server.scheduler.num_preemptions:
             seen.add(("preemption", delays[0]))
@@ -356,6 +364,46 @@ def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
         server.step()
     assert len(server.scheduler.running) == 31 and len(server.scheduler.waiting) == 4, "one free row is no group"
     server.run()
+
+
+def lengths_and_rows(patient: bool, lengths: list[int], full_rows: int = 8) -> tuple[list[int], list[int]]:
+    """After which step each sequence ended, and how many rows decoded in each; longest first, as `generate` adds them."""
+    server = Server(make_scheduler(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256))
+    server.scheduler.FULL_ROWS = full_rows
+    sequences = [
+        server.add(id, [id % VOCABULARY], length, patient=patient)
+        for id, length in enumerate(sorted(lengths, reverse=True))
+    ]
+    ends = {}
+    while server.scheduler.has_unfinished():
+        server.step()
+        ends.update({seq.id: len(server.batches) for seq in sequences if seq.finish_reason and seq.id not in ends})
+    assert all(seq.output_ids == output_alone([seq.id % VOCABULARY], seq.max_len) for seq in sequences)
+    return list(ends.values()), [len(batch.decode_rows) for batch in server.batches]
+
+
+def test_patient_sequences_spread_over_the_longest_ones_steps():
+    lengths = [100 * i // 48 for i in range(5, 49)]
+    ends, rows = lengths_and_rows(False, lengths)
+    assert max(ends) == 100 and max(rows) == 44, "all start at once"
+    ends, rows = lengths_and_rows(True, lengths)
+    assert max(ends) <= 104, "late starters must not make the whole any longer than a group's wait"
+    assert max(rows) <= 30 and min(rows[10:90]) >= 18, "24 rows at a time hold the same tokens"
+
+
+def test_patient_sequences_of_one_length_all_start_at_once():
+    _, rows = lengths_and_rows(True, [40] * 40)
+    assert max(rows) == 40
+
+
+def test_patient_sequences_fill_all_rows_when_there_are_more_than_rows():
+    _, rows = lengths_and_rows(True, [10 + i % 5 for i in range(150)])
+    assert rows[1:10] == [64] * 9
+
+
+def test_few_patient_sequences_do_not_wait():
+    _, rows = lengths_and_rows(True, [100, *[10] * 30], full_rows=32)
+    assert rows[1] == 31, "a step of so few rows takes no longer for one more"
 
 
 def test_admission_beside_running_sequences_leaves_blocks_for_these_to_grow():

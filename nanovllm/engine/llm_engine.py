@@ -56,16 +56,23 @@ class LLMEngine:
         """Tokens that the whole KV cache holds."""
         return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
 
-    def add(self, prompt: list[int], params: SamplingParams, streams: bool = False) -> Sequence:
-        """Queue a request that has been checked; returns its first completion. `streams`: text is read as it grows."""
-        seq, *siblings = [self._make_sequence(prompt, params, i, streams) for i in range(params.n)]
+    def add(
+        self, prompt: list[int], params: SamplingParams, *, streams: bool = False, patient: bool = False
+    ) -> Sequence:
+        """Queue a request that has been checked; returns its first completion.
+
+        `streams`: text is read as it grows. `patient`: it may start late if that helps the rest.
+        """
+        seq, *siblings = [self._make_sequence(prompt, params, i, streams, patient) for i in range(params.n)]
         seq.siblings = seq.forks = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq
         self.scheduler.add(seq)
         return seq
 
-    def _make_sequence(self, prompt: list[int], params: SamplingParams, completion: int, streams: bool) -> Sequence:
+    def _make_sequence(
+        self, prompt: list[int], params: SamplingParams, completion: int, streams: bool, patient: bool
+    ) -> Sequence:
         seq = Sequence(
             next(self._ids),
             prompt,
@@ -73,6 +80,7 @@ class LLMEngine:
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
             seed=self._seeds.getrandbits(63) if params.seed is None else (params.seed + completion) % 2**63,
             stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
+            patient=patient,
         )
         seq.added_at = perf_counter()
         if self.decode is not None and (streams or params.stop):

@@ -25,7 +25,7 @@ class Sequence:
     __slots__ = (
         "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
         "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
-        "text", "parent", "siblings", "forks", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
+        "text", "patient", "parent", "siblings", "forks", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
     )  # fmt: skip
 
     def __init__(
@@ -37,11 +37,13 @@ class Sequence:
         max_len: int,
         seed: int = 0,
         stop_ids: frozenset[int] = frozenset(),
+        patient: bool = False,
     ) -> None:
         self.id = id
         self.params = params
         self.seed = seed  # of the sampling noise
         self.stop_ids = stop_ids  # drawing one of these ends the sequence
+        self.patient = patient  # nobody waits for its first token: only when all of a call have ended counts
         self.token_ids = list(prompt)
         self.num_prompt_tokens = len(prompt)
         self.max_len = max_len  # prompt and output together
@@ -69,6 +71,11 @@ class Sequence:
         self.capacity = 0  # tokens that the block table has room for
         self.num_hashed_blocks = 0  # leading blocks that the prefix cache knows
         self.last_hash = 0  # of those blocks
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may yet draw, beside those in flight."""
+        return self.max_len - self.num_tokens
 
     @property
     def output_ids(self) -> list[int]:
