@@ -416,7 +416,7 @@ def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim
         backend = select_attention_backend(name, torch.device("cuda"), dtype, head_dim, 256)
     except ValueError as error:
         pytest.skip(str(error))
-    lens_q, lens_k = torch.tensor([1, 300, 700]), torch.tensor([40, 300, 1300])
+    lens_q, lens_k = torch.tensor([1, 300, 700]), torch.tensor([40, 301, 1300])
     caches, tables = paged_cache(3, 1300, kv_heads, head_dim, 256, dtype)
     q, k, v = randn(1001, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (lens_q, lens_k))

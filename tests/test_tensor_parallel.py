@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from pathlib import Path
 
@@ -304,8 +305,12 @@ def test_an_interrupt_anywhere_leaves_the_channel_whole(echo):
     class Alarm(BaseException):
         pass
 
-    def interrupt(*_):
-        raise Alarm
+    def interrupt(_, frame):
+        # Where coverage is measured, that may hold its lock, and would never give it back.
+        if any(f"{os.sep}coverage{os.sep}" in each.filename for each in traceback.extract_stack(frame, 8)):
+            signal.setitimer(signal.ITIMER_REAL, 1e-5)
+        else:
+            raise Alarm
 
     chance = random.Random(0)
     chunk = PrefillChunk(0, list(range(30_000)), 0, 0, [1], True, 0.0, 0)
