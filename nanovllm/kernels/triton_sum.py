@@ -1,15 +1,19 @@
-"""The sum over ranks, the residual addition and the norm of a few rows, in one Triton kernel.
+"""The sum over ranks, the residual addition and the norm of a decode step's rows, in one Triton kernel.
 
 Knows the memory that ranks share, `SharedRows`, as addresses alone. Its twin is the ranks' `all_reduce` and then
-`reference.add_rms_norm`. Each rank runs the same kernels in the same order, with one program for each row:
+`reference.add_rms_norm`. Each rank runs the same kernels in the same order, with one program for each row, and all ranks
+get the same bits. There are two ways for a row to go:
 
-    write the row to a place of mine; count 1 on every rank's counter of that row; wait until all have on mine;
-    read the row on every rank, and sum in the order of ranks, so that all ranks get the same bits
+- Directly, which is best for a few rows: write the row to a place of mine; count 1 on every rank's counter of that row;
+  wait until all have on mine; read the row on every rank, in an order that depends on the row alone.
+- Through its owner, one of the ranks: write the row to a place on the owner and count 1 there; the owner waits for all,
+  sums, adds the residual, and writes what it got to every rank. Two waits, but of `size` ranks each reads and writes
+  2 (size - 1) / size rows for each row and not size - 1.
 
-The n-th sum of a row brings its counter to n * size, and no rank counts again before it has seen that: so a counter also
-says which turn it is, whatever graph or step the kernel runs in, and by its parity which of two places to use. Two are
-enough. Who writes a place again, two turns later, saw in the turn between that all had begun that one: each had then
-ended its kernel of the turn before, and with it the reading.
+A counter only grows, so it also says which turn a row has come to, whatever graph or step the kernel runs in. No place is
+written while someone may still read it. Of two places, used by turns, the direct way writes one again when it saw, in the
+turn between, that all had begun that one: each had then ended its kernel of the turn before. The owner's way needs one:
+who writes to the owner has its answer of the turn before, and the owner answers when all have begun this one.
 
 A program waits for the programs of the same row alone, and all that come before it in a grid start before it. So those
 that wait never keep out those that they wait for, however many fit on a device. A rank that dies leaves the others
@@ -34,51 +38,98 @@ def sum_add_rms_norm(
     if rows:
         block = triton.next_power_of_2(width)
         warps = max(1, min(8, block // 512))
-        _sum_add_rms_norm_kernel[(rows,)](
-            x, residual, weight, shared.addresses, eps, width, block, shared.rank, len(shared.addresses),
+        kernel = _sum_directly_kernel if x.nbytes <= shared.direct_bytes else _sum_through_owner_kernel
+        kernel[(rows,)](
+            x, residual, weight, shared.addresses, shared.rank, eps, width, block, len(shared.addresses),
             shared.ROWS, shared.ROW_BYTES, num_warps=warps, **overlap(x),
         )  # fmt: skip
     return x, residual
 
 
-@triton.jit
-def _sum_add_rms_norm_kernel(
-    x, residual, weight, addresses, eps, N: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+@triton.jit(do_not_specialize=["rank"])
+def _sum_directly_kernel(
+    x, residual, weight, addresses, rank, eps, N: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < N
     scale = tl.load(weight + cols, mask=inside, other=0.0)
+    everywhere, here = tl.load(addresses + tl.arange(0, SIZE)), tl.load(addresses + rank)
     wait_for_inputs(PDL)
     mine = tl.load(x + row * N + cols, mask=inside, other=0.0)
     rest = tl.load(residual + row * N + cols, mask=inside, other=0.0)
-    counter = _counter(addresses[RANK], row)
-    turn = tl.load(counter, volatile=True) // SIZE  # others may have counted already, I have not
-    place = ROWS * 8 + (row * 2 + turn % 2) * ROW_BYTES
-    tl.store(_elements(addresses[RANK], place, x) + cols, mine, mask=inside)
-    tl.debug_barrier()  # one thread releases what all have written
-    for rank in tl.static_range(SIZE):
-        tl.atomic_add(_counter(addresses[rank], row), 1, sem="release", scope="sys")
-    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") < (turn + 1) * SIZE:
-        pass
-    tl.debug_barrier()  # and one has acquired what all will read
+    turn = tl.load(_counter(here, row), volatile=True) // SIZE  # others may have counted already, I have not
+    place = row * 2 + turn % 2
+    tl.store(_place(here, place, ROWS, ROW_BYTES, x) + cols, mine, mask=inside)
+    _count(_counter(everywhere, row))
+    _wait(_counter(here, row), (turn + 1) * SIZE)
     total = tl.zeros([BLOCK], tl.float32)
-    for rank in tl.static_range(SIZE):
-        if rank == RANK:
-            total += mine.to(tl.float32)
-        else:
-            total += tl.load(_elements(addresses[rank], place, x) + cols, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(SIZE):  # rows begin with different ranks, so that all ranks' links are in use
+        there = tl.load(addresses + (row + i) % SIZE)
+        total += tl.load(_place(there, place, ROWS, ROW_BYTES, x) + cols, mask=inside, other=0.0).to(tl.float32)
     value = (total + rest.to(tl.float32)).to(mine.dtype)
     tl.store(residual + row * N + cols, value, mask=inside)
     tl.store(x + row * N + cols, normed(value, scale, eps, N), mask=inside)
 
 
-@triton.jit
-def _counter(address, row):
-    return (address + row * 8).to(tl.pointer_type(tl.int64))
+@triton.jit(do_not_specialize=["rank"])
+def _sum_through_owner_kernel(
+    x, residual, weight, addresses, rank, eps, N: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    owner, first_slot = row % SIZE, 2 * ROWS + row // SIZE * SIZE  # a slot for each rank; then come the answers
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    scale = tl.load(weight + cols, mask=inside, other=0.0)
+    everywhere, here = tl.load(addresses + tl.arange(0, SIZE)), tl.load(addresses + rank)
+    at_owner = tl.load(addresses + owner)
+    wait_for_inputs(PDL)
+    value = tl.load(x + row * N + cols, mask=inside, other=0.0)
+    answered = _counter(here, 2 * ROWS + row)
+    turn = tl.load(answered, volatile=True)
+    if rank == owner:
+        total = value.to(tl.float32)
+        total += tl.load(residual + row * N + cols, mask=inside, other=0.0).to(tl.float32)
+        _wait(_counter(here, ROWS + row), (turn + 1) * (SIZE - 1))
+        for i in tl.static_range(1, SIZE):
+            slot = _place(here, first_slot + (rank + i) % SIZE, ROWS, ROW_BYTES, x)
+            total += tl.load(slot + cols, mask=inside, other=0.0).to(tl.float32)
+        value = total.to(value.dtype)
+        for i in tl.static_range(1, SIZE):
+            there = tl.load(addresses + (rank + i) % SIZE)
+            tl.store(_place(there, 3 * ROWS + row, ROWS, ROW_BYTES, x) + cols, value, mask=inside)
+        _count(_counter(everywhere, 2 * ROWS + row))
+    else:
+        tl.store(_place(at_owner, first_slot + rank, ROWS, ROW_BYTES, x) + cols, value, mask=inside)
+        _count(_counter(at_owner, ROWS + row))
+        _wait(answered, turn + 1)
+        value = tl.load(_place(here, 3 * ROWS + row, ROWS, ROW_BYTES, x) + cols, mask=inside, other=0.0)
+    tl.store(residual + row * N + cols, value, mask=inside)
+    tl.store(x + row * N + cols, normed(value, scale, eps, N), mask=inside)
 
 
 @triton.jit
-def _elements(address, place, like):
-    return tl.multiple_of((address + place).to(like.dtype), 16)
+def _counter(address, index):
+    return (address + index * 8).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _place(address, index, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, like):
+    """Behind the counters, room for a row of elements like those."""
+    return tl.multiple_of((address + 3 * ROWS * 8 + index * ROW_BYTES).to(like.dtype), 16)
+
+
+@triton.jit
+def _count(counters):
+    """Tell who waits for these counters that all this program has written and read is done."""
+    tl.debug_barrier()  # one thread speaks for all
+    tl.atomic_add(counters, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait(counter, count):
+    while tl.atomic_add(counter, 0, sem="acquire", scope="sys") < count:
+        pass
+    tl.debug_barrier()  # one thread has waited for all

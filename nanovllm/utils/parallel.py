@@ -121,15 +121,16 @@ class ParallelGroup:
 class SharedRows:
     """A piece of memory on every rank that all of them read and write: kernels/triton_sum.py says how.
 
-    It begins with a counter for each row, an int64 that is 0 at first; then each row has two places for its elements.
+    It begins with three counters for each row, int64s that are 0 at first; then each row has four places for its elements.
     """
 
     ROWS: ClassVar[int] = 512
     ROW_BYTES: ClassVar[int] = 16 << 10
-    BYTES: ClassVar[int] = ROWS * (8 + 2 * ROW_BYTES)
+    BYTES: ClassVar[int] = ROWS * (3 * 8 + 4 * ROW_BYTES)
 
-    addresses: tuple[int, ...]  # where each rank's piece begins, as this one sees it
+    addresses: Tensor  # [size] int64: where each rank's piece begins, as this one sees it
     rank: int
+    direct_bytes: int  # up to which a sum goes directly, and not through owners
 
 
 @dataclass(frozen=True)
@@ -147,24 +148,24 @@ class OneShotSum:
     Uses PyTorch's symmetric memory, and of that never the multicast operations. All ranks must sum in the same order.
     """
 
-    # Bytes up to which a sum is faster in one shot, and in one with the norm behind it, than by NCCL, measured on 4 H200s
-    # and, of the second, on 2; the rest are estimates. One shot reads size - 1 times the bytes, NCCL twice whatever the size.
+    # Bytes up to which a sum is faster in one shot than by NCCL, and directly than through owners, measured on 2 and 4 H200s;
+    # for 8 they are estimates. One shot reads size - 1 times the bytes, NCCL and owners twice whatever the size.
     MAX_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 256 << 10}
-    MAX_BYTES_IN_NORM = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
+    MAX_DIRECT_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
 
     def __init__(self, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.group_name = dist.group.WORLD.group_name
         self.max_bytes = self.MAX_BYTES[size]
-        self.max_bytes_in_norm = self.MAX_BYTES_IN_NORM[size]
         self.buffer = symmetric_memory.empty(self.max_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self.buffer, self.group_name)
         self.rows = symmetric_memory.empty(SharedRows.BYTES, dtype=torch.uint8, device=device).zero_()
         torch.cuda.synchronize(device)  # no rank may count here before the zeros are written
         handle = symmetric_memory.rendezvous(self.rows, self.group_name)
         pieces = [handle.get_buffer(rank, self.rows.shape, torch.uint8) for rank in range(size)]
-        self.shared = SharedRows(tuple(piece.data_ptr() for piece in pieces), handle.rank)
+        addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=device)
+        self.shared = SharedRows(addresses, handle.rank, self.MAX_DIRECT_BYTES[size])
 
     @classmethod
     def is_available(cls, size: int, device: torch.device) -> bool:
@@ -184,8 +185,8 @@ class OneShotSum:
         return x.nbytes <= self.max_bytes and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
 
     def can_sum_in_norm(self, x: Tensor) -> bool:
-        fits = x.shape[0] <= SharedRows.ROWS and x[:1].nbytes <= SharedRows.ROW_BYTES
-        return fits and x.nbytes <= self.max_bytes_in_norm and self.can_sum(x)
+        row_bytes = x.shape[1] * x.itemsize
+        return x.shape[0] <= SharedRows.ROWS and row_bytes <= SharedRows.ROW_BYTES and row_bytes % 16 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
