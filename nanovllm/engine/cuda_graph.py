@@ -6,9 +6,10 @@ what the step computes: only that it runs the first n rows of a fixed buffer and
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
@@ -20,10 +21,10 @@ def sizes_up_to(max_num_seqs: int) -> list[int]:
 class DecodeGraphs:
     """`step(n, variant)` runs n rows and returns the tensors it leaves behind; they stay valid until the next replay."""
 
-    def __init__(self, step: Callable[[int, bool], Any], max_num_seqs: int) -> None:
+    def __init__(self, step: Callable[[int, bool], NamedTuple], max_num_seqs: int) -> None:
         self.step = step
         self.sizes = sizes_up_to(max_num_seqs)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, NamedTuple]] = {}
         self._pool = None
 
     def capture(self, sizes: list[int], variant: bool = False) -> None:
@@ -35,7 +36,8 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 left = self.step(size, variant)
             self._pool = graph.pool()
-            self._graphs[size, variant] = graph, left
+            self._graphs[size, variant] = graph, left._make(map(_borrow, left))
+            del left  # so that the next capture finds its memory free
 
     def size_for(self, num_rows: int) -> int | None:
         """The size that holds `num_rows`; None: they are too many."""
@@ -45,7 +47,7 @@ class DecodeGraphs:
     def has(self, size: int, variant: bool) -> bool:
         return (size, variant) in self._graphs
 
-    def replay(self, size: int, variant: bool) -> Any:
+    def replay(self, size: int, variant: bool) -> NamedTuple:
         graph, left = self._graphs[size, variant]
         graph.replay()
         return left
@@ -53,3 +55,16 @@ class DecodeGraphs:
     def clear(self) -> None:
         self._graphs.clear()
         self._pool = None
+
+
+class _Memory:
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = dict(
+            shape=(tensor.nbytes,), typestr="|u1", data=(tensor.data_ptr(), False), version=3
+        )
+
+
+def _borrow(tensor: Tensor) -> Tensor:
+    """The same elements, but their memory is free for the graphs captured next: only one is replayed at a time."""
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)

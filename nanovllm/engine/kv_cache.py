@@ -47,11 +47,11 @@ class GpuBudget:
         self.device = device
         self.utilization = utilization
         torch.cuda.empty_cache()
-        self._before = torch.cuda.memory_reserved(device)  # another LLM of this process has it
+        self._before = torch.cuda.memory_allocated(device)  # another LLM of this process has it
         self._others_before = self._outside_pytorch()
 
     def num_blocks(self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int) -> int:
-        """Blocks of `block` bytes that fit; `graphs` bytes are left for CUDA graphs.
+        """Blocks of `block` bytes that fit; the largest step runs with one, and `graphs` bytes are left for CUDA graphs.
 
         Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full length.
         """
@@ -59,14 +59,15 @@ class GpuBudget:
         torch.cuda.reset_peak_memory_stats(self.device)
         run_largest_step()
         torch.cuda.synchronize(self.device)
-        peak = torch.cuda.max_memory_reserved(self.device) - self._before
+        peak = torch.cuda.max_memory_allocated(self.device) - self._before - block
+        peak_reserved = torch.cuda.max_memory_reserved(self.device)
         torch.cuda.empty_cache()
-        now = torch.cuda.memory_reserved(self.device) - self._before
+        more = peak_reserved - torch.cuda.memory_reserved(self.device)
         libraries = max(0, self._outside_pytorch() - self._others_before)
         free, total = torch.cuda.mem_get_info(self.device)
         within_budget = total * self.utilization - peak - libraries - graphs
         # PyTorch's allocator needs a little slack when memory is all but full.
-        within_free = free - (peak - now) - graphs - GIB // 4
+        within_free = free - more - graphs - GIB // 4
         room = min(within_budget, within_free)
         if room < needed_for_one * block:
             raise ValueError(

@@ -87,7 +87,8 @@ def sample(logits, *args, **kwargs):
     return triton_sampling.sample(logits, *args, **kwargs)
 
 
-def linear(x, weight, bias=None):
+def linear(x, weight, bias=None, spare=None):
+    """`spare`: memory of the result's shape that nobody needs any more, where it may go."""
     if not x.is_cuda:
         if x.shape[0] == 1:  # a CPU's matrix-vector product is several times slower than one of two rows
             return F.linear(x.expand(2, -1), weight, bias)[:1]
@@ -96,7 +97,7 @@ def linear(x, weight, bias=None):
 
     if tiling := tiled_linear.tiling(x, weight):
         return tiled_linear.linear(x, weight, bias, tiling)
-    return skinny_linear.linear(x, weight, bias)
+    return skinny_linear.linear(x, weight, bias, spare)
 
 
 def gated_linear(x, weight, bias=None):

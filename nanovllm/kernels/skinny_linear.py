@@ -13,16 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import overlap, wait_for_inputs
+from nanovllm.kernels.launch import MAX_ROWS, overlap, wait_for_inputs
 
 WEIGHTS_PER_PROGRAM = 4096  # 32 a thread, in flight at once; measured from 0.6B to 8B shapes on an H200
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N]. With few rows, the weights must not be written by a running kernel."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N], of many rows in `spare`, if there is one.
+
+    With few rows, the weights must not be written by a running kernel.
+    """
     if not (_is_skinny(x.shape[0], *weight.shape) and x.is_contiguous() and weight.is_contiguous()):
         if bias is None and _suits_cublaslt(x, weight):
             bias = _zero_bias(weight.shape[0], x.dtype, x.device)
+        if spare is not None and x.shape[0] > MAX_ROWS and bias is None:
+            return torch.mm(x, weight.t(), out=spare)
         return F.linear(x, weight, bias)
     rows, (outputs, inputs) = x.shape[0], weight.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)

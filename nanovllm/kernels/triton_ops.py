@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import overlap, wait_for_inputs
+from nanovllm.kernels.launch import MAX_ROWS, overlap, wait_for_inputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -63,16 +63,19 @@ def normed(row, weight, eps, N: tl.constexpr):
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
+    """The result of many tokens overwrites the gates: of a long prefill, `x` is the largest tensor by far."""
     tokens, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(tokens, width)
+    out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
     if tokens:
         block = 1024
-        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](x, out, width, block, num_warps=4, **overlap(x))
+        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](
+            x, out, out.stride(0), width, block, num_warps=4, **overlap(x)
+        )
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul_kernel(x, out, out_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -82,7 +85,7 @@ def _silu_and_mul_kernel(x, out, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.c
     wide = gate.to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
     product = silu.to(tl.float32) * up.to(tl.float32)
-    tl.store(out + token * F + cols, product.to(gate.dtype), mask=inside)
+    tl.store(out + token * out_stride + cols, product.to(gate.dtype), mask=inside)
 
 
 def qk_norm_rope_store(

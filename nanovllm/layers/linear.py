@@ -131,7 +131,7 @@ def kv_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
 class RowParallelLinear(nn.Module):
     """Each rank has its share of the inputs, [T, in / size]; their results are summed: -> [T, out].
 
-    A norm must follow, for the sum may be left to it.
+    A norm must follow, for the sum may be left to it. The result may take the memory of `spare`, which has its shape.
     """
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
@@ -141,11 +141,11 @@ class RowParallelLinear(nn.Module):
         self.weight = empty_parameter(out_features, group.share(in_features, "in_features"))
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor | UnfinishedSum:
+    def forward(self, x: Tensor, spare: Tensor | None = None) -> Tensor | UnfinishedSum:
         bias = self.bias if self.group.rank == 0 else None  # the sum must count it once
         if self.group.size > 1 and x.shape[0] >= OVERLAP_ROWS:
             return self._forward_in_parts(x, bias)
-        return self.group.sum_in_norm(kernels.linear(x, self.weight, bias))
+        return self.group.sum_in_norm(kernels.linear(x, self.weight, bias, spare))
 
     def _forward_in_parts(self, x: Tensor, bias: Tensor | None) -> UnfinishedSum:
         """Sum one part's results over the ranks while the next part's are computed, or the one before is normed."""

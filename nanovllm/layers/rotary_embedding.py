@@ -22,6 +22,10 @@ class RotaryEmbedding(nn.Module):
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
+    def keep_positions(self, count: int) -> None:
+        """Forget the angles of later ones."""
+        self.cos_sin = self.cos_sin[:count].clone()
+
     @classmethod
     def from_config(cls, config, head_dim: int) -> "RotaryEmbedding":
         frequencies, scale = rope_frequencies(config, head_dim)

@@ -44,8 +44,8 @@ class SelfAttention(nn.Module):
         qkv = self.qkv_proj(x)  # [T, hidden] -> [T, (H + 2G) D]
         heads = self.attn(qkv, positions, self.q_norm, self.k_norm)  # [T, H D]
         if wanted is not None:
-            heads = heads[wanted]  # [R, H D]
-        return self.o_proj(heads)  # [T or R, hidden]
+            return self.o_proj(heads[wanted])  # [R, H D] -> [R, hidden]
+        return self.o_proj(heads, spare=x)  # [T, H D] -> [T, hidden]
 
 
 class GatedMLP(nn.Module):
@@ -59,7 +59,7 @@ class GatedMLP(nn.Module):
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x))
+        return self.down_proj(self.gate_up_proj(x), spare=x)
 
 
 class DecoderLayer(nn.Module):
