@@ -383,12 +383,12 @@ def lengths_and_rows(patient: bool, lengths: list[int], full_rows: int = 8) -> t
 
 
 def test_patient_sequences_spread_over_the_longest_ones_steps():
-    lengths = [100 * i // 48 for i in range(5, 49)]
+    lengths = [60 * i // 32 for i in range(4, 33)]
     ends, rows = lengths_and_rows(False, lengths)
-    assert max(ends) == 100 and max(rows) == 44, "all start at once"
+    assert max(ends) == 60 and max(rows) == 29, "all start at once"
     ends, rows = lengths_and_rows(True, lengths)
-    assert max(ends) <= 104, "late starters must not make the whole any longer than a group's wait"
-    assert max(rows) <= 30 and min(rows[10:90]) >= 18, "24 rows at a time hold the same tokens"
+    assert max(ends) <= 64, "late starters must not make the whole any longer than a group's wait"
+    assert max(rows) <= 21 and min(rows[8:52]) >= 11, "16 or 17 rows at a time hold the same tokens"
 
 
 def test_patient_sequences_of_one_length_all_start_at_once():
