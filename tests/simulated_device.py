@@ -45,7 +45,9 @@ def check_blocks(scheduler: Scheduler) -> None:
     references = [sum(block in table for table in tables) for block in range(blocks.num_blocks)]
     assert blocks.ref_counts == references
     assert sorted(blocks._free) == [block for block, count in enumerate(references) if count == 0]
-    assert scheduler.num_waiting_tokens == sum(seq.num_left for seq in scheduler.waiting)
+    assert scheduler.num_waiting_tokens == sum(
+        one.num_left for seq in scheduler.waiting for one in (seq, *seq.forks)
+    )
     for seq in scheduler.sequences.values():
         assert len(set(seq.block_table)) == len(seq.block_table)
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)

@@ -401,6 +401,16 @@ def test_patient_sequences_fill_all_rows_when_there_are_more_than_rows():
     assert rows[1:10] == [64] * 9
 
 
+def test_the_completions_of_a_patient_request_count_for_each():
+    server = Server(make_scheduler(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256))
+    server.scheduler.FULL_ROWS = 8
+    for id in range(24):  # as many tokens as 38 rows hold over the longest one's steps
+        server.add(id, [id % VOCABULARY], 30 - id, completions=3, patient=True)
+    server.run()
+    assert max(len(batch.decode_rows) for batch in server.batches[:10]) >= 36
+    assert len(server.batches) <= 36, "none waits until the longest has ended"
+
+
 def test_few_patient_sequences_do_not_wait():
     _, rows = lengths_and_rows(True, [100, *[10] * 30], full_rows=32)
     assert rows[1] == 31, "a step of so few rows takes no longer for one more"

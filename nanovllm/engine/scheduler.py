@@ -45,7 +45,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.sequences.update((one.id, one) for one in (seq, *seq.forks))
         self.waiting.append(seq)
-        self.num_waiting_tokens += seq.num_left
+        self.num_waiting_tokens += seq.num_left_with_forks
 
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
@@ -174,7 +174,7 @@ class Scheduler:
         if blocks.num_free_without(shared) < count + len(seq.forks) * num_tails + reserve:
             return None
         self.waiting.popleft()
-        self.num_waiting_tokens -= seq.num_left
+        self.num_waiting_tokens -= seq.num_left_with_forks
         blocks.share(shared)
         seq.block_table = shared + blocks.allocate(count)
         for fork in seq.forks:
@@ -267,7 +267,7 @@ class Scheduler:
         """End a sequence now, wherever it stands."""
         if seq.status is Status.WAITING:
             self.waiting.remove(seq)
-            self.num_waiting_tokens -= seq.num_left
+            self.num_waiting_tokens -= seq.num_left_with_forks
         elif seq in self.running:
             self.running.remove(seq)
         if self.partial is seq:
@@ -304,7 +304,7 @@ class Scheduler:
             one.reset()
             one.status = Status.WAITING
         self.waiting.appendleft(seq)
-        self.num_waiting_tokens += seq.num_left
+        self.num_waiting_tokens += seq.num_left_with_forks
 
     def _give_back(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)

@@ -78,6 +78,11 @@ class Sequence:
         return self.max_len - self.num_tokens
 
     @property
+    def num_left_with_forks(self) -> int:
+        """The same of all that begin with it."""
+        return self.num_left * (1 + len(self.forks))
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
