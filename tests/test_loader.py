@@ -2,14 +2,18 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from model_helpers import load, make_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.rotary_embedding import rope_frequencies
 from nanovllm.models import build_model, find_model
 from nanovllm.utils import loader
 from nanovllm.utils.parallel import ParallelGroup
@@ -199,6 +203,46 @@ def test_config_errors_name_the_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="config.json cannot be read.*model_type"):
         loader.load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_configuration_that_says_all_is_what_transformers_reads_of_it(tmp_path, experts):
+    kind = Qwen3MoeConfig(head_dim=24, num_experts=6) if experts else Qwen3Config(head_dim=24, hidden_size=80)
+    kind.architectures = ["Any"]
+    kind.save_pretrained(tmp_path)
+    names = (*loader.COUNTS, *loader.FLAGS, *loader.OTHERS)
+    names += (*loader.OF_EXPERTS, "norm_topk_prob", "mlp_only_layers") if experts else ()
+    values = json.loads((tmp_path / "config.json").read_text())
+    for name in names:  # releases differ in what they leave out
+        values.setdefault(name, getattr(kind, name))
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, theirs = loader.load_hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(ours, SimpleNamespace)
+    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    frequencies = [rope_frequencies(config, 24)[0].tolist() for config in (ours, theirs)]
+    assert frequencies[0] == frequencies[1]
+
+
+@pytest.mark.parametrize("change", [dict(head_dim=None), dict(rope_parameters=None, rope_theta=None), dict(vocab_size="9")])
+def test_a_configuration_that_says_less_or_otherwise_is_left_to_transformers(change):
+    values = dict(
+        model_type="qwen3", architectures=["Qwen3ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8,
+        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=64,
+        rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=True, attention_bias=False, sliding_window=None,
+        use_sliding_window=False, rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    )  # fmt: skip
+    assert loader.says_all(values)
+    assert not loader.says_all(values | change)
+    assert not loader.says_all(values | dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)))
+    assert not loader.says_all({name: value for name, value in values.items() if name != "sliding_window"})
+
+
+def test_reading_a_whole_configuration_does_not_import_transformers():
+    code = (
+        "import sys; from nanovllm import TINY_MODEL; from nanovllm.utils.loader import load_hf_config; "
+        "load_hf_config(TINY_MODEL); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_model_type_that_transformers_does_not_know_is_refused_with_those_that_run(tmp_path):

@@ -9,8 +9,10 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +30,14 @@ INDEX = "model.safetensors.index.json"
 DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = ("F64", "F32", "F16", "BF16")
+# What models read of a configuration, and of which type it is; of experts too, where there are any. Qwen3's say it all.
+COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+FLAGS = ("tie_word_embeddings", "attention_bias", "use_sliding_window")
+OTHERS = ("architectures", "rms_norm_eps", "hidden_act", "sliding_window")
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 READERS = 8  # threads: one fills the bus from cached files, but leaves a disk idle between its reads
 
 
@@ -50,9 +60,15 @@ def resolve_model_folder(model: str) -> Path:
         ) from error
 
 
-def load_hf_config(folder: str | Path) -> "PretrainedConfig":
-    if not (Path(folder) / "config.json").is_file():
+def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
+    """What config.json says. Transformers, which takes seconds to import, adds its defaults where that is not all."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
+    with suppress(ValueError):  # transformers will say what is wrong
+        values = json.loads(path.read_text())
+        if isinstance(values, dict) and says_all(values):
+            return SimpleNamespace(**values)
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
     try:
@@ -62,6 +78,22 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig":
         return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from error
+
+
+def says_all(values: dict[str, Any]) -> bool:
+    """Whether models find all that they read among a configuration's values, so that no default is needed."""
+    counts, others = COUNTS, OTHERS
+    if "moe" in str(values.get("model_type")):
+        counts, others = COUNTS + OF_EXPERTS, (*OTHERS, "norm_topk_prob", "mlp_only_layers")
+    rope = values.get("rope_parameters") or values  # newer transformers' form, or the older one
+    return (
+        all(type(values.get(name)) is int for name in counts)
+        and all(type(values.get(name)) is bool for name in FLAGS)
+        and all(name in values for name in others)
+        and type(rope.get("rope_theta")) in (int, float)
+        and rope.get("rope_scaling") is None
+        and rope.get("rope_type", "default") == "default"
+    )
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
