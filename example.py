@@ -59,7 +59,7 @@ def main(args: argparse.Namespace) -> None:
     with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager) as llm:
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
         print(f"{args.model} on {device}, ready after {time.perf_counter() - begin:.1f} s")
-        is_chat = bool(getattr(llm.tokenizer, "chat_template", None))
+        is_chat = llm.has_chat_template
         prompts = args.prompt or (QUESTIONS if is_chat else CODE)
         if len(prompts) > 1:
             complete_together(llm, prompts, params, is_chat)

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
@@ -26,7 +25,10 @@ from nanovllm.engine.request import (
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.loader import load_hf_config, resolve_model_folder
-from nanovllm.utils.tokenizer import decode_batch, load_stop_ids, load_tokenizer, render_chats
+from nanovllm.utils.tokenizer import load_stop_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class LLM:
@@ -43,16 +45,16 @@ class LLM:
         folder = resolve_model_folder(config.model)
         begin_driver(config.device)
         hf_config = load_hf_config(folder)
-        with ThreadPoolExecutor(1) as beside:  # importing the tokenizers takes seconds, and so does reading the weights
+        with ThreadPoolExecutor(1) as beside:  # reading a tokenizer can take seconds, and so does reading the weights
             tokenizer = beside.submit(load_tokenizer, folder)
             self.engine: LLMEngine | None = LLMEngine(config, hf_config, folder)
         try:
-            self.tokenizer = tokenizer.result()
-            self.engine.stop_ids = load_stop_ids(folder, self.tokenizer)
+            self._tokenizer = tokenizer.result()
+            self.engine.stop_ids = load_stop_ids(folder, self._tokenizer)
         except BaseException:
             self.close()
             raise
-        self.engine.decode = partial(decode_batch, self.tokenizer) if self.tokenizer else None
+        self.engine.decode = self._tokenizer.decode if self._tokenizer else None
         self._requests: dict[int, Sequence] = {}  # added one by one, their outputs not yet returned by `step`
         self._finished: list[Sequence] = []  # those of them that have ended
 
@@ -84,8 +86,14 @@ class LLM:
         A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the tokenizer's chat
         template, such as {"enable_thinking": False}.
         """
-        chats = render_chats(self.tokenizer, split_chats(messages), chat_template_kwargs or {})
-        return self._complete(self._check("messages", chats, sampling_params), use_tqdm)
+        chats, options = split_chats(messages), chat_template_kwargs or {}
+        if self._tokenizer is None or not (self.has_chat_template or "chat_template" in options):
+            raise ValueError(
+                "the model has no chat template: use generate, or give one in chat_template_kwargs['chat_template']"
+            )
+        return self._complete(
+            self._check("messages", self._tokenizer.encode_chats(chats, options), sampling_params), use_tqdm
+        )
 
     def stream(
         self,
@@ -150,6 +158,16 @@ class LLM:
             "kv_cache_use": blocks.num_used / blocks.num_blocks,
         }
 
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The model's tokenizer, as transformers has it; None if its folder has none. Imported at the first use."""
+        return self._tokenizer.transformers if self._tokenizer else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` knows how the model wants a conversation written."""
+        return self._tokenizer is not None and self._tokenizer.has_chat_template
+
     def close(self) -> None:
         """Give the memory back. Further calls raise."""
         if self.engine is not None:
@@ -182,7 +200,7 @@ class LLM:
                 blocks, rows = engine.scheduler.blocks, engine.scheduler.max_num_seqs
                 check_completions(f"{name}[{i}]", len(ids), params, rows, blocks.num_blocks, blocks.block_size)
             check_token_ids(f"sampling_params[{i}].stop_token_ids", params.stop_token_ids, engine.vocab_size)
-            if params.stop and self.tokenizer is None:
+            if params.stop and self._tokenizer is None:
                 raise ValueError(
                     "stop needs text, but the model's folder has no tokenizer: use stop_token_ids, or add tokenizer.json"
                 )
@@ -192,7 +210,7 @@ class LLM:
     def _encode(self, prompts: SequenceOf[Any]) -> SequenceOf[Any]:
         if not prompts or not isinstance(prompts[0], str):
             return prompts
-        if self.tokenizer is None:
+        if self._tokenizer is None:
             raise ValueError(
                 "prompts holds text, but the model's folder has no tokenizer: give token ids, or add tokenizer.json"
             )
@@ -201,7 +219,7 @@ class LLM:
                 raise TypeError(
                     f"prompts[{i}] is a {type(prompt).__name__}: all prompts are text, or all are token ids"
                 )
-        return self.tokenizer(list(prompts))["input_ids"]
+        return self._tokenizer.encode(list(prompts))
 
     def _complete(self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[dict[str, Any]]:
         """Run requests to their end; returns their outputs in order."""
@@ -289,7 +307,9 @@ class LLM:
 
     def _completion_outputs(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
         whole = [seq for seq in sequences if seq.text is None]
-        texts = dict(zip([seq.id for seq in whole], decode_batch(self.tokenizer, [seq.output_ids for seq in whole])))
+        texts = {seq.id: "" for seq in whole}
+        if self._tokenizer is not None:
+            texts = dict(zip(texts, self._tokenizer.decode([seq.output_ids for seq in whole])))
         outputs = []
         for seq in sequences:
             text = texts[seq.id] if seq.text is None else seq.text.text

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models
 from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import TextStream, extend_texts
 from nanovllm.engine.metrics import percentiles
-from nanovllm.utils.tokenizer import decode_batch
 
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
 
@@ -49,7 +48,7 @@ def grow(tokens, decode, stops=(), min_tokens=0):
 
 
 def byte_decode(outputs, tokenizer=make_tokenizer()):
-    return decode_batch(tokenizer, outputs)
+    return tokenizer.backend_tokenizer.decode_batch(outputs, skip_special_tokens=True)
 
 
 def test_characters_split_over_tokens_come_whole():

@@ -57,7 +57,8 @@ def test_the_examples_run_and_none_downloads(ran):
 
 def test_the_examples_show_every_call(ran):
     code = "".join(code for _, code in blocks("python"))
-    calls = [name for name in vars(nanovllm.LLM) if not name.startswith("_")]
+    calls = [name for name, member in vars(nanovllm.LLM).items() if callable(member) and not name.startswith("_")]
+    assert len(calls) == 9
     assert not [name for name in calls if f"llm.{name}(" not in code]
 
 

@@ -1,0 +1,117 @@
+"""Text to token ids and back without transformers, where that is the same; else with it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from call_helpers import make_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from nanovllm import TINY_MODEL
+from nanovllm.utils.tokenizer import QWEN_WORDS, load_tokenizer
+
+TEXTS = ["def read(path):\n    return open(path)", "the naïve 你好 🙂 <|im_end|>the\n\nend  <think> x", "", " "]
+
+
+def save_qwen(folder, words=QWEN_WORDS):
+    """A tokenizer of Qwen's kind: special tokens, and added ones that are text."""
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    cut, to_bytes = pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    tokenizer.chat_template = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    change_config(folder, tokenizer_class="Qwen2Tokenizer")
+
+
+def change_config(folder, **values):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def assert_same(folder, *, plain: bool):
+    ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert (ours._plain is not None) == plain
+    ids = ours.encode(TEXTS)
+    assert ids == theirs(TEXTS)["input_ids"]
+    assert ours.encode(TEXTS, special_tokens=False) == theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    assert ours.decode(ids) == [theirs.decode(one, skip_special_tokens=True) for one in ids]
+    assert ours.eos_token_id == theirs.eos_token_id
+    assert ours.has_chat_template == bool(theirs.chat_template)
+    return ours
+
+
+@pytest.mark.parametrize("make", [save_qwen, lambda folder: make_tokenizer().save_pretrained(folder)])
+def test_a_plain_tokenizer_is_read_without_transformers(tmp_path, make):
+    make(tmp_path)
+    tokenizer = assert_same(tmp_path, plain=True)
+    chat = [{"role": "user", "content": "hello"}]
+    want = tokenizer.transformers.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.encode_chats([chat], {}) == [want]
+
+
+def test_padding_and_truncation_that_were_saved_do_not_count(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_padding(length=100)
+    backend.enable_truncation(5)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert_same(tmp_path, plain=True)
+
+
+def add_bos(folder):
+    """Something that is put before each text."""
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    bos = backend.token_to_id("<|user|>")
+    backend.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", bos)])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def test_the_file_may_put_tokens_around_a_text(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    add_bos(tmp_path)
+    assert len(assert_same(tmp_path, plain=True).encode([""])[0]) == 1
+
+
+def test_a_qwen_tokenizer_that_cuts_otherwise_is_left_to_transformers(tmp_path):
+    save_qwen(tmp_path, words=r"\s+")
+    assert_same(tmp_path, plain=False)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"add_bos_token": True, "bos_token": "<|user|>"},
+        {"pad_token": "<|a token that the file lacks|>"},
+        {"pad_token": "a"},  # in the vocabulary, but no special token yet
+        {"additional_special_tokens": ["<|another|>"]},
+    ],
+    ids=str,
+)
+def test_what_the_configuration_adds_is_left_to_transformers(tmp_path, values):
+    make_tokenizer().save_pretrained(tmp_path)
+    change_config(tmp_path, **values)
+    assert_same(tmp_path, plain=False)
+
+
+def test_generating_text_does_not_import_transformers():
+    code = """
+import sys
+from nanovllm import LLM, TINY_MODEL, SamplingParams
+with LLM(TINY_MODEL) as llm:
+    (output,) = llm.generate("import", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert output["text"] and not llm.has_chat_template and "transformers" not in sys.modules
+    assert llm.tokenizer.decode(output["token_ids"]) and "transformers" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tiny_models_tokenizer_is_plain():
+    assert_same(TINY_MODEL, plain=True)
