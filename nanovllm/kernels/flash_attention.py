@@ -8,6 +8,7 @@ Knows how each spells what `torch_attention` defines, and how to tell them apart
 import inspect
 import os
 from functools import lru_cache
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -30,17 +31,16 @@ def why_not_v2(device: torch.device, dtype: torch.dtype, head_dim: int, block_si
     return None
 
 
-def why_not_v4(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """The same for flash-attn 4, which takes any block size."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        return f"device {device} is neither a Hopper nor a Blackwell GPU"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {dtype} is neither float16 nor bfloat16"
-    if head_dim % 8 or head_dim > 128:
-        return f"head_dim {head_dim} is not a multiple of 8 up to 128"
-    if find_v4() is None:
-        return "flash-attn 4 is not installed: pip install -e \".[flash-attn-4]\""
-    return None
+def suits_v4(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether flash-attn 4 serves these, and is installed: to import it, which shows for certain, takes seconds."""
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device)[0] in (9, 10)
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_dim % 8 == 0
+        and head_dim <= 128
+        and any(True for _ in metadata.distributions(name="flash-attn-4"))
+    )
 
 
 @lru_cache
