@@ -96,6 +96,17 @@ def test_logits_equal_transformers(name, tmp_path):
         torch.testing.assert_close(got, want[i][: len(got)], rtol=0, atol=1e-4)
 
 
+def test_the_outline_runs_the_first_and_the_last_layer(tmp_path):
+    reference = make_checkpoint(tmp_path, Qwen3Config(**{**SMALL, **GQA, "num_hidden_layers": 4}))
+    model = load(tmp_path)
+    outline = model.outline()
+    reference.model.layers = reference.model.layers[::3]
+    tokens = list(range(7))
+    logits = Driver(outline, num_sequences=1, max_tokens=8).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), atol=1e-4, rtol=0)
+    assert len(model.model.layers) == 4 and outline.lm_head is model.lm_head
+
+
 @pytest.mark.parametrize(
     "rope",
     [

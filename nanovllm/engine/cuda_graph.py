@@ -28,12 +28,15 @@ class DecodeGraphs:
         self._pool = None
 
     def capture(self, sizes: list[int], variant: bool = False) -> None:
-        """The largest size comes first: the others then fit into its memory. All rows must be padding."""
+        """The largest size comes first: the others then fit into its memory. All rows must be padding, and the
+        current stream must not be the default one.
+        """
         for size in sorted(sizes, reverse=True):
             self.step(size, variant)  # compiles kernels and lets the libraries allocate: neither may happen in a capture
             graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.current_stream()
             # Other threads of the process may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 left = self.step(size, variant)
             self._pool = graph.pool()
             self._graphs[size, variant] = graph, left._make(map(_borrow, left))

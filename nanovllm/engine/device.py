@@ -2,7 +2,8 @@
 
 import ctypes
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -40,3 +41,15 @@ def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
         return torch.float32
     dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+@contextmanager
+def tensors_default_to(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Tensors made inside without saying of which dtype or where are of this one, here."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(previous)

@@ -6,7 +6,7 @@ device still works. Knows no sequences and no policy: those are the scheduler's.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from nanovllm import kernels
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.cuda_graph import DecodeGraphs, sizes_up_to
-from nanovllm.engine.device import resolve_device, resolve_dtype
+from nanovllm.engine.device import resolve_device, resolve_dtype, tensors_default_to
 from nanovllm.engine.drawn_tokens import DrawnTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
@@ -62,18 +62,20 @@ class ModelRunner:
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
         self.device = resolve_device(config.device, group.rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.dtype = resolve_dtype(config.dtype, hf_config, self.device)
         on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        # Graphs are captured on no default stream, and libraries hold memory for each stream: so all steps run on this one.
+        self._stream = torch.cuda.Stream(self.device) if on_gpu else None
+        self.dtype = resolve_dtype(config.dtype, hf_config, self.device)
         budget = GpuBudget(self.device, config.gpu_memory_utilization) if on_gpu else None
-        with _defaults(self.dtype, self.device):
-            self.model = build_model(hf_config, group)
-        self.model.eval().requires_grad_(False)
-        for module in self.model.modules():
+        with tensors_default_to(self.dtype, self.device):
+            model = self.model = build_model(hf_config, group)
+        model.eval().requires_grad_(False)
+        for module in model.modules():
             if isinstance(module, RotaryEmbedding):
                 module.keep_positions(max_model_len)
-        self.attention_layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        self.attention_layers = [module for module in model.modules() if isinstance(module, Attention)]
 
         rows, width = max_num_seqs + 1, -(-max_model_len // self.block_size)  # the last row is padding
         with torch.device(self.device):
@@ -91,52 +93,61 @@ class ModelRunner:
         with ThreadPoolExecutor(1) as background:
             preparing = background.submit(self._prepare_kernels)
             if config.load_format == "dummy":
-                init_dummy_weights(self.model, seed=0)
+                init_dummy_weights(model, seed=0)
             else:
-                load_weights(self.model, folder)
+                load_weights(model, folder)
             if not on_gpu:
-                lay_out_for_cpu(self.model)
+                lay_out_for_cpu(model)
             preparing.result()
+        self.synchronize()
+        with self._on_stream():
+            self._allocate(budget, width)
+
+    def _on_stream(self):
+        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
+
+    def _allocate(self, budget: GpuBudget | None, width: int) -> None:
+        """Capture the graphs and make the KV cache; a sequence of full length takes `width` blocks."""
         # A graph cannot hold what waits for the device, as plain attention does.
-        use_graphs = on_gpu and self._backend is not kernels.TORCH_BACKEND and not config.enforce_eager
-        self.graphs = DecodeGraphs(self._run_decode, max_num_seqs) if use_graphs else None
-        num_blocks = config.num_kvcache_blocks
+        use_graphs = self._stream and self._backend is not kernels.TORCH_BACKEND and not self.config.enforce_eager
+        self.graphs = DecodeGraphs(self._run_decode, self.max_num_seqs) if use_graphs else None
+        num_blocks = self.config.num_kvcache_blocks
         if num_blocks is None:
             block = block_bytes(self.attention_layers, self.block_size, self.dtype)
             if budget is None:
-                num_blocks = num_blocks_in_ram(block, max_num_seqs * width)
+                num_blocks = num_blocks_in_ram(block, self.max_num_seqs * width)
             else:
                 num_blocks = budget.num_blocks(block, width, self._run_largest_step, self._graph_bytes())
-        self.num_blocks = group.minimum(num_blocks)
+        self.num_blocks = self.group.minimum(num_blocks)
         self._bind_cache(self.num_blocks)
         if self.graphs:
             self._capture(self.graphs.sizes)
 
     @torch.inference_mode()
     def _prepare_kernels(self) -> None:
-        """Choose the attention's; compile all that decode steps launch, and a prefill's attention. Needs no weights."""
+        """Choose the attention's; compile all that decode steps and small prefills launch. Needs no weights."""
         self._backend = kernels.select_attention_backend(
             self.config.attention_backend, self.device, self.dtype, self.attention_layers[0].head_dim, self.block_size,
             cpp=self.config.cpp_kernels,
         )  # fmt: skip
-        if self.device.type != "cuda":
+        if not self._stream:
             return
         torch.cuda.set_device(self.device)  # of this thread
-        self._bind_cache(1)
-        with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,)) as pool:
+        self.synchronize()  # the running state was written on the default stream
+        pool = ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,))
+        with pool, self._on_stream():
+            self._bind_cache(1)
             # One that does not compile says so when it is launched.
             for compile_kernel in kernels.find_uncompiled(self._run_small_steps):
                 pool.submit(compile_kernel)
-            self._run_prefill_attention(1024)  # flash-attn's, which is compiled when it runs
 
     def _run_small_steps(self) -> None:
-        """A decode step of each size that is captured, and of 3: a kernel for few rows is made for their number."""
-        for size in (3, *sizes_up_to(self.max_num_seqs)):
+        """What is launched by a decode step of each size that is captured, and of 3 rows, and by a prefill's attention."""
+        model, self.model = self.model, self.model.outline()
+        for size in (3, *sizes_up_to(self.max_num_seqs)):  # some kernels are made for a few rows' number
             self._run_decode(min(size, self.max_num_seqs), shared=False)
-        self._run_prefill_attention(32)
-
-    def _run_prefill_attention(self, length: int) -> None:
-        layer = self.attention_layers[0]
+        self.model = model
+        layer, length = self.attention_layers[0], 32
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         qkv = torch.zeros(length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
         ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
@@ -183,21 +194,21 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> DrawnTokens:
         """Start a step and return at once; `wait` on the result gives the drawn tokens in the batch's order."""
-        if batch.new_blocks:
-            row, index, block = self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy())
-            self.block_tables[row, index] = block.int()
-        num_decodes = len(batch.decode_rows)
-        if batch.decode_rows != self._decode_rows:
-            padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
-            self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
-            self._decode_rows = batch.decode_rows
-        with kernels.cpp_kernels(self._backend is kernels.CPP_BACKEND):
+        with self._on_stream(), kernels.cpp_kernels(self._backend is kernels.CPP_BACKEND):
+            if batch.new_blocks:
+                row, index, block = self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy())
+                self.block_tables[row, index] = block.int()
+            num_decodes = len(batch.decode_rows)
+            if batch.decode_rows != self._decode_rows:
+                padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
+                self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
+                self._decode_rows = batch.decode_rows
             if batch.prefills:
                 drawn = self._mixed_step(num_decodes, batch.prefills)
             else:
                 drawn = self._decode_step(num_decodes, batch.shared_blocks)
-        rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
-        return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
+            rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
+            return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
 
     def _decode_step(self, num_decodes: int, shared_blocks: int) -> Drawn:
         """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
@@ -319,13 +330,11 @@ class ModelRunner:
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
         # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is done.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self._stream else tensor
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self._stream:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
@@ -335,16 +344,5 @@ class ModelRunner:
         if self.graphs:
             self.graphs.clear()
         del self.model, self.kv_cache
-        if self.device.type == "cuda":
+        if self._stream:
             torch.cuda.empty_cache()
-
-
-@contextmanager
-def _defaults(dtype: torch.dtype, device: torch.device):
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(previous)

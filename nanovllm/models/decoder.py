@@ -6,6 +6,8 @@ T tokens of any number of sequences go through at once, packed one after the oth
 step's metadata, and only attention reads it.
 """
 
+from copy import copy
+
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluGatedLinear
@@ -119,6 +121,14 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Token ids and their positions, [T] each -> hidden states of all, or of the R wanted: [T or R, hidden]."""
         return self.model(input_ids, positions)
+
+    def outline(self) -> "CausalLM":
+        """This model's first and last layer alone, with the same weights: they launch all its kernels, and sooner."""
+        model, decoder = copy(self), copy(self.model)
+        layers = nn.ModuleList([decoder.layers[0], decoder.layers[-1]])
+        decoder._modules = decoder._modules | {"layers": layers}
+        model._modules = model._modules | {"model": decoder}
+        return model
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[B, hidden] -> [B, V]; on several ranks, this one's part of the vocabulary."""
