@@ -1,13 +1,18 @@
-"""Let a kernel start while the one before it ends: programmatic dependent launch, on Hopper and newer.
+"""Launch Triton kernels: early, and at little cost to the host.
 
-A decode step of one sequence is some 250 kernels of 2 to 5 microseconds, a third of which is starting and draining. A
-kernel launched with `**overlap(x)` may start as soon as every program of the kernel before it has called
-`wait_for_inputs` or ended. What it does before its own call overlaps with that kernel, so it may only touch what no
-kernel writes, that is, weights. The call returns once the kernel before has ended, its writes visible; since that one
-waited too, all earlier ones have ended as well. Every kernel launched so must call it in every program.
+Early: a kernel may start while the one before it ends, by programmatic dependent launch, on Hopper and newer. A decode
+step of one sequence is some 250 kernels of 2 to 5 microseconds, a third of which is starting and draining. A kernel
+launched with `**overlap(x)` may start as soon as every program of the kernel before it has called `wait_for_inputs` or
+ended. What it does before its own call overlaps with that kernel, so it may only touch what no kernel writes, that is,
+weights. The call returns once the kernel before has ended, its writes visible; since that one waited too, all earlier
+ones have ended as well. Every kernel launched so must call it in every program.
+
+At little cost: a step that is no graph's replay launches five of these kernels a layer. Triton takes 20 microseconds to
+look at a launch's arguments, which of a small model is longer than the device takes; `launch` makes it look once.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +26,28 @@ def overlap(x: Tensor) -> dict[str, bool]:
     """Launch options for a kernel that takes `PDL: tl.constexpr`, by the rows and the device of its input."""
     able = x.shape[0] <= MAX_ROWS and x.is_cuda and can_overlap(x.device)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
+
+
+_compiled: dict[tuple, Any] = {}
+# Before this, a compiled kernel took other arguments than the function it was made from.
+TAKES_ALL_ARGUMENTS = hasattr(triton, "AsyncCompileMode")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """kernel[grid](*args, **options), where `args` are all of the kernel's but PDL, which is its last if it takes that.
+
+    The first must be a tensor, on the device where the kernel shall run.
+    """
+    # All that Triton looks at: tensors' types and whether they are aligned, and all else by value.
+    look = [(arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, Tensor) else arg for arg in args]
+    key = (id(kernel), args[0].device, *look, *options.values())
+    if (compiled := _compiled.get(key)) is not None:
+        args += (options["PDL"],) if "PDL" in options else ()
+        compiled[grid + (1,) * (3 - len(grid))](*args)
+        return
+    compiled = kernel[grid](*args, **options)
+    if TAKES_ALL_ARGUMENTS and compiled is not None:  # the interpreter, and a launch that was put off, give None
+        _compiled[key] = compiled
 
 
 @lru_cache

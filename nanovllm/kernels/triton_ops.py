@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import MAX_ROWS, overlap, wait_for_inputs
+from nanovllm.kernels.launch import MAX_ROWS, launch, overlap, wait_for_inputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,9 +32,10 @@ def _launch_norm(x, residual, weight, eps, out):
     if x.shape[0]:
         block = triton.next_power_of_2(width)
         warps = max(1, min(8, block // 512))
-        _norm_kernel[(x.shape[0],)](
-            x, residual, weight, out, eps, width, block, residual is not None, num_warps=warps, **overlap(x)
-        )
+        launch(
+            _norm_kernel, (x.shape[0],),
+            x, residual, weight, out, eps, width, block, residual is not None, num_warps=warps, **overlap(x),
+        )  # fmt: skip
 
 
 @triton.jit
@@ -68,9 +69,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
     if tokens:
         block = 1024
-        _silu_and_mul_kernel[(tokens, triton.cdiv(width, block))](
-            x, out, out.stride(0), width, block, num_warps=4, **overlap(x)
-        )
+        grid = (tokens, triton.cdiv(width, block))
+        launch(_silu_and_mul_kernel, grid, x, out, out.stride(0), width, block, num_warps=4, **overlap(x))
     return out
 
 
@@ -106,7 +106,8 @@ def qk_norm_rope_store(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     if heads.shape[0]:
         heads_per_program = 8
-        _qk_norm_rope_store_kernel[(heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program))](
+        launch(
+            _qk_norm_rope_store_kernel, (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
             qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0),
             num_heads, num_kv_heads, head_dim, heads_per_program, triton.next_power_of_2(head_dim // 2),
             q_weight is not None, k_cache.numel() > 0, num_warps=1, **overlap(qkv),
