@@ -42,6 +42,8 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
         return None
     if not 32 < rows <= (128 if gated else MAX_ROWS) or outputs * inputs > 1 << 23:
         return None
+    if 0 < rows % BLOCK_M < 48 and outputs > 1024:  # to fetch a tile that is mostly no rows takes longer than to fetch rows
+        return None
     if not (x.is_contiguous() and weight.is_contiguous() and can_overlap(x.device) and has_large_shared_memory(x.device)):
         return None
     processors = num_processors(x.device)
