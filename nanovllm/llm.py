@@ -279,14 +279,15 @@ class LLM:
         try:
             yield engine, ours
         except GeneratorExit:
-            for seq in ours.values():
-                engine.abort(seq)
+            if self.engine is not None:
+                for seq in ours.values():
+                    engine.abort(seq)
             raise
         except BaseException:
-            if self.engine is not None:
-                engine.reset()
             self._requests.clear()
             self._finished.clear()
+            if self.engine is not None:
+                engine.reset()
             raise
 
     def _step(self) -> list[Sequence]:

@@ -58,11 +58,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
         table = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.blocks.release(table)
 
-    @rule()
-    def clear(self):
-        self.blocks.clear_cache()
-        self.known.clear()
-
     def _forget(self, block):
         prefix = self.contents.pop(block, None)
         if prefix is not None and self.known.get(prefix) == block:

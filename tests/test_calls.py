@@ -290,6 +290,17 @@ def test_abort_drops_a_request_wherever_it_stands(llm):
         llm.abort(ids[1])
 
 
+def test_requests_beside_one_that_is_aborted_before_its_first_token_are_counted(llm):
+    requests = [llm.add_request([1, 2, i], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(3)]
+    llm.step()
+    outputs = []
+    if llm.has_unfinished():
+        llm.abort(requests[2])
+    while llm.has_unfinished():
+        outputs += llm.step()
+    assert sorted(output["id"] for output in outputs) == requests[:2]
+
+
 def test_aborting_the_last_request_frees_what_is_in_flight(llm):
     request_id = llm.add_request([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in range(3):

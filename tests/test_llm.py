@@ -1,13 +1,16 @@
 """The facade: what a call returns, what an error or an interrupt leaves behind, and how an LLM ends."""
 
 import gc
+import random
 import shutil
+import sys
 import weakref
 
 import pytest
 from engine_helpers import MODELS, PROMPTS, assert_empty, assert_greedy, greedy, save_tokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.model_runner import DrawnTokens
 
 PROMPT = PROMPTS[4]
@@ -145,16 +148,59 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_an_error_in_mid_call_leaves_an_empty_usable_llm(make_llm, checkpoint, monkeypatch, place, options, overlap):
     llm = make_llm(overlap=overlap, **options)
-    target, name = PLACES[place](llm)
-    whole = getattr(target, name)
     for strike in (1, 2, 3, 8, 11):
         for error, after in ((KeyboardInterrupt, False), (RuntimeError, True)):
+            target, name = PLACES[place](llm)
             with monkeypatch.context() as patch:
-                patch.setattr(target, name, fail_at(whole, strike, error, after))
+                patch.setattr(target, name, fail_at(getattr(target, name), strike, error, after))
                 with pytest.raises(error, match="struck"):
                     llm.generate(PROMPTS, greedy(24), use_tqdm=False)
             assert_empty(llm)
             assert_greedy(llm, checkpoint, PROMPTS[3:8], max_tokens=12)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
+def test_an_interrupt_between_any_two_lines_of_the_scheduler_leaves_an_empty_usable_llm(make_llm, checkpoint, overlap):
+    llm = make_llm(overlap=overlap, **CROWDED)
+    chance, previous = random.Random(0), sys.gettrace()
+
+    def generate(strike: int) -> int:
+        """Interrupt before the `strike`-th line; returns how many there were."""
+        count = 0
+
+        def line(frame, event, _):
+            nonlocal count
+            if event == "line":
+                count += 1
+                if count == strike:
+                    raise KeyboardInterrupt("struck")
+            return line
+
+        files = scheduler.__file__, block_manager.__file__
+        sys.settrace(lambda frame, *_: line if frame.f_code.co_filename in files else None)
+        try:
+            llm.generate(PROMPTS[:5], greedy(8), use_tqdm=False)
+        finally:
+            sys.settrace(previous)
+        return count
+
+    count = generate(0)
+    for strike in chance.sample(range(1, count), 60):
+        with pytest.raises(KeyboardInterrupt, match="struck"):
+            generate(strike)
+        assert_empty(llm)
+    assert_greedy(llm, checkpoint, PROMPTS[3:8], max_tokens=12)
+
+
+def test_a_second_interrupt_leaves_an_empty_usable_llm_too(make_llm, checkpoint, monkeypatch):
+    llm = make_llm(overlap=True)
+    runner = llm.engine.runner
+    monkeypatch.setattr(runner, "launch", fail_at(runner.launch, 3, KeyboardInterrupt, False))
+    monkeypatch.setattr(runner, "synchronize", fail_at(runner.synchronize, 1, KeyboardInterrupt, False))
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(24), use_tqdm=False)
+    assert_empty(llm)
+    assert_greedy(llm, checkpoint)
 
 
 def test_an_error_goes_through_with_the_progress_bar_on(make_llm, checkpoint, monkeypatch):

@@ -429,17 +429,3 @@ def test_admission_beside_running_sequences_leaves_blocks_for_these_to_grow():
     server.step()
     server.step()
     assert not server.scheduler.waiting, "alone, a request may take the whole cache"
-
-
-def test_aborting_everything_leaves_an_empty_scheduler():
-    server = Server(make_scheduler(num_blocks=8, max_num_batched_tokens=6))
-    for id in range(4):
-        server.add(id, [id] * 8, 5)
-    server.step()
-    server.step(delay=True)
-    assert server.scheduler.partial is not None
-    server.scheduler.abort_all()
-    check_blocks(server.scheduler)
-    assert not server.scheduler.has_unfinished() and server.scheduler.blocks.num_free == 8
-    assert server.scheduler.schedule() is None
-    assert not server.scheduler.blocks.match([0] * 8), "half-written blocks must not be found again"

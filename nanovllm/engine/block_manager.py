@@ -96,11 +96,6 @@ class BlockManager:
         assert content is not None
         return content[0]
 
-    def clear_cache(self) -> None:
-        """Forget the content of every block, as after a step that failed half-way."""
-        for block in range(self.num_blocks):
-            self._forget(block)
-
     def _forget(self, block: int) -> None:
         content = self._content[block]
         if content is not None:

@@ -30,26 +30,31 @@ class LLMEngine:
         self._read_while_growing: set[Sequence] = set()
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
-        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
         self.runner = runner_class(
-            config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
+            config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs
         )
         self.overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
-        self.scheduler = Scheduler(
-            BlockManager(self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
+        self._config = config
+        self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # computed so far
         self.num_decode_tokens = 0
         self.total = Metrics()
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.steps: list[StepRecord] | None = None  # a list here is added to at each step
-        # The step launched and not committed, and how many of its rows, the last ones, may draw their first token.
-        self._in_flight: tuple[DrawnTokens | RemoteTokens, int] | None = None
+        # The step launched and not committed, and whether some of its rows may draw their first token.
+        self._in_flight: tuple[DrawnTokens | RemoteTokens, bool] | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
+
+    def _make_scheduler(self) -> Scheduler:
+        config = self._config
+        return Scheduler(
+            BlockManager(self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
 
     @property
     def cache_tokens(self) -> int:
@@ -100,17 +105,17 @@ class LLMEngine:
         launched = None
         if batch is not None:
             self._record_launch(batch)
-            launched = self.runner.launch(batch), len(batch.first_draws) if batch.prefills else 0
+            launched = self.runner.launch(batch), bool(batch.prefills)
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        drawn, num_first = launched
+        drawn, some_first = launched
         drew, ended = self.scheduler.commit(*drawn.wait())
         if self._read_while_growing:
             self._extend_texts(drew, ended)
-        if num_first or ended:
-            self._record_commit(drew[len(drew) - num_first :], ended)
+        if some_first or ended:
+            self._record_commit(drew if some_first else [], ended)
         self._settle()
         return drew, ended
 
@@ -144,10 +149,10 @@ class LLMEngine:
             counts = scheduler.num_running, len(scheduler.waiting), num_prefills, num_decodes, used
             self.steps.append(StepRecord(perf_counter(), *counts))
 
-    def _record_commit(self, drew_first: list[Sequence], ended: list[Sequence]) -> None:
+    def _record_commit(self, drew: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
-        for seq in drew_first:
-            if seq.first_token_at is None:  # else it was preempted after that
+        for seq in drew:
+            if seq.first_token_at is None:
                 seq.first_token_at = now
         for seq in ended:
             self.total.record(seq, now)
@@ -162,11 +167,17 @@ class LLMEngine:
         self._settle()
 
     def reset(self) -> None:
-        """Drop every request, as after an error or an interrupt: the next call finds an empty engine."""
-        self._in_flight = None
-        self.runner.synchronize()
-        self.scheduler.abort_all()
+        """Drop every request, as after an error or an interrupt: the next call finds an empty engine.
+
+        It may have come between any two steps of the scheduler's, so that gives way to a new one, and another interrupt
+        may come in here.
+        """
+        dropped = self.scheduler.sequences
+        self.scheduler, self._in_flight = self._make_scheduler(), None
         self._read_while_growing.clear()
+        for seq in dropped.values():
+            seq.status, seq.finish_reason = Status.FINISHED, "abort"
+        self.runner.synchronize()
 
     def close(self) -> None:
         self.runner.close()

@@ -10,6 +10,7 @@ from nanovllm.engine.batch import Batch, Fork, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence, Status
 
+
 class Scheduler:
     """First come, first served, under two budgets: tokens a step and sequences at a time.
 
@@ -276,14 +277,6 @@ class Scheduler:
             one.finish_reason = "abort"
             self._release(one)
         seq.forks = ()
-
-    def abort_all(self) -> None:
-        """Drop every sequence, every step in flight and what the prefix cache knows."""
-        for seq in list(self.sequences.values()):
-            if seq.status is not Status.FINISHED:  # as the forks of one that came before
-                self.abort(seq)
-        self._in_flight.clear()
-        self.blocks.clear_cache()
 
     def _release(self, seq: Sequence) -> None:
         """Give back a sequence's row and blocks. A step in flight may still use them: later steps come after it."""
