@@ -295,6 +295,24 @@ def test_a_command_has_no_size_limit(echo):
     assert echo.launch(Batch(decode_rows=(3, 1), prefills=(chunk,))).wait().tokens == [3, 1, 1_000_000]
 
 
+def test_an_answer_without_size_limit_waits_for_no_command(echo):
+    """A rank that is sending takes nothing, so the engine must listen while it sends."""
+    rows = tuple(range(300_000))
+    steps = []
+    for _ in range(3):
+        steps.append(echo.launch(Batch(decode_rows=rows)))
+        time.sleep(0.2)  # until the rank is sending
+    assert all(step.wait().tokens == list(rows) for step in steps)
+
+
+def test_a_stream_may_be_closed_after_its_llm(folder):
+    with LLM(folder, tensor_parallel_size=2, overlap=True, **OPTIONS) as llm:
+        stream = llm.stream([[1, 2, 3]], SamplingParams(max_tokens=9, ignore_eos=True))
+        next(stream)
+        llm.close()
+        stream.close()
+
+
 def test_steps_are_launched_ahead_of_their_results(echo):
     steps = [echo.launch(Batch(decode_rows=(i,))) for i in range(20)]
     assert [step.wait().tokens for step in reversed(steps)] == [[i] for i in reversed(range(20))]

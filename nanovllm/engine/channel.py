@@ -91,12 +91,14 @@ class Channel:
         return memoryview(cls.HEADER.pack(len(body)) + body)
 
     def send(self, message: Any) -> None:
-        self.send_rest(self.frame(message), [])
+        frame, sent = self.frame(message), []
+        while self.send_some(frame, sent):
+            pass
 
-    def send_rest(self, frame: memoryview, sent: list[int]) -> None:
-        """Send what of the frame is not sent yet, and add to the counts of bytes in `sent`."""
-        while (begin := sum(sent)) < len(frame):
-            sent.extend(map(self.sock.send, (frame[begin:],)))
+    def send_some(self, frame: memoryview, sent: list[int]) -> bool:
+        """Send some of what the frame has left, and add its bytes to the counts in `sent`. Whether there is still more."""
+        sent.extend(map(self.sock.send, (frame[sum(sent) :],)))
+        return sum(sent) < len(frame)
 
     def receive(self) -> Any:
         """Wait for the next message, and take no byte of the one after. EOFError: the other end is closed."""

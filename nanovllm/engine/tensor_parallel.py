@@ -153,14 +153,29 @@ class TensorParallelRunner:
         return message.step
 
     def _send(self) -> None:
+        """Send each rank what it has not got of the command, and hear what ranks say meanwhile.
+
+        For one that waits until its answer is taken takes no command, nor do those that wait for it in a collective.
+        """
         frame, receivers = self._outgoing
         for rank, sent in receivers:
-            try:
-                rank.channel.send_rest(frame, sent)
-            except TimeoutError:
-                self._fail_silent([rank], self._step_seconds)
-            except OSError:
-                self._fail(rank)
+            sock = rank.channel.sock
+            while sum(sent) < len(frame):
+                self._poll.modify(sock, select.POLLIN | select.POLLOUT)
+                try:
+                    ready = dict(self._poll.poll(self._step_seconds * 1000))
+                finally:
+                    self._poll.modify(sock, select.POLLIN)
+                if not ready:
+                    self._fail_silent([rank], self._step_seconds)
+                for fd, event in ready.items():
+                    if event & ~select.POLLOUT:
+                        self._hear(self._by_fd[fd])
+                if ready.get(sock.fileno(), 0) & select.POLLOUT:
+                    try:
+                        rank.channel.send_some(frame, sent)
+                    except OSError:
+                        self._fail(rank)
 
     def _listen(self, until: Callable[[], Any], seconds: float) -> None:
         """Take what the ranks say until the condition holds. Silence for so many seconds means that they hang."""
