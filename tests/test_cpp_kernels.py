@@ -81,6 +81,11 @@ def test_without_a_compiler_the_option_is_refused(checkpoint, monkeypatch):
         LLM(checkpoint.folder, device="cpu", cpp_kernels=True)
 
 
+def test_another_attention_backend_is_refused(checkpoint):
+    with pytest.raises(ValueError, match="cpp_kernels is True, but attention_backend is 'torch' and device cpu"):
+        LLM(checkpoint.folder, device="cpu", cpp_kernels=True, attention_backend="torch")
+
+
 def test_other_dtypes_are_refused(checkpoint):
     with pytest.raises(ValueError, match="cpp_kernels is True, but dtype is torch.bfloat16"):
         LLM(checkpoint.folder, device="cpu", cpp_kernels=True, dtype="bfloat16")

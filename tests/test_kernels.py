@@ -22,6 +22,7 @@ from nanovllm.kernels import (
     triton_ops,
     triton_sampling,
 )
+from nanovllm.kernels.launch import arrivals
 from nanovllm.utils.context import PrefillMetadata
 
 # The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
@@ -355,11 +356,11 @@ def test_decode_attention_that_is_repeated_gives_the_same_bits():
     first = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
     for _ in range(20 if HAS_GPU else 2):
         assert torch.equal(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), first)
-    assert not triton_attention._arrivals(q.device).any()
+    assert not arrivals(q.device).any()
 
 
 def test_rows_that_programs_share_have_a_counter_each():
-    counters = len(triton_attention._arrivals(torch.device(DEVICE)))
+    counters = len(arrivals(torch.device(DEVICE)))
     for rows in range(1, 4 * counters):
         assert rows <= counters or triton_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
 
@@ -402,6 +403,11 @@ def test_an_unknown_backend_raises():
 def test_flash_attn_on_a_cpu_raises():
     with pytest.raises(ValueError, match="attention_backend is 'flash-attn', but device cpu"):
         select_attention_backend("flash-attn", torch.device("cpu"), torch.bfloat16, 64, 256)
+
+
+def test_triton_on_a_cpu_raises():
+    with pytest.raises(ValueError, match="attention_backend is 'triton', but device cpu is no GPU: take"):
+        select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 16)
 
 
 def test_a_block_size_triton_cannot_take_raises():

@@ -37,7 +37,11 @@ def select_attention_backend(
     `cpp`: let C++ kernels serve a CPU, unless plain PyTorch is asked for.
     """
     device = torch.device(device)
-    if cpp and name == "auto" and device.type == "cpu":
+    if cpp:
+        if name != "auto" or device.type != "cpu":
+            raise ValueError(
+                f"cpp_kernels is True, but attention_backend is {name!r} and device {device}: they serve a CPU with 'auto'"
+            )
         if dtype != torch.float32:
             raise ValueError(f"cpp_kernels is True, but dtype is {dtype}: use float32, or cpp_kernels=False")
         cpp_ops.load()
@@ -48,6 +52,9 @@ def select_attention_backend(
         raise ValueError(f"attention_backend is {name!r}: choose auto, flash-attn, triton or torch")
     if block_size % 16:
         raise ValueError(f"kvcache_block_size is {block_size}: choose a multiple of 16 (256 serves every backend)")
+
+    if device.type != "cuda" and name == "triton":
+        raise ValueError(f"attention_backend is 'triton', but device {device} is no GPU: take attention_backend='auto'")
 
     from nanovllm.kernels import flash_attention
 

@@ -50,6 +50,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         _compiled[key] = compiled
 
 
+def arrivals(device: torch.device) -> Tensor:
+    """Counters of 0, 4 a multiprocessor: programs that share work count themselves there, and the last leaves 0 again.
+
+    Each stream has its own, for what runs on one runs in turn. Made by the first step, so that no graph's pool owns them.
+    """
+    return _counters(device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@lru_cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(4 * num_processors(device), dtype=torch.int32, device=device)
+
+
 @lru_cache
 def can_overlap(device: torch.device) -> bool:
     is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)

@@ -8,7 +8,6 @@ several programs share one, each with a part of K, and the last to end adds up t
 deterministic. Written for Hopper, whose tensor memory accelerator fetches the tiles.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import MAX_ROWS, can_overlap, has_large_shared_memory, num_processors, overlap, wait_for_inputs
+from nanovllm.kernels.launch import (
+    MAX_ROWS,
+    arrivals,
+    can_overlap,
+    has_large_shared_memory,
+    num_processors,
+    overlap,
+    wait_for_inputs,
+)
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -65,12 +72,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Te
     block_n, splits, stages = tiling
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(rows, BLOCK_M), outputs // block_n, splits)
-    parts = arrivals = None
+    parts = counters = None
     if splits > 1:
         parts = torch.empty(*grid, BLOCK_M, block_n, dtype=torch.float32, device=x.device)
-        arrivals = _arrivals(x.device)
+        counters = arrivals(x.device)
     _linear_kernel[grid](
-        *_descriptors(x, weight, block_n), weight, bias, out, parts, arrivals, rows, outputs, inputs,
+        *_descriptors(x, weight, block_n), weight, bias, out, parts, counters, rows, outputs, inputs,
         BLOCK_M, block_n, BLOCK_K, splits, num_warps=4, num_stages=stages, **overlap(x),
     )  # fmt: skip
     return out
@@ -90,12 +97,6 @@ def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
 
 def _descriptors(x: Tensor, weight: Tensor, block_n: int) -> tuple:
     return TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K]), TensorDescriptor.from_tensor(weight, [block_n, BLOCK_K])
-
-
-@lru_cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Zeros in which the programs that share a tile count themselves, and the last leaves zero again."""
-    return torch.zeros(num_processors(device), dtype=torch.int32, device=device)
 
 
 @triton.jit

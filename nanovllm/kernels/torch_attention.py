@@ -98,7 +98,8 @@ _split: tuple[Tensor, tuple[Tensor, ...]] | None = None  # of the last step: eve
 def _split_into_pages(lens: Tensor, tables: Tensor, block_size: int, page: int) -> tuple[Tensor, ...]:
     """Of N pages: the sequence each belongs to, its place in the cache, its mask [N, 1, 1, page], and [B, N] which is whose."""
     global _split
-    if _split is None or _split[0] is not lens:
+    split = _split  # another thread may replace it
+    if split is None or split[0] is not lens:
         counts = (lens + page - 1) // page
         owner = torch.repeat_interleave(torch.arange(len(lens)), counts)
         index = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
@@ -107,5 +108,5 @@ def _split_into_pages(lens: Tensor, tables: Tensor, block_size: int, page: int) 
         unused = torch.arange(page) >= (lens[owner] - index * page).unsqueeze(1)
         mask = torch.zeros(unused.shape).masked_fill_(unused, float("-inf"))[:, None, None]
         members = (torch.arange(len(lens)).unsqueeze(1) == owner).float()
-        _split = lens, (owner, pages, mask, members)
-    return _split[1]
+        split = _split = lens, (owner, pages, mask, members)
+    return split[1]

@@ -7,14 +7,12 @@ Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV h
 S splits. Scores are kept in units of log2, for the exponential is a power of 2 on the device.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import has_large_shared_memory, launch, num_processors, overlap, wait_for_inputs
+from nanovllm.kernels.launch import arrivals, has_large_shared_memory, launch, num_processors, overlap, wait_for_inputs
 from nanovllm.utils.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
@@ -165,7 +163,7 @@ def decode_attention(
         )  # fmt: skip
     launch(
         _decode_kernel, (groups, splits, batch),
-        q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, _arrivals(q.device), scale * LOG2_E, *strides,
+        q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, arrivals(q.device), scale * LOG2_E, *strides,
         groups, group, max(16, triton.next_power_of_2(group)), head_dim, block_d, page, block_n,
         splits, prefix_splits, num_warps=4, num_stages=2 if splits <= 8 else 3, **overlap(q),
     )  # fmt: skip
@@ -177,19 +175,11 @@ def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
 
     Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8 splits still level out
     sequences of different lengths, until there are 8 programs a multiprocessor. Never more splits than there are tiles.
+    So rows are shared only where there are at most 4 a multiprocessor, for so many can count in `arrivals`.
     """
     processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 8 * processors // rows), 1)
     return min(1 << splits.bit_length() - 1, MAX_SPLITS, triton.next_power_of_2(tiles))
-
-
-@lru_cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Zeros in which the programs that share a row count themselves, and the last leaves zero again.
-
-    Rows are shared only where there are at most 4 a processor. Launches on one device must not run at the same time.
-    """
-    return torch.zeros(4 * num_processors(device), dtype=torch.int32, device=device)
 
 
 @triton.jit
