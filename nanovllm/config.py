@@ -84,8 +84,8 @@ class Config:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: use a fraction above 0, at most 1")
         if not isinstance(self.step_timeout, (int, float)) or isinstance(self.step_timeout, bool):
             raise TypeError(f"step_timeout is {self.step_timeout!r}: use a number of seconds")
-        if not self.step_timeout > 0:
-            raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0")
+        if not 0 < self.step_timeout <= 1e6:
+            raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0, at most 1e6")
         for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "cpp_kernels", "overlap"):
             if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")

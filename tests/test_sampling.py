@@ -179,6 +179,13 @@ def test_top_p_keeps_the_token_that_crosses_the_bound():
     assert keep(scores, top_p=1.0) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("options", [dict(top_p=0.5), dict(top_k=3), dict(top_k=2, top_p=0.5, min_p=0.1)], ids=str)
+def test_logits_that_are_no_numbers_draw_a_real_token(options):
+    logits = torch.tensor([[math.nan] * 9, [math.inf] * 9, [-math.inf] * 9, [math.nan, *range(8)]])
+    tokens = draw(logits, SamplingParams(**options), torch.arange(4), [0, 1], [2])
+    assert all(0 <= token < 9 for token in tokens.tolist())
+
+
 def test_top_k_and_min_p_keep_exact_sets():
     scores = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
     assert [keep(scores, top_k=k) for k in (1, 2, 3, 4)] == [{1}, {1, 3}, {1, 2, 3}, {0, 1, 2, 3}]

@@ -34,10 +34,10 @@ def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
     return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
 
 
-def num_blocks_in_ram(block: int, needed: int) -> int:
-    """Blocks of `block` bytes for a CPU: what the running sequences can need, at most a quarter of the machine."""
+def num_blocks_in_ram(block: int, needed: int, ranks: int) -> int:
+    """Blocks of `block` bytes for a CPU: what running sequences can need, for all ranks at most a quarter of the memory."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(needed, physical // 4 // block))
+    return max(1, min(needed, physical // 4 // ranks // block))
 
 
 class GpuBudget:

@@ -86,8 +86,8 @@ class ModelRunner:
             self.seeds = torch.zeros(rows, dtype=torch.int64)
             self.rows = torch.full((max_num_seqs,), rows - 1)  # which rows decode in this step
             self.shared_len = torch.zeros(1, dtype=torch.int32)  # tokens with which the tables of all decoding rows begin
-        self._decode_rows: tuple[int, ...] = ()  # what self.rows says
-        self._shared_blocks = 0  # what self.shared_len says
+        self._decode_rows: tuple[int, ...] | None = ()  # what self.rows says
+        self._shared_blocks: int | None = 0  # what self.shared_len says
         self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
 
         with ThreadPoolExecutor(1) as background:
@@ -106,6 +106,7 @@ class ModelRunner:
     def _on_stream(self):
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
+    @torch.inference_mode()
     def _allocate(self, budget: GpuBudget | None, width: int) -> None:
         """Capture the graphs and make the KV cache; a sequence of full length takes `width` blocks."""
         # A graph cannot hold what waits for the device, as plain attention does.
@@ -115,13 +116,13 @@ class ModelRunner:
         if num_blocks is None:
             block = block_bytes(self.attention_layers, self.block_size, self.dtype)
             if budget is None:
-                num_blocks = num_blocks_in_ram(block, self.max_num_seqs * width)
+                num_blocks = num_blocks_in_ram(block, self.max_num_seqs * width, self.group.size)
             else:
                 num_blocks = budget.num_blocks(block, width, self._run_largest_step, self._graph_bytes())
         self.num_blocks = self.group.minimum(num_blocks)
         self._bind_cache(self.num_blocks)
         if self.graphs:
-            self._capture(self.graphs.sizes)
+            self.graphs.capture(self.graphs.sizes)
 
     @torch.inference_mode()
     def _prepare_kernels(self) -> None:
@@ -159,21 +160,17 @@ class ModelRunner:
         for layer, (k_cache, v_cache) in zip(self.attention_layers, self.kv_cache):
             layer.bind_cache(k_cache, v_cache, self._backend)
 
-    @torch.inference_mode()
-    def _capture(self, sizes: list[int]) -> None:
-        self.graphs.capture(sizes)
-
     def _graph_bytes(self) -> int:
         """Memory that the CUDA graphs will take: the largest one's is measured, and the others share its tensors' place."""
         if not self.graphs:
             return 0
         self._bind_cache(1)
         size = self.graphs.sizes[-1]
-        self._capture([size])  # loads the kernels, which is no graph's memory
+        self.graphs.capture([size])  # loads the kernels, which is no graph's memory
         self.graphs.clear()
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        self._capture([size])
+        self.graphs.capture([size])
         torch.cuda.empty_cache()
         taken = free - torch.cuda.mem_get_info(self.device)[0]
         self.graphs.clear()
@@ -201,6 +198,7 @@ class ModelRunner:
             num_decodes = len(batch.decode_rows)
             if batch.decode_rows != self._decode_rows:
                 padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
+                self._decode_rows = None  # until they are there: an interrupt may come first
                 self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
                 self._decode_rows = batch.decode_rows
             if batch.prefills:
@@ -214,16 +212,18 @@ class ModelRunner:
         """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
         shared = num_decodes >= SHARING_ROWS and shared_blocks * self.block_size >= SHARED_TOKENS
         if shared and shared_blocks != self._shared_blocks:
+            self._shared_blocks = None
             self.shared_len.fill_(shared_blocks * self.block_size)
             self._shared_blocks = shared_blocks
         size = self.graphs.size_for(num_decodes) if self.graphs else None
         if size is None:
             return self._run_decode(num_decodes, shared)
         if not self.graphs.has(size, shared):  # shared prefixes are rare enough to be captured when they come
-            rows = self.rows.clone()
+            rows, self._decode_rows, decode_rows = self.rows.clone(), None, self._decode_rows
             self.rows.fill_(self.max_num_seqs)
             self.graphs.capture([size], shared)
             self.rows.copy_(rows)
+            self._decode_rows = decode_rows
         return Drawn(*(x[:num_decodes] for x in self.graphs.replay(size, shared)))
 
     def _run_decode(self, num_decodes: int, shared: bool) -> Drawn:

@@ -77,7 +77,7 @@ def keep_likeliest(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, 
         probs = best.masked_fill(dropped, -torch.inf).softmax(dim=-1)
         # The token that crosses the bound is kept: those before it do not reach top_p.
         kept = ~dropped & (probs.cumsum(dim=-1) - probs < top_p)
-        last = best.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        last = best.gather(1, kept.sum(dim=-1, keepdim=True).sub(1).clamp(min=0))  # of scores that are no numbers, none is kept
         # A row with neither bound may stand beside rows that need fewer tokens in order than it keeps.
         threshold = torch.where(top_k > width, threshold, last)
     return scores >= threshold
