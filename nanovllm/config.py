@@ -18,7 +18,7 @@ class Config:
     max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
     max_num_seqs: sequences that run at the same time.
     max_model_len: prompt plus output of one request; the model's own limit applies if it is lower.
-    gpu_memory_utilization: the part of the GPU's memory this process may use, weights and KV cache included.
+    gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache included.
     tensor_parallel_size: ranks the model is split over.
     enforce_eager: run without CUDA graphs.
     kvcache_block_size: tokens of a KV block.
@@ -31,7 +31,7 @@ class Config:
     cpp_kernels: on a CPU, compute with C++ kernels, compiled at the start: needs g++ or clang++, and float32.
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
-    symmetric_memory: let ranks read each other's GPU memory to sum small tensors, where they can.
+    symmetric_memory: let ranks read each other's GPU memory, which makes their sums faster, where they can.
     step_timeout: seconds after which ranks that give no sign count as hung.
     """
 

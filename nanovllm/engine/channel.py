@@ -15,7 +15,7 @@ from nanovllm.engine.batch import Batch, StepResult
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To a rank, first of all: what to be. Answered by Ready; rank 0, which has no port to go to, says Listening before."""
+    """To a rank, first of all: what to be. Rank 0 chooses a port and answers Listening; then each answers Ready."""
 
     rank: int
     size: int

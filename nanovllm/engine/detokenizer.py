@@ -17,16 +17,8 @@ class TextStream:
     """
 
     __slots__ = (
-        "text",
-        "stopped",
-        "_ended",
-        "_stops",
-        "_min_tokens",
-        "_num_tokens",
-        "_window",
-        "_num_read",
-        "_num_taken",
-    )
+        "text", "stopped", "_ended", "_stops", "_min_tokens", "_num_tokens", "_window", "_num_read", "_num_taken",
+    )  # fmt: skip
 
     def __init__(self, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self.text = ""

@@ -45,7 +45,7 @@ def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
 
 @contextmanager
 def tensors_default_to(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Tensors made inside without saying of which dtype or where are of this one, here."""
+    """Make these the defaults for new tensors inside the block."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,7 +1,7 @@
 """The KV cache's memory: its tensors, and how many blocks fit beside the model.
 
-On a GPU the budget is a part of the whole memory, for this process alone: what it needs at its peak is measured by
-running the largest step, and memory that other processes hold only counts where less than the budget is free.
+On a GPU an LLM's budget is a part of the whole memory. What it needs at its peak is measured by running the largest step.
+What others hold there is not subtracted from the budget; it matters only if it leaves less than that free.
 """
 
 import math

@@ -29,8 +29,8 @@ from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_contex
 from nanovllm.utils.loader import init_dummy_weights, load_weights
 from nanovllm.utils.parallel import ParallelGroup
 
-# From how many rows and common tokens on a shared prefix is read once, by a kernel more. It was measured far above these
-# (256 rows, 2,048 tokens, 1.44 s -> 0.68 s); where it begins to pay was not.
+# A prefix that at least so many rows share, of at least so many tokens, is read once for all, by a kernel of its own. It was
+# measured far above these (256 rows, 2,048 tokens, 1.44 s -> 0.68 s); where it begins to pay was not.
 SHARING_ROWS, SHARED_TOKENS = 16, 256
 GRAPH_BYTES = 2**20  # what each further graph takes: 0.8 MiB were measured; see _graph_bytes
 

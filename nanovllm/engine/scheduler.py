@@ -143,7 +143,8 @@ class Scheduler:
         as soon as there is room. No run is shorter than its longest sequence: if the others all start with that, its first
         steps are slow, of many rows, and its last ones hold few rows for the same bytes of weights. So as many run as
         spread the tokens evenly over the longest one's steps, the others when a row comes free, or when the next one
-        would otherwise end after the longest.
+        would otherwise end after the longest. Say one may draw 1,000 tokens and 499 others 500 each: over 1,000 steps
+        that is 250 rows a step, and not 500 rows for 500 steps, then one.
         """
         count = self.num_running
         if not self.waiting:

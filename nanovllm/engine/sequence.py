@@ -52,8 +52,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
         self.text: TextStream | None = None  # for those whose text is read as it grows
-        # Of n completions of a prompt, the first computes it and the others fork from it. Forks run in the first one's
-        # wake, with rows and blocks when it has them, until its prompt is scheduled to the end.
+        # Of n completions of a prompt, the first computes it and the others fork from it: they get rows and blocks when it
+        # is admitted, and start to decode when its prompt is computed.
         self.parent: Sequence | None = None
         self.siblings: tuple[Sequence, ...] = ()
         self.forks: tuple[Sequence, ...] = ()  # the siblings, as long as they wait for that

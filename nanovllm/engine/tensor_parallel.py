@@ -46,7 +46,7 @@ class Rank:
     number: int
     process: subprocess.Popen
     channel: Channel
-    done: int = 0  # the last step it answered
+    done: int = 0  # the last command it answered: on rank 0 its result is here, on the others it is launched
     answers: list[Any] = field(default_factory=list)  # all else it said
 
 

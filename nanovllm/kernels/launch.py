@@ -29,7 +29,8 @@ def overlap(x: Tensor) -> dict[str, bool]:
 
 
 _compiled: dict[tuple, Any] = {}
-# Before this, a compiled kernel took other arguments than the function it was made from.
+# In older releases of Triton, a compiled kernel takes other arguments than the function it was made from. This was run on
+# 3.6; what is looked for came shortly before.
 TAKES_ALL_ARGUMENTS = hasattr(triton, "AsyncCompileMode")
 
 

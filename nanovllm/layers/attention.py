@@ -22,7 +22,7 @@ class Attention(nn.Module):
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.rotary = rotary
-        # Without a cache nothing is stored: enough for the prefill that measures a model's memory.
+        # Until the engine binds a cache there is none, and nothing is stored.
         self.bind_cache(torch.empty(0), torch.empty(0), kernels.TORCH_BACKEND)
 
     def bind_cache(self, k_cache: Tensor, v_cache: Tensor, backend: kernels.AttentionBackend) -> None:

@@ -123,7 +123,7 @@ class CausalLM(nn.Module):
         return self.model(input_ids, positions)
 
     def outline(self) -> "CausalLM":
-        """This model's first and last layer alone, with the same weights: they launch all its kernels, and sooner."""
+        """This model's first and last layer alone, with the same weights: most models launch no other kernels."""
         model, decoder = copy(self), copy(self.model)
         layers = nn.ModuleList([decoder.layers[0], decoder.layers[-1]])
         decoder._modules = decoder._modules | {"layers": layers}

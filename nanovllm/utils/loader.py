@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = ("F64", "F32", "F16", "BF16")
-# What models read of a configuration, and of which type it is; of experts too, where there are any. Qwen3's say it all.
+# What models read of a configuration, by type; OF_EXPERTS where there are experts. Qwen3's files hold all of it.
 COUNTS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings",

@@ -27,7 +27,7 @@ ENVIRONMENT = {  # unless the user set something else
     # A sum that runs beside a product gets the next processors that come free, not those that the product leaves.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
 }
-# Its name from PyTorch 2.13 on, and before.
+# The same function under its name since PyTorch 2.13, or the one before.
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Ranks wait for each other while they load, however long that takes: who is late or dead is the engine's to judge.
 PATIENCE = timedelta(hours=1)

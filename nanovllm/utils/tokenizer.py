@@ -1,7 +1,7 @@
 """The model folder's tokenizer and its end-of-sequence tokens.
 
-What transformers makes of a folder is the measure. It takes seconds to import, most of a start on a GPU; where the folder's
-tokenizer.json says all by itself, the tokenizers package reads it, until someone asks for a chat or for more.
+The token ids must be those that transformers gives. But that takes seconds to import, most of a start on a GPU: where the
+folder's tokenizer.json says all by itself, the tokenizers package reads it, until someone asks for a chat or for more.
 """
 
 import json
