@@ -436,12 +436,24 @@ def main() -> None:
         parser.error(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
     if args.repeat < 1:
         parser.error(f"--repeat is {args.repeat}: use 1 or more")
+    try:
+        options = json.loads(args.options)
+    except ValueError as error:
+        parser.error(f"--options {args.options}: use JSON such as {CPU_OPTIONS} ({error})")
+    if not isinstance(options, dict) or "max_model_len" in options or "tensor_parallel_size" in options:
+        parser.error(f"--options {args.options}: use an object of LLM's options, but for those that have their own here")
+    for path in (args.json, args.plot):
+        if path and not Path(path).absolute().parent.is_dir():
+            parser.error(f"{path} is in no folder that exists")
     if args.plot:
         if args.compare or args.engine != "nanovllm":
             parser.error("--plot draws nanovllm's own steps: leave --compare and --engine out")
         if not find_spec("matplotlib"):
             parser.error("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
-    rows = compare(args) if args.compare else measure(args)
+    try:
+        rows = compare(args) if args.compare else measure(args)
+    except (ValueError, TypeError) as error:
+        parser.error(str(error))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))
 

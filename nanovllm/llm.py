@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +39,11 @@ class LLM:
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
 
     See `nanovllm.config.Config` for every option. An LLM holds memory until `close`, which `with LLM(...) as llm` calls.
+    Calls from several threads wait for each other.
     """
 
     def __init__(self, model: str | os.PathLike, **options: Any) -> None:
+        self._lock = RLock()  # held while the engine works: one call may come within another, in the same thread
         config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
         begin_driver(config.device)
@@ -102,7 +105,7 @@ class LLM:
     ) -> Iterator[tuple[int, str, list[int], str | None]]:
         """Complete prompts and yield, as steps finish: (index of the prompt, new text, new token ids, finish_reason).
 
-        finish_reason is None until a prompt's last item. The texts of a prompt add up to what `generate` returns; one may
+        finish_reason is None until a prompt's last item, and "abort" at last if an error in another call dropped it. The texts of a prompt add up to what `generate` returns; one may
         be "" when a character or a stop string is not complete. Closing the iterator ends the requests that still run.
         """
         requests = self._check("prompts", self._encode(split_prompts(prompts)), sampling_params)
@@ -116,25 +119,28 @@ class LLM:
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._check("prompts", self._encode([prompt]), sampling_params)
-        request = self._open_engine().add(token_ids, params)
-        self._requests[request.id] = request
+        with self._lock:
+            request = self._open_engine().add(token_ids, params)
+            self._requests[request.id] = request
         return request.id
 
     def step(self) -> list[dict[str, Any]]:
         """Run one step. Returns the outputs, as `generate`'s with an "id" each, of requests that have finished."""
-        with self._running():
-            self._step()
-        finished = [request for request in self._finished if self._requests.pop(request.id, None)]
-        self._finished.clear()
+        with self._lock:
+            with self._running():
+                self._step()
+            finished = [request for request in self._finished if self._requests.pop(request.id, None)]
+            self._finished.clear()
         return [{"id": request.id, **output} for request, output in zip(finished, self._outputs(finished))]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
-        if request_id not in self._requests:
-            raise ValueError(
-                f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned"
-            )
-        self._open_engine().abort(self._requests.pop(request_id))
+        with self._lock:
+            if not isinstance(request_id, int) or request_id not in self._requests:
+                raise ValueError(
+                    f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned"
+                )
+            self._open_engine().abort(self._requests.pop(request_id))
 
     def has_unfinished(self) -> bool:
         """Whether there is a request whose output `step` has yet to return."""
@@ -219,12 +225,12 @@ class LLM:
                 raise TypeError(
                     f"prompts[{i}] is a {type(prompt).__name__}: all prompts are text, or all are token ids"
                 )
-        return self._tokenizer.encode(list(prompts))
+        return self._tokenizer.encode("prompts", list(prompts))
 
     def _complete(self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[dict[str, Any]]:
         """Run requests to their end; returns their outputs in order."""
         bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True)
-        with closing(bar), self._running() as (engine, ours):
+        with self._lock, closing(bar), self._running() as (engine, ours):
             engine.last_call = Metrics()
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
             # Who may run longest starts first, so that the fewest run alone at the end (Graham 1969).
@@ -252,13 +258,15 @@ class LLM:
         self, requests: list[tuple[list[int], SamplingParams]]
     ) -> Iterator[tuple[int, str, list[int], str | None]]:
         with self._running() as (engine, ours):
-            engine.last_call = Metrics()
-            # Sequences get their tokens here or, if the caller uses the LLM between two items, elsewhere.
-            sequences = [engine.add(ids, params, streams=True) for ids, params in requests]
-            ours.update(enumerate(sequences))
+            # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
+            with self._lock:
+                engine.last_call = Metrics()
+                sequences = [engine.add(ids, params, streams=True) for ids, params in requests]
+                ours.update(enumerate(sequences))
             num_seen = [seq.num_prompt_tokens for seq in sequences]
             while ours:
-                self._step()
+                with self._lock:
+                    self._step()
                 for i, seq in list(ours.items()):
                     new_ids = seq.token_ids[num_seen[i] :]
                     if not new_ids and seq.finish_reason is None:
@@ -279,15 +287,16 @@ class LLM:
         try:
             yield engine, ours
         except GeneratorExit:
-            if self.engine is not None:
-                for seq in ours.values():
+            with self._lock:
+                for seq in ours.values() if self.engine is not None else ():
                     engine.abort(seq)
             raise
         except BaseException:
-            self._requests.clear()
-            self._finished.clear()
-            if self.engine is not None:
-                engine.reset()
+            with self._lock:
+                self._requests.clear()
+                self._finished.clear()
+                if self.engine is not None:
+                    engine.reset()
             raise
 
     def _step(self) -> list[Sequence]:

@@ -45,12 +45,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check("temperature", float, 0, sys.float_info.max, "0 (greedy) or a positive number")
+        self._check("temperature", float, 0, 1e38, "0 (greedy) or a positive number, at most 1e38")
         self._check("top_k", int, -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens")
         self._check("top_p", float, ABOVE_ZERO, 1, "a number above 0, at most 1")
         self._check("min_p", float, 0, 1, "a number from 0 to 1")
         self._check("max_tokens", int, 1, math.inf, "an integer, 1 or more")
-        self._check("min_tokens", int, 0, math.inf, "an integer, 0 or more")
+        self._check("min_tokens", int, 0, 2**31 - 1, "an integer from 0 to 2**31 - 1")
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: lower the one or raise the other"

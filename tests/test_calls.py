@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,18 @@ def test_aborting_the_last_request_frees_what_is_in_flight(llm):
         llm.step()
     llm.abort(request_id)
     check_empty(llm)
+
+
+def test_threads_wait_for_each_other(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    prompts = [[i, i + 1] for i in range(8)]
+    expected = [generate(llm, [prompt], params) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(lambda p=p: [ids for *_, ids, _ in llm.stream([p], params)]) for p in prompts]
+        outputs = [pool.submit(generate, llm, [prompt], params) for prompt in prompts]
+        assert [future.result(60) for future in outputs] == expected
+        for stream, (output,) in zip(streams, expected):
+            assert [token for ids in stream.result(60) for token in ids] == output["token_ids"]
 
 
 def test_generate_keeps_the_outputs_of_requests_that_finish_beside_it(llm):

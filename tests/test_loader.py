@@ -11,6 +11,7 @@ import torch
 from model_helpers import load, make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.rotary_embedding import rope_frequencies
@@ -243,6 +244,24 @@ def test_reading_a_whole_configuration_does_not_import_transformers():
         "load_hf_config(TINY_MODEL); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_scaling_beside_rope_parameters_counts(tmp_path):
+    options = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=48)
+    Qwen3Config(**options, head_dim=8, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    scaling = dict(rope_type="linear", factor=4.0)
+    values |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4), rope_scaling=scaling)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    want = ROPE_INIT_FUNCTIONS["linear"](AutoConfig.from_pretrained(tmp_path), torch.device("cpu"))[0]
+    torch.testing.assert_close(rope_frequencies(loader.load_hf_config(tmp_path), 8)[0], want)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"x"', '{"rope_parameters": [1], "model_type": "qwen3"}'])
+def test_a_configuration_of_another_form_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        loader.load_hf_config(tmp_path)
 
 
 def test_a_model_type_that_transformers_does_not_know_is_refused_with_those_that_run(tmp_path):

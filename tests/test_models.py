@@ -1,5 +1,7 @@
 """Each family computes what transformers computes, in float32, on random small models."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
@@ -168,4 +170,26 @@ def test_experts_result_does_not_depend_on_the_batch():
 def test_what_no_model_does_is_refused(options, message):
     options = {"architectures": ["MistralForCausalLM"], "sliding_window": None, **options}
     with pytest.raises(ValueError, match=message):
-        build_model(MistralConfig(**SMALL, **options), ParallelGroup())
+        build_model(MistralConfig(**SMALL, **GQA, **options), ParallelGroup())
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(num_key_value_heads=3), "num_attention_heads is 4, num_key_value_heads is 3"),
+        (dict(num_key_value_heads=0), "num_key_value_heads is 0: it must be an integer, 1 or more"),
+        (dict(vocab_size=-1), "vocab_size is -1"),
+        (dict(num_hidden_layers="2"), "num_hidden_layers is '2'"),
+        (dict(max_position_embeddings=0), "max_position_embeddings is 0"),
+        (dict(head_dim=7), "head_dim is 7"),
+        (dict(rms_norm_eps=None), "rms_norm_eps is None"),
+        (dict(architectures="Qwen3ForCausalLM"), "architectures is 'Qwen3ForCausalLM'"),
+        (dict(rope_parameters=dict(rope_theta="1e4")), "rope_theta of its rope settings is '1e4'"),
+        (dict(rope_parameters=dict(rope_theta=0)), "rope_theta of its rope settings is 0"),
+    ],
+    ids=str,
+)
+def test_what_describes_no_model_is_refused(values, message):
+    config = Qwen3Config(**SMALL, **GQA, architectures=["Qwen3ForCausalLM"])
+    with pytest.raises(ValueError, match=message):
+        build_model(SimpleNamespace(**{**vars(config), **values}), ParallelGroup())

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL
-from nanovllm.utils.tokenizer import QWEN_WORDS, load_tokenizer
+from nanovllm.utils.tokenizer import QWEN_WORDS, load_stop_ids, load_tokenizer
 
 TEXTS = ["def read(path):\n    return open(path)", "the naïve 你好 🙂 <|im_end|>the\n\nend  <think> x", "", " "]
 
@@ -45,9 +45,9 @@ def change_config(folder, **values):
 def assert_same(folder, *, plain: bool):
     ours, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     assert (ours._plain is not None) == plain
-    ids = ours.encode(TEXTS)
+    ids = ours.encode("prompts", TEXTS)
     assert ids == theirs(TEXTS)["input_ids"]
-    assert ours.encode(TEXTS, special_tokens=False) == theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    assert ours.encode("prompts", TEXTS, special_tokens=False) == theirs(TEXTS, add_special_tokens=False)["input_ids"]
     assert ours.decode(ids) == [theirs.decode(one, skip_special_tokens=True) for one in ids]
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.has_chat_template == bool(theirs.chat_template)
@@ -83,7 +83,7 @@ def add_bos(folder):
 def test_the_file_may_put_tokens_around_a_text(tmp_path):
     save_bytes(tmp_path)
     add_bos(tmp_path)
-    assert len(assert_same(tmp_path, plain=True).encode([""])[0]) == 1
+    assert len(assert_same(tmp_path, plain=True).encode("prompts", [""])[0]) == 1
 
 
 def test_a_qwen_tokenizer_that_cuts_otherwise_is_left_to_transformers(tmp_path):
@@ -98,6 +98,8 @@ def test_a_qwen_tokenizer_that_cuts_otherwise_is_left_to_transformers(tmp_path):
         {"pad_token": "<|a token that the file lacks|>"},
         {"pad_token": "a"},  # in the vocabulary, but no special token yet
         {"additional_special_tokens": ["<|another|>"]},
+        {"split_special_tokens": True},
+        {"added_tokens_decoder": {"256": {"content": "<|end|>", "special": True, "lstrip": True, "rstrip": True}}},
     ],
     ids=str,
 )
@@ -105,6 +107,39 @@ def test_what_the_configuration_adds_is_left_to_transformers(tmp_path, values):
     save_bytes(tmp_path)
     change_config(tmp_path, **values)
     assert_same(tmp_path, plain=False)
+
+
+def test_an_older_file_of_special_tokens_is_left_to_transformers(tmp_path):
+    save_bytes(tmp_path)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
+    assert_same(tmp_path, plain=False)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|end|>", "lstrip": false}}')
+    assert_same(tmp_path, plain=True)
+
+
+@pytest.mark.parametrize("text", ["{{ messages }}", ""])
+def test_a_template_in_a_file_of_its_own_counts_unless_it_is_empty(tmp_path, text):
+    save_bytes(tmp_path)
+    change_config(tmp_path, chat_template=None)
+    (tmp_path / "chat_template.jinja").write_text(text)
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "a processor\'s"}')
+    assert assert_same(tmp_path, plain=True).has_chat_template == bool(text)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_half_a_character_is_refused_by_name(tmp_path, plain):
+    save_bytes(tmp_path)
+    if not plain:
+        change_config(tmp_path, split_special_tokens=True)
+    with pytest.raises(ValueError, match=r"prompts\[1\] is 'a\\ud800', which holds half a character: decode it with"):
+        load_tokenizer(tmp_path).encode("prompts", ["fine", "a\ud800"])
+
+
+@pytest.mark.parametrize("values", ['{"eos_token_id": "0"}', '{"eos_token_id": [1, -1]}', '{"eos_token_id": [[0]]}', "[]"])
+def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, values):
+    (tmp_path / "generation_config.json").write_text(values)
+    with pytest.raises(ValueError, match="generation_config.json"):
+        load_stop_ids(tmp_path, None)
 
 
 def test_generating_text_does_not_import_transformers():

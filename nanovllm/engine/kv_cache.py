@@ -21,7 +21,14 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
     shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
     if device.type == "cpu":
         # Zero pages that the system provides when first touched, huge ones where it can: touching small ones is slow.
-        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+        size = math.prod(shape) * dtype.itemsize
+        try:
+            pages = mmap.mmap(-1, size)
+        except (OSError, OverflowError) as error:
+            raise ValueError(
+                f"num_kvcache_blocks is {num_blocks} of {block_size} tokens, {size / GIB:,.1f} GiB, which this machine does not "
+                f"have: use fewer ({error})"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)

@@ -241,10 +241,12 @@ class TensorParallelRunner:
 
 def check_split(config: Config, hf_config) -> None:
     """Refuse what cannot be split over the ranks, or what there are no devices for."""
+    group = ParallelGroup(0, config.tensor_parallel_size)
+    group.share(hf_config.num_attention_heads, "num_attention_heads")  # first of all: there may be a billion ranks
+    with torch.device("meta"):
+        build_model(hf_config, group)
     for rank in range(config.tensor_parallel_size):
         resolve_device(config.device, rank)
-    with torch.device("meta"):
-        build_model(hf_config, ParallelGroup(0, config.tensor_parallel_size))
 
 
 def plain_config(hf_config) -> SimpleNamespace:

@@ -40,6 +40,9 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
         raise ValueError(f"rope_type is {kind!r}, not implemented: choose a model with one of {', '.join(SCALINGS)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}: only 1.0 is implemented")
+    numbers = {name: value for name, value in rope.items() if name == "rope_theta" or "factor" in name}
+    if wrong := [name for name, value in numbers.items() if type(value) not in (int, float, type(None)) or value == 0]:
+        raise ValueError(f"config.json: {wrong[0]} of its rope settings is {rope[wrong[0]]!r}: it must be a number other than 0")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     try:
         return SCALINGS[kind](1.0 / rope["rope_theta"] ** exponents, rope)
@@ -49,7 +52,7 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
 
 def rope_parameters(config) -> dict:
     """The configuration's rope settings in one form, whichever transformers wrote it in."""
-    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    rope = {**(getattr(config, "rope_parameters", None) or {}), **(getattr(config, "rope_scaling", None) or {})}
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
     rope.setdefault("original_max_position_embeddings", config.max_position_embeddings)

@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from nanovllm.models.decoder import head_size
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -15,6 +16,10 @@ MODELS: dict[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
 }
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings",
+)  # fmt: skip
 
 
 def build_model(hf_config, group: ParallelGroup) -> nn.Module:
@@ -25,11 +30,28 @@ def build_model(hf_config, group: ParallelGroup) -> nn.Module:
 def find_model(hf_config) -> type[nn.Module]:
     """The class that runs `hf_config`. What a configuration asks for and no model here does is refused, never ignored."""
     names = getattr(hf_config, "architectures", None) or []
-    architecture = next((name for name in names if name in MODELS), None)
+    architecture = next((name for name in names if name in MODELS), None) if isinstance(names, list) else None
     if architecture is None:
-        raise ValueError(f"architectures is {names}: this library runs {', '.join(MODELS)}")
+        raise ValueError(f"architectures is {names!r}: this library runs {', '.join(MODELS)}")
+    check_sizes(hf_config)
     check_supported(hf_config)
     return MODELS[architecture]
+
+
+def check_sizes(hf_config) -> None:
+    """Refuse a configuration that describes no model."""
+    for name in SIZES:
+        value = getattr(hf_config, name, None)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"config.json: {name} is {value!r}: it must be an integer, 1 or more")
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(f"config.json: num_attention_heads is {heads}, num_key_value_heads is {kv_heads}: it must divide that")
+    if (head_dim := head_size(hf_config)) < 2 or head_dim % 2:
+        raise ValueError(f"config.json: head_dim is {head_dim} (or hidden_size / num_attention_heads): it must be even")
+    eps = hf_config.rms_norm_eps
+    if type(eps) not in (int, float) or not 0 <= eps < 1:
+        raise ValueError(f"config.json: rms_norm_eps is {eps!r}: it must be a number from 0 to 1")
 
 
 def check_supported(hf_config) -> None:

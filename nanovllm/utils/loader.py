@@ -6,6 +6,7 @@ every element of every parameter was filled once, and every tensor of the checkp
 """
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ READERS = 8  # threads: one fills the bus from cached files, but leaves a disk i
 def resolve_model_folder(model: str) -> Path:
     """The folder of `model`: itself if it is one, else a download of the hub's repository of that name."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # which a name too long is not
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ValueError(f"model is {model!r}: there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B")
@@ -65,9 +66,9 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    with suppress(ValueError):  # transformers will say what is wrong
+    with suppress(ValueError, AttributeError):  # transformers will say what is wrong
         values = json.loads(path.read_text())
-        if isinstance(values, dict) and says_all(values):
+        if says_all(values):
             return SimpleNamespace(**values)
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
@@ -76,14 +77,14 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
         if values.get("model_type", "") not in ("", *CONFIG_MAPPING):
             return PretrainedConfig.from_dict(values)  # nobody knows it: whoever builds models says which ones run
         return AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # every release raises other ones
         raise ValueError(f"{folder}/config.json cannot be read: {error}") from error
 
 
 def says_all(values: dict[str, Any]) -> bool:
     """Whether models find all that they read among a configuration's values, so that no default is needed."""
     counts, others = COUNTS, OTHERS
-    if "moe" in str(values.get("model_type")):
+    if "moe" in f"{values.get('model_type')} {values.get('architectures')}".lower():
         counts, others = COUNTS + OF_EXPERTS, (*OTHERS, "norm_topk_prob", "mlp_only_layers")
     rope = values.get("rope_parameters") or values  # newer transformers' form, or the older one
     return (
@@ -91,7 +92,7 @@ def says_all(values: dict[str, Any]) -> bool:
         and all(type(values.get(name)) is bool for name in FLAGS)
         and all(name in values for name in others)
         and type(rope.get("rope_theta")) in (int, float)
-        and rope.get("rope_scaling") is None
+        and values.get("rope_scaling") is None
         and rope.get("rope_type", "default") == "default"
     )
 
@@ -190,9 +191,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has no *.safetensors file: download the model again, or convert its weights")
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        missing = {name for name in names if not (folder / name).is_file()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is corrupt: download it again ({error})") from error
-    if missing := {name for name in names if not (folder / name).is_file()}:
+    if missing:
         raise ValueError(f"{folder} lacks {_some(missing)}, which {INDEX} names: download the model again")
     return [folder / name for name in sorted(names)]
 

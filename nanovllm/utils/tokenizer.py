@@ -5,6 +5,7 @@ folder's tokenizer.json says all by itself, the tokenizers package reads it, unt
 """
 
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+SURROGATE = re.compile("[\ud800-\udfff]")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
 class Tokenizer:
@@ -55,10 +56,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         if self._plain is None:
             return bool(self.transformers.chat_template)
-        return bool(self._config.get("chat_template")) or any((self._folder / name).exists() for name in TEMPLATES)
+        file = self._folder / "chat_template.jinja"
+        return bool(self._config.get("chat_template")) or file.exists() and bool(file.read_text())
 
-    def encode(self, texts: list[str], special_tokens: bool = True) -> list[list[int]]:
-        """`special_tokens`: with those that the tokenizer puts around a text, such as one for its beginning."""
+    def encode(self, name: str, texts: list[str], special_tokens: bool = True) -> list[list[int]]:
+        """The token ids of each text; errors call them `name`.
+
+        `special_tokens`: with those that the tokenizer puts around a text, such as one for its beginning.
+        """
+        for i, text in enumerate(texts):
+            if SURROGATE.search(text):
+                raise ValueError(f"{name}[{i}] is {text[:50]!r}, which holds half a character: decode it with errors='replace'")
         if self._plain is None:
             return self.transformers(texts, add_special_tokens=special_tokens)["input_ids"] if texts else []
         return [encoding.ids for encoding in self._plain.encode_batch(texts, add_special_tokens=special_tokens)]
@@ -79,7 +87,7 @@ class Tokenizer:
                 texts.append(self.transformers.apply_chat_template(chat, **wishes))
             except Exception as error:  # a template raises whatever it likes
                 raise ValueError(f"messages[{i}] does not fit the model's chat template: {error}") from error
-        return self.encode(texts, special_tokens=False)  # the template has written those that are needed
+        return self.encode("messages", texts, special_tokens=False)  # the template has written those that are needed
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -90,41 +98,50 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 def _read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
     """What tokenizer.json holds; None if it is not all that transformers reads."""
-    kind = config.get("tokenizer_class")
-    if kind not in PLAIN_CLASSES + QWEN_CLASSES or "auto_map" in config:
-        return None
-    if config.get("add_bos_token") or config.get("add_eos_token") or "eos_token" not in config:
-        return None
     try:
         plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        if not _says_all(plain, folder, config):
+            return None
     except Exception:  # noqa: BLE001 - of whatever kind: transformers will say what is wrong
-        return None
-    added = {i: (token.content, token.special) for i, token in plain.get_added_tokens_decoder().items()}
-    wanted = config.get("added_tokens_decoder", {})
-    wanted = {int(i): (token["content"], token.get("special", False)) for i, token in wanted.items()}
-    more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    named = [config.get(name) for name in NAMED_TOKENS] + list(more.values() if isinstance(more, dict) else more)
-    special = {content for content, is_special in added.values() if is_special} | {None}
-    older = _read_json(folder / "added_tokens.json")
-    if not (
-        wanted.items() <= added.items()
-        and {_content(token) for token in named} <= special
-        and all(plain.token_to_id(token) == i for token, i in older.items())
-        and (kind in PLAIN_CLASSES or _cuts_like_qwen(plain))
-    ):
         return None
     plain.no_truncation()
     plain.no_padding()
     return plain
 
 
+def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
+    kind = config.get("tokenizer_class")
+    if kind not in PLAIN_CLASSES + QWEN_CLASSES or "eos_token" not in config:
+        return False
+    if any(config.get(name) for name in ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")):
+        return False
+    if kind in QWEN_CLASSES and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
+        return False
+    added = plain.get_added_tokens_decoder()
+    for i, wanted in config.get("added_tokens_decoder", {}).items():
+        if int(i) not in added or any(getattr(added[int(i)], name, value) != value for name, value in wanted.items()):
+            return False
+    if any(plain.token_to_id(token) != i for token, i in _read_json(folder / "added_tokens.json").items()):
+        return False
+    older = _read_json(folder / "special_tokens_map.json")
+    if any(_content(older[name]) != _content(config.get(name)) for name in NAMED_TOKENS if name in older):
+        return False
+    named = [config.get(name) for name in NAMED_TOKENS]
+    for values in (config, older):
+        more = values.get("additional_special_tokens") or values.get("extra_special_tokens") or []
+        named += more.values() if isinstance(more, dict) else more
+    special = {token.content for token in added.values() if token.special} | {None}
+    return {_content(token) for token in named} <= special
+
+
 def _cuts_like_qwen(plain: tokenizers.Tokenizer) -> bool:
     words = {"type": "Split", "pattern": {"Regex": QWEN_WORDS}, "behavior": "Isolated", "invert": False}
-    state_of = [json.loads(part.__getstate__()) if part else {} for part in (plain.normalizer, plain.pre_tokenizer)]
-    match state_of:
+    parts = plain.normalizer, plain.pre_tokenizer, plain.decoder
+    match [json.loads(part.__getstate__()) if part else {} for part in parts]:
         case [
             {"type": "NFC"},
             {"pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
+            {"type": "ByteLevel"},
         ]:
             return split == words
     return False
@@ -150,10 +167,13 @@ def load_stop_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
         path = folder / name
         try:
             eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         if eos is not None:
-            ids.update(eos if isinstance(eos, list) else [eos])
+            eos = eos if isinstance(eos, list) else [eos]
+            if any(type(i) is not int or i < 0 for i in eos):
+                raise ValueError(f"{path}: eos_token_id is {eos}: it must be a token id or a list of them")
+            ids.update(eos)
             break
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
