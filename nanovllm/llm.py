@@ -206,6 +206,11 @@ class LLM:
                 blocks, rows = engine.scheduler.blocks, engine.scheduler.max_num_seqs
                 check_completions(f"{name}[{i}]", len(ids), params, rows, blocks.num_blocks, blocks.block_size)
             check_token_ids(f"sampling_params[{i}].stop_token_ids", params.stop_token_ids, engine.vocab_size)
+            if params.min_tokens and len(set(params.stop_token_ids)) == engine.vocab_size:
+                raise ValueError(
+                    f"sampling_params[{i}].stop_token_ids holds the whole vocabulary, of which min_tokens={params.min_tokens} "
+                    "lets none be drawn: leave a token out, or use min_tokens=0"
+                )
             if params.stop and self._tokenizer is None:
                 raise ValueError(
                     "stop needs text, but the model's folder has no tokenizer: use stop_token_ids, or add tokenizer.json"

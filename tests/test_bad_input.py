@@ -68,6 +68,11 @@ WRONG_PARAMS = {
     ),
     "too-many": ([greedy(1)] * 3, ValueError, r"sampling_params has 3 entries for 2 prompts"),
     "none-of-them": ([], ValueError, r"sampling_params has 0 entries for 2 prompts"),
+    "all-tokens-barred": (
+        SamplingParams(stop_token_ids=list(range(VOCAB)), min_tokens=1),
+        ValueError,
+        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 lets none be drawn",
+    ),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
     "a-number-inside": ([greedy(1), 5], TypeError, r"sampling_params\[1\] is a int: give a SamplingParams"),
     "none-inside": ([None, greedy(1)], TypeError, r"sampling_params\[0\] is a NoneType"),
