@@ -7,8 +7,9 @@ ended. What it does before its own call overlaps with that kernel, so it may onl
 weights. The call returns once the kernel before has ended, its writes visible; since that one waited too, all earlier
 ones have ended as well. Every kernel launched so must call it in every program.
 
-At little cost: a step that is no graph's replay launches five of these kernels a layer. Triton takes 20 microseconds to
-look at a launch's arguments, which of a small model is longer than the device takes; `launch` makes it look once.
+At little cost: a step that is no graph's replay launches five of these kernels a layer, and the host may take longer for
+that than the device. `launch` makes Triton look at a launch's arguments once: on one host of an H200, with a slow processor,
+add_rms_norm went from 44 to 31 microseconds a call.
 """
 
 from functools import lru_cache
