@@ -93,7 +93,8 @@ def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool)
     seconds = time.perf_counter() - begin
     first = llm.metrics()["last_call"]["time_to_first_token"]["median"]
     print(
-        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s, first after {first:.3f} s"
+        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s, "
+        f"first after {first:.3f} s"
     )
 
 

@@ -105,8 +105,9 @@ class LLM:
     ) -> Iterator[tuple[int, str, list[int], str | None]]:
         """Complete prompts and yield, as steps finish: (index of the prompt, new text, new token ids, finish_reason).
 
-        finish_reason is None until a prompt's last item, and "abort" at last if an error in another call dropped it. The texts of a prompt add up to what `generate` returns; one may
-        be "" when a character or a stop string is not complete. Closing the iterator ends the requests that still run.
+        finish_reason is None until a prompt's last item, and "abort" at last if an error in another call dropped it. The
+        texts of a prompt add up to what `generate` returns; one may be "" when a character or a stop string is not complete.
+        Closing the iterator ends the requests that still run.
         """
         requests = self._check("prompts", self._encode(split_prompts(prompts)), sampling_params)
         for i, (_, params) in enumerate(requests):

@@ -295,8 +295,7 @@ def test_requests_beside_one_that_is_aborted_before_its_first_token_are_counted(
     requests = [llm.add_request([1, 2, i], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(3)]
     llm.step()
     outputs = []
-    if llm.has_unfinished():
-        llm.abort(requests[2])
+    llm.abort(requests[2])
     while llm.has_unfinished():
         outputs += llm.step()
     assert sorted(output["id"] for output in outputs) == requests[:2]

@@ -26,8 +26,8 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
             pages = mmap.mmap(-1, size)
         except (OSError, OverflowError) as error:
             raise ValueError(
-                f"num_kvcache_blocks is {num_blocks} of {block_size} tokens, {size / GIB:,.1f} GiB, which this machine does not "
-                f"have: use fewer ({error})"
+                f"num_kvcache_blocks is {num_blocks} of {block_size} tokens, {size / GIB:,.1f} GiB, which this machine does "
+                f"not have: use fewer ({error})"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
@@ -79,8 +79,8 @@ class GpuBudget:
         if room < needed_for_one * block:
             raise ValueError(
                 f"gpu_memory_utilization is {self.utilization} of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free; "
-                f"model and activations take {(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} GiB for "
-                f"the KV cache, but one sequence of max_model_len needs {needed_for_one * block / GIB:.1f} GiB: raise "
+                f"model and activations take {(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} "
+                f"GiB for the KV cache, but one sequence of max_model_len needs {needed_for_one * block / GIB:.1f} GiB: raise "
                 f"gpu_memory_utilization, lower max_model_len or max_num_batched_tokens, or free memory on the GPU"
             )
         return int(room // block)

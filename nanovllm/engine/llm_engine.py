@@ -30,10 +30,10 @@ class LLMEngine:
         self._read_while_growing: set[Sequence] = set()
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         runner_class = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
         self.runner = runner_class(
-            config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=self.max_num_seqs
+            config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )
         self.overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
         self._config = config
@@ -52,7 +52,7 @@ class LLMEngine:
         config = self._config
         return Scheduler(
             BlockManager(self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
 

@@ -62,13 +62,15 @@ def check_length(name: str, length: int, params: SamplingParams, *, max_model_le
         raise ValueError(f"{name} is empty: give at least one token")
     if length >= max_model_len:
         raise ValueError(
-            f"{name} has {length} tokens, max_model_len is {max_model_len}: shorten it to leave room for one, or raise max_model_len"
+            f"{name} has {length} tokens, max_model_len is {max_model_len}: shorten it to leave room for one, "
+            "or raise max_model_len"
         )
     total = min(length + params.max_tokens, max_model_len)
     if total - 1 > cache_tokens:  # the last token's K and V are never needed
         raise ValueError(
             f"{name} needs {total - 1} tokens of KV cache ({length} of prompt and max_tokens={params.max_tokens}), "
-            f"which holds {cache_tokens}: lower max_tokens, shorten the prompt, or raise num_kvcache_blocks or gpu_memory_utilization"
+            f"which holds {cache_tokens}: lower max_tokens, shorten the prompt, or raise num_kvcache_blocks "
+            "or gpu_memory_utilization"
         )
 
 

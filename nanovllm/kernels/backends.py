@@ -34,7 +34,7 @@ def select_attention_backend(
 ) -> AttentionBackend:
     """`name`: auto, flash-attn, triton or torch. Prompt chunks and decoding may be served by different packages.
 
-    `cpp`: let C++ kernels serve a CPU, unless plain PyTorch is asked for.
+    `cpp`: C++ kernels are to serve, which they do with "auto" on a CPU.
     """
     device = torch.device(device)
     if cpp:

@@ -155,6 +155,7 @@ def decode_attention(
     if splits + prefix_splits > 1:
         parts = torch.empty(batch, groups, splits + prefix_splits, group, head_dim, dtype=torch.float32, device=q.device)
         part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
+    counters = arrivals(q.device) if splits > 1 else None
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
@@ -163,7 +164,7 @@ def decode_attention(
         )  # fmt: skip
     launch(
         _decode_kernel, (groups, splits, batch),
-        q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, arrivals(q.device), scale * LOG2_E, *strides,
+        q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters, scale * LOG2_E, *strides,
         groups, group, max(16, triton.next_power_of_2(group)), head_dim, block_d, page, block_n,
         splits, prefix_splits, num_warps=4, num_stages=2 if splits <= 8 else 3, **overlap(q),
     )  # fmt: skip

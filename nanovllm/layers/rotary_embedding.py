@@ -42,7 +42,8 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
         raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']}: only 1.0 is implemented")
     numbers = {name: value for name, value in rope.items() if name == "rope_theta" or "factor" in name}
     if wrong := [name for name, value in numbers.items() if type(value) not in (int, float, type(None)) or value == 0]:
-        raise ValueError(f"config.json: {wrong[0]} of its rope settings is {rope[wrong[0]]!r}: it must be a number other than 0")
+        value = rope[wrong[0]]
+        raise ValueError(f"config.json: {wrong[0]} of its rope settings is {value!r}: it must be a number other than 0")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     try:
         return SCALINGS[kind](1.0 / rope["rope_theta"] ** exponents, rope)

@@ -7,6 +7,7 @@ from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanovllm.utils.loader import SIZES
 from nanovllm.utils.parallel import ParallelGroup
 
 MODELS: dict[str, type[nn.Module]] = {
@@ -16,11 +17,6 @@ MODELS: dict[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
 }
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "max_position_embeddings",
-)  # fmt: skip
-
 
 def build_model(hf_config, group: ParallelGroup) -> nn.Module:
     """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled."""

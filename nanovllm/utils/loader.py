@@ -32,10 +32,11 @@ DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
 NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 FLOATS = ("F64", "F32", "F16", "BF16")
 # What models read of a configuration, by type; OF_EXPERTS where there are experts. Qwen3's files hold all of it.
-COUNTS = (
+SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings",
+    "max_position_embeddings",
 )  # fmt: skip
+COUNTS = (*SIZES, "head_dim")
 FLAGS = ("tie_word_embeddings", "attention_bias", "use_sliding_window")
 OTHERS = ("architectures", "rms_norm_eps", "hidden_act", "sliding_window")
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")

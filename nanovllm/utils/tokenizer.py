@@ -98,6 +98,8 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
 def _read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
     """What tokenizer.json holds; None if it is not all that transformers reads."""
+    if config.get("tokenizer_class") not in PLAIN_CLASSES + QWEN_CLASSES:
+        return None
     try:
         plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         if not _says_all(plain, folder, config):
@@ -110,12 +112,9 @@ def _read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | 
 
 
 def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
-    kind = config.get("tokenizer_class")
-    if kind not in PLAIN_CLASSES + QWEN_CLASSES or "eos_token" not in config:
+    if "eos_token" not in config or any(config.get(name) for name in ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")):
         return False
-    if any(config.get(name) for name in ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")):
-        return False
-    if kind in QWEN_CLASSES and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
+    if config["tokenizer_class"] in QWEN_CLASSES and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
         return False
     added = plain.get_added_tokens_decoder()
     for i, wanted in config.get("added_tokens_decoder", {}).items():
