@@ -112,7 +112,8 @@ def _read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | 
 
 
 def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
-    if "eos_token" not in config or any(config.get(name) for name in ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")):
+    changes_more = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")
+    if "eos_token" not in config or any(config.get(name) for name in changes_more):
         return False
     if config["tokenizer_class"] in QWEN_CLASSES and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
         return False
