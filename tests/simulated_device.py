@@ -115,6 +115,8 @@ class SimulatedDevice:
         tables = [self.rows[number].table for number in batch.decode_rows]
         if len(tables) > 1:  # one row shares with nobody
             assert batch.shared_blocks == len(os.path.commonprefix(tables))
+        lengths = [self.rows[number].length for number in batch.decode_rows]
+        assert lengths == sorted(lengths, reverse=True), "what takes longest comes first"
         # A layer writes all K and V of a step before any token attends.
         for number in batch.decode_rows:
             self._write_decode(number, owners[number])

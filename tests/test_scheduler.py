@@ -366,6 +366,21 @@ def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
     server.run()
 
 
+@pytest.mark.parametrize("length, group", [(1, 4), (10, 2), (30, 1)])
+def test_a_group_is_of_fewer_sequences_where_prompts_are_long(length, group):
+    server = Server(make_scheduler(num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=4000))
+    server.scheduler.GROUP_TOKENS = 20
+    for id in range(64):
+        server.add(id, [id % VOCABULARY], 5 + id)
+    for id in range(64, 70):
+        server.add(id, [id % VOCABULARY] * length, 3)
+    server.step()
+    while len(server.scheduler.waiting) == 6:
+        server.step()
+    assert len(server.scheduler.waiting) == 6 - group, "a row comes free with each step"
+    server.run()
+
+
 def lengths_and_rows(patient: bool, lengths: list[int], full_rows: int = 8) -> tuple[list[int], list[int]]:
     """After which step each sequence ended, and how many rows decoded in each; longest first, as `generate` adds them."""
     server = Server(make_scheduler(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256))
