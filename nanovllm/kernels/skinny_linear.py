@@ -52,7 +52,7 @@ def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
     PyTorch leaves a product to it where there is a bias to add.
     """
     outputs, inputs = weight.shape
-    return x.dtype != torch.float32 and 16 < x.shape[0] <= 384 and outputs <= inputs
+    return x.dtype != torch.float32 and 16 < x.shape[0] <= 384 and 3 * outputs <= 4 * inputs
 
 
 @lru_cache
