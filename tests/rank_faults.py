@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
+from nanovllm.utils.parallel import ParallelGroup
 
 
 def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
@@ -51,13 +52,28 @@ class StarvedRunner(ModelRunner):
 
 
 class PartsRunner(ModelRunner):
-    """Sums in parts what is otherwise summed whole but for long prompts."""
+    """Sums in parts of about 10 rows what is otherwise summed whole but for long prompts."""
 
     def __init__(self, *args, **options):
         import nanovllm.layers.linear as module
 
         module.OVERLAP_ROWS = 9
+        module.PART_ROWS = 10
+        begin_sum = ParallelGroup.begin_sum
+        self.num_sums = 0
+
+        def counted(*args):
+            self.num_sums += 1
+            return begin_sum(*args)
+
+        ParallelGroup.begin_sum = counted
         super().__init__(*args, **options)
+
+    def launch(self, batch):
+        before, rows = self.num_sums, sum([len(chunk.token_ids) for chunk in batch.prefills])
+        drawn = super().launch(batch)
+        assert rows < 9 or self.num_sums - before >= 2 * max(2, rows // 10)
+        return drawn
 
 
 class EchoRunner:

@@ -180,11 +180,22 @@ def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
         assert four.engine.scheduler.num_preemptions > 0
 
 
-def test_sums_in_parts_do_not_change_output(llms, folder, monkeypatch):
-    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", PartsRunner)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [Qwen3Config(**SMALL), Qwen3MoeConfig(**SMALL, **EXPERTS), LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)],
+    ids=["dense", "experts", "biases"],
+)
+def test_sums_in_parts_do_not_change_output(config, tmp_path, monkeypatch):
+    make_checkpoint(tmp_path, config)
     prompts = make_prompts(6, seed=7)
-    with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
-        assert run(llm, prompts, temperature=0) == run(llms[1], prompts, temperature=0)
+    with LLM(tmp_path, **OPTIONS) as one:
+        expected = run(one, prompts, temperature=0)
+    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", PartsRunner)
+    with LLM(tmp_path, **OPTIONS, tensor_parallel_size=2) as llm:
+        assert run(llm, prompts, temperature=0) == expected
 
 
 def test_llms_in_one_process_do_not_meet(llms):

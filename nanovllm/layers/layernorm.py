@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
-from nanovllm.utils.parallel import UnfinishedSum
+from nanovllm.utils.parallel import RowParts, UnfinishedSum
 from nanovllm.utils.source import Source
 
 
@@ -16,22 +16,32 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = empty_parameter(size)
 
-    def forward(self, x: Tensor | UnfinishedSum, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """norm(x); or, with a residual, (norm(residual + x), residual + x), which may overwrite both."""
+    def forward(
+        self, x: Tensor | UnfinishedSum, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor | RowParts, Tensor]:
+        """norm(x); or, with a residual, (norm(residual + x), residual + x), which may overwrite both.
+
+        Of a sum in parts, each part is normed and added to the residual when its turn comes.
+        """
         if residual is None:
             return kernels.rms_norm(x, self.weight, self.eps)
         if isinstance(x, UnfinishedSum):
             return self._finish(x, residual)
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
-    def _finish(self, total: UnfinishedSum, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, total: UnfinishedSum, residual: Tensor) -> tuple[Tensor | RowParts, Tensor]:
         if total.shared is not None:
             return kernels.sum_add_rms_norm(total.x, residual, self.weight, self.eps, total.shared)
-        for (part, work), rest in zip(total.parts, residual.split([len(part) for part, _ in total.parts])):
-            work.wait()
-            normed, added = kernels.add_rms_norm(part, rest, self.weight, self.eps)
-            part.copy_(normed), rest.copy_(added)  # which is nothing where they were overwritten
-        return total.x, residual
+        sizes = [len(part) for part, _ in total.parts]
+
+        def parts() -> Iterator[Tensor]:
+            for (part, work), rest in zip(total.parts, residual.split(sizes)):
+                work.wait()
+                normed, added = kernels.add_rms_norm(part, rest, self.weight, self.eps)
+                rest.copy_(added)  # which is nothing where it was overwritten
+                yield normed
+
+        return RowParts(sizes, parts()), residual
 
     def sources(self, path: str) -> Iterator[Source]:
         yield Source(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.utils.parallel import ParallelGroup, UnfinishedSum
+from nanovllm.utils.parallel import ParallelGroup, RowParts, UnfinishedSum
 from nanovllm.utils.source import Source, sibling
 
-OVERLAP_ROWS = 4096  # from here on a part's product takes longer than to launch it
-OVERLAP_PARTS = 4
+# With so many rows and several ranks, what lies between one attention and the next goes in parts of about PART_ROWS: while
+# the ranks sum one part's results, the next part's are computed. More and smaller parts take the host longer to launch.
+OVERLAP_ROWS = 4096
+PART_ROWS = 6144
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -57,8 +59,13 @@ class StackedLinear(nn.Module):
         self.weight = empty_parameter(rows, in_features)
         self.bias = empty_parameter(rows) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor | RowParts) -> Tensor:
+        if isinstance(x, Tensor):
+            return kernels.linear(x, self.weight, self.bias)
+        out = self.weight.new_empty(sum(x.sizes), self.weight.shape[0])
+        for part, its_out in zip(x.parts, out.split(x.sizes)):
+            _multiply_into(its_out, part, self.weight, self.bias)
+        return out
 
     def sources(self, path: str) -> Iterator[Source]:
         row = 0
@@ -128,10 +135,17 @@ def kv_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
     return 1, group.rank * num_kv_heads // group.size
 
 
+def _multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
+
+
 class RowParallelLinear(nn.Module):
     """Each rank has its share of the inputs, [T, in / size]; their results are summed: -> [T, out].
 
-    A norm must follow, for the sum may be left to it. The result may take the memory of `spare`, which has its shape.
+    A norm must follow, for the sum may be left to it. The result may take the memory of `spare`, if it has its shape.
     """
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
@@ -141,22 +155,18 @@ class RowParallelLinear(nn.Module):
         self.weight = empty_parameter(out_features, group.share(in_features, "in_features"))
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor, spare: Tensor | None = None) -> Tensor | UnfinishedSum:
+    def forward(self, x: Tensor | RowParts, spare: Tensor | RowParts | None = None) -> Tensor | UnfinishedSum:
         bias = self.bias if self.group.rank == 0 else None  # the sum must count it once
-        if self.group.size > 1 and x.shape[0] >= OVERLAP_ROWS:
-            return self._forward_in_parts(x, bias)
-        return self.group.sum_in_norm(kernels.linear(x, self.weight, bias, spare))
-
-    def _forward_in_parts(self, x: Tensor, bias: Tensor | None) -> UnfinishedSum:
-        """Sum one part's results over the ranks while the next part's are computed, or the one before is normed."""
-        share, total = self.group.sum_buffers(x.shape[0], self.weight.shape[0], x)
-        parts = []
-        for part, mine, summed in zip(*(tensor.chunk(OVERLAP_PARTS) for tensor in (x, share, total))):
-            torch.mm(part, self.weight.t(), out=mine)
-            if bias is not None:
-                mine += bias
-            parts.append((summed, self.group.begin_sum(mine, summed)))
-        return UnfinishedSum(total, parts=parts)
+        if isinstance(x, Tensor):
+            if self.group.size == 1 or x.shape[0] < OVERLAP_ROWS:
+                return self.group.sum_in_norm(kernels.linear(x, self.weight, bias, spare))
+            x = RowParts.split(x, PART_ROWS)
+        share, total = self.group.sum_buffers(sum(x.sizes), self.weight.shape[0], self.weight)
+        sums = []
+        for part, mine, summed in zip(x.parts, share.split(x.sizes), total.split(x.sizes)):
+            _multiply_into(mine, part, self.weight, bias)
+            sums.append((summed, self.group.begin_sum(mine, summed)))
+        return UnfinishedSum(total, parts=sums)
 
     def sources(self, path: str) -> Iterator[Source]:
         out_features, count = self.weight.shape

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
-from nanovllm.utils.parallel import ParallelGroup, UnfinishedSum
+from nanovllm.utils.parallel import ParallelGroup, RowParts, UnfinishedSum, whole
 from nanovllm.utils.source import Source
 
 
@@ -32,7 +32,8 @@ class MixtureOfExperts(nn.Module):
         self.top_k = top_k
         self.renormalize = renormalize
 
-    def forward(self, x: Tensor) -> Tensor | UnfinishedSum:
+    def forward(self, x: Tensor | RowParts) -> Tensor | UnfinishedSum:
+        x = whole(x)
         return self.experts(x, self.gate(x), self.top_k, self.renormalize)
 
 

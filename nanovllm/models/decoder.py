@@ -17,7 +17,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import current_metadata
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.utils.parallel import ParallelGroup, whole
 
 
 class SelfAttention(nn.Module):
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         # No token attends to the last layer's result: only what is wanted of it need be computed.
         x, residual = last(x, residual, positions, current_metadata().wanted)
         x, _ = self.norm(x, residual)
-        return x
+        return whole(x)
 
 
 class CausalLM(nn.Module):
