@@ -391,6 +391,28 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
 
 
+@pytest.mark.parametrize("tiles", ["small", "large"])
+@pytest.mark.parametrize("cached", [0, 70, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_prefill_attention_by_tiles_equals_its_twin(head_dim, cached, tiles, monkeypatch):
+    monkeypatch.setattr(triton_attention, "TILED_KEYS", 0)
+    monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device: True)
+    lens_q = torch.tensor([1, 63, 200])
+    lens_k = lens_q + cached
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
+    q, k, v = randn(264, 4 + 2 * 2, head_dim, dtype=torch.float16).split([4, 2, 2], dim=1)
+    caches, tables = paged_cache(3, 328, 2, head_dim, 64, torch.float16)
+    longest = 200 if tiles == "small" else 4096  # more than there are makes the grid larger, no more
+    meta = PrefillMetadata(starts_q, starts_k, longest, longest + cached, tables if cached else None)
+    fetched = []
+    make = triton_attention._tiles
+    monkeypatch.setattr(triton_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows))
+    expected = torch_attention.prefill_attention(q, k, v, *caches, meta, 0.1)
+    caches = poison_unused(caches, lens_k, tables, 64)
+    assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
+    assert fetched == ([128, 128] if tiles == "large" and not cached else [64, 64])
+
+
 def test_the_cpu_takes_plain_pytorch():
     assert select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16) is TORCH_BACKEND
 

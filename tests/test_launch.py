@@ -1,5 +1,7 @@
 """Launching a compiled kernel again without asking Triton: only where it would find the same one. Kernels are stand-ins."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -36,6 +38,12 @@ def fresh(monkeypatch):
     monkeypatch.setattr(launching, "_compiled", {})
 
 
+@dataclass
+class Tiles:
+    base: torch.Tensor
+    block_shape: list[int]
+
+
 X = torch.zeros(64)
 
 
@@ -66,6 +74,13 @@ def test_what_triton_tells_apart_is_looked_for_again(args, options):
     launching.launch(kernel, (3,), X, None, 5, num_warps=2)
     launching.launch(kernel, (3,), *args, **options)
     assert [how for how, *_ in kernel.launches] == ["found", "found"]
+
+
+def test_tiles_are_told_apart_by_their_type_and_shape():
+    kernel, y, z = Kernel(), torch.zeros(8, 64), torch.ones(16, 64)
+    for tiles in (Tiles(y, [4, 64]), Tiles(z, [4, 64]), Tiles(y, [8, 64]), Tiles(y.half(), [4, 64])):
+        launching.launch(kernel, (3,), X, tiles)
+    assert [how for how, *_ in kernel.launches] == ["found", "again", "found", "found"]
 
 
 def test_a_launch_that_was_put_off_is_not_kept(monkeypatch):

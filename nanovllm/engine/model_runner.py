@@ -143,17 +143,18 @@ class ModelRunner:
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """What is launched by a decode step of each size that is captured, and of 3 rows, and by a prefill's attention."""
+        """What is launched by a decode step of each size that is captured, and of 3 rows, and by prefills' attention."""
         model, self.model = self.model, self.model.outline()
         for size in (3, *sizes_up_to(self.max_num_seqs)):  # some kernels are made for a few rows' number
             self._run_decode(min(size, self.max_num_seqs), shared=False)
         self.model = model
-        layer, length = self.attention_layers[0], 32
+        layer = self.attention_layers[0]
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-        qkv = torch.zeros(length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
-        ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
-        meta = PrefillMetadata(ends, ends, length, length, block_tables=None)
-        self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], meta, layer.scale)
+        for length, tables in ((32, None), (512, None), (512, self.block_tables[:1])):
+            qkv = torch.zeros(length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
+            ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
+            meta = PrefillMetadata(ends, ends, length, length, tables)
+            self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], meta, layer.scale)
 
     def _bind_cache(self, num_blocks: int) -> None:
         self.kv_cache = allocate_kv_cache(self.attention_layers, num_blocks, self.block_size, self.dtype, self.device)

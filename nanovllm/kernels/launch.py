@@ -40,8 +40,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
     The first must be a tensor, on the device where the kernel shall run.
     """
-    # All that Triton looks at: tensors' types and whether they are aligned, and all else by value.
-    look = [(arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, Tensor) else arg for arg in args]
+    # All that Triton looks at: tensors' types and whether they are aligned, tiles' types and shapes, and all else by value.
+    look = [
+        (arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, Tensor)
+        else (arg.base.dtype, *arg.block_shape) if hasattr(arg, "block_shape")
+        else arg
+        for arg in args
+    ]  # fmt: skip
     key = (id(kernel), args[0].device, *look, *options.values())
     if (compiled := _compiled.get(key)) is not None:
         args += (options["PDL"],) if "PDL" in options else ()

@@ -4,7 +4,7 @@ Knows block tables of any block size that is a multiple of 16, grouped KV heads 
 what both functions compute. Neither waits for the device; the shape of a decode launch depends on B and W alone, so that
 a CUDA graph may replay it with other lengths.
 Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W block-table width,
-S splits. Scores are kept in units of log2, for the exponential is a power of 2 on the device.
+S splits. `scale` and peaks are in units of log2, for the exponential is a power of 2 on the device.
 """
 
 import torch
@@ -15,8 +15,14 @@ from torch import Tensor
 from nanovllm.kernels.launch import arrivals, has_large_shared_memory, launch, num_processors, overlap, wait_for_inputs
 from nanovllm.utils.context import PrefillMetadata
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.3
+    TensorDescriptor = None
+
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
+TILED_KEYS = 256  # from here on K and V come by tiles
 
 
 def prefill_attention(
@@ -28,17 +34,19 @@ def prefill_attention(
     if tables is not None:
         page = k_cache.shape[1]
         k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, G, D]: a block table turns tokens into slots
-    # Measured on an H200: small tiles for short prompts, large ones where each query sees many keys.
+    # Measured on an H200: small tiles, of which two programs share a multiprocessor, and large ones where each query sees many
+    # keys. The host takes longer to describe tiles than tensors, which short prompts do not make up for.
+    block_m, block_n, warps, stages = 64, 64, 4, 3
+    tiled = meta.max_seqlen_k >= TILED_KEYS and _suits_tiles(k, v, page, block_n)
     if head_dim * q.element_size() > 256:
-        block_m, block_n, warps, stages = 64, 32, 4, 2
-    elif meta.max_seqlen_q < 1024 or tables is not None or not has_large_shared_memory(q.device):
-        block_m, block_n, warps, stages = 64, 64, 4, 3
-    else:  # 224 KB of shared memory
-        block_m, block_n, warps, stages = 128, 128, 8, 3
+        block_n, stages = 32, 2
+    elif tiled and meta.max_seqlen_q >= 4096 and not page:
+        block_m, block_n, warps = 128, 128, 8  # 225 KB of shared memory
     grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
+    k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
     launch(
         _prefill_kernel, grid,
-        q, k, v, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables, scale * LOG2_E,
+        q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables, scale * LOG2_E,
         q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0) if page else 0,
         num_heads // k.shape[1], head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n,
         num_warps=warps, num_stages=stages,
@@ -46,9 +54,25 @@ def prefill_attention(
     return out
 
 
+def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
+    """Whether Hopper's tensor memory accelerator can fetch K and V: dense heads of up to 256 bytes, pages of whole tiles."""
+    if TensorDescriptor is None or not has_large_shared_memory(k.device) or k.element_size() != 2:
+        return False
+    head_dim = k.shape[2]
+    aligned = all(x.stride()[1:] == (head_dim, 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (k, v))
+    return aligned and head_dim in (16, 32, 64, 128) and page % block_n == 0
+
+
+def _tiles(x: Tensor, rows: int) -> "TensorDescriptor":
+    """[T, G, D] as tiles of so many rows of one head."""
+    tokens, heads, head_dim = x.shape
+    return TensorDescriptor(x, [tokens, heads * head_dim], [x.stride(0), 1], [rows, head_dim])
+
+
 @triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])  # parts of one tensor: whether aligned depends on N
 def _prefill_kernel(
-    q, k, v, out, cu_seqlens_q, cu_seqlens_k, tables, scale, q_stride, k_stride, v_stride, out_stride, table_stride,
+    q, k, v, k_tiles, v_tiles, out, cu_seqlens_q, cu_seqlens_k, tables, scale,
+    q_stride, k_stride, v_stride, out_stride, table_stride,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -63,8 +87,9 @@ def _prefill_kernel(
         inside = (row < len_q)[:, None] & (dim < D)[None, :]
         q_row = (start_q + row).to(tl.int64)[:, None]
         query = tl.load(q + q_row * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
-        k += head // GROUP * D
-        v += head // GROUP * D
+        col = head // GROUP * D
+        k += col
+        v += col
         if PAGE:
             tables += chunk * table_stride
         position = len_k - len_q + row
@@ -75,29 +100,41 @@ def _prefill_kernel(
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(0, unmasked, BLOCK_N):
-            slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
-            key, value = _load_tiles(k, v, slot, None, k_stride, v_stride, D, BLOCK_D)
-            scores = tl.dot(query, key, input_precision="ieee") * scale
-            peak, total, acc = _accumulate(scores, value, peak, total, acc)
-        for start in range(unmasked, end, BLOCK_N):
+            if k_tiles is not None:
+                slot = _slot(tables, start, start_k, PAGE)
+                key, value = k_tiles.load([slot, col]).T, v_tiles.load([slot, col])
+            else:
+                slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
+                key, value = _load_tiles(k, v, slot, None, k_stride, v_stride, D, BLOCK_D)
+            scores = tl.dot(query, key, input_precision="ieee")
+            peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
+        # Two programs of small tiles find room on a multiprocessor only if this loop loads nothing in advance.
+        for start in tl.range(unmasked, end, BLOCK_N, num_stages=1 if k_tiles is not None and BLOCK_M == 64 else None):
             token = start + tl.arange(0, BLOCK_N)
             slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
             key, value = _load_tiles(k, v, slot, token < len_k, k_stride, v_stride, D, BLOCK_D)
-            scores = tl.dot(query, key, input_precision="ieee") * scale
+            scores = tl.dot(query, key, input_precision="ieee")
             scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-            peak, total, acc = _accumulate(scores, value, peak, total, acc)
+            peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + q_row * out_stride + head * D + dim[None, :], result, mask=inside)
 
 
 @triton.jit
+def _slot(table, token, first_slot, PAGE: tl.constexpr):
+    """Where a sequence's token lives: so many after first_slot, or as the block table says."""
+    if PAGE:
+        return tl.load(table + token // PAGE) * PAGE + token % PAGE
+    else:
+        return first_slot + token
+
+
+@triton.jit
 def _slots(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the sequence's tokens start .. start + BLOCK_N live: from first_slot on, or as the block table says."""
+    """Where the tokens start .. start + BLOCK_N live."""
     offset = tl.arange(0, BLOCK_N)
-    if PAGE == 0:
-        slot = (first_slot + start).to(tl.int64) + offset
-    elif PAGE % BLOCK_N == 0:  # one page holds them all
-        slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE + offset
+    if PAGE % BLOCK_N == 0:  # one page holds them all, or there are none
+        slot = _slot(table, start, first_slot, PAGE).to(tl.int64) + offset
     else:
         token = start + offset
         slot = tl.load(table + token // PAGE, mask=token < length, other=0).to(tl.int64) * PAGE + token % PAGE
@@ -123,11 +160,11 @@ def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D
 
 
 @triton.jit
-def _accumulate(scores, value, peak, total, acc):
+def _accumulate(scores, scale, value, peak, total, acc):
     """One step of the online softmax: rescale what was summed under the old peak, add this tile's share."""
-    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     rescale = tl.exp2(peak - new_peak)
-    weights = tl.exp2(scores - new_peak[:, None])
+    weights = tl.exp2(scores * scale - new_peak[:, None])  # one instruction before the power
     total = total * rescale + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision="ieee")
     return new_peak, total, acc
@@ -308,7 +345,6 @@ def _attend(
         seen = start + tl.arange(0, BLOCK_N) < end
         slot = _slots(table, start, 0, end, PAGE, BLOCK_N)
         key, value = _load_tiles(k, v, slot, seen, k_stride, v_stride, D, BLOCK_D)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        peak, total, acc = _accumulate(scores, value, peak, total, acc)
+        scores = tl.where(seen[None, :], tl.dot(query, key, input_precision="ieee"), float("-inf"))
+        peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
     return total, peak, acc
