@@ -236,7 +236,17 @@ def test_chunks_share_the_budget_with_decoding_sequences():
     assert len(server.batches[-1].decode_rows) == 1 and server.batches[-1].num_prefill_tokens == 7
 
 
-def test_the_sequence_admitted_last_is_preempted_and_goes_first_in_line():
+def test_the_youngest_is_preempted_though_it_is_the_longest():
+    server = Server(make_scheduler(num_blocks=6, block_size=2, max_num_seqs=3))
+    server.add(0, [1, 2], 8)
+    server.add(1, [1, 3, 4, 5, 6, 7], 4)
+    server.run_until_preemption()
+    assert [seq.id for seq in server.scheduler.running] == [0]
+    assert [seq.id for seq in server.scheduler.waiting] == [1]
+    server.run()
+
+
+def test_the_youngest_sequence_is_preempted_and_goes_first_in_line():
     server = Server(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=3))
     for id in range(4):
         server.add(id, [id, id], 8)
@@ -378,6 +388,21 @@ def test_a_group_is_of_fewer_sequences_where_prompts_are_long(length, group):
     while len(server.scheduler.waiting) == 6:
         server.step()
     assert len(server.scheduler.waiting) == 6 - group, "a row comes free with each step"
+    server.run()
+
+
+def test_a_group_counts_no_tokens_that_are_cached():
+    server = Server(make_scheduler(num_blocks=4000, block_size=4, max_num_seqs=64, max_num_batched_tokens=4000))
+    server.scheduler.GROUP_TOKENS = 20
+    common = [1, 2, 3, 4] * 8
+    for id in range(64):
+        server.add(id, [*common, id % VOCABULARY], 5 + id)
+    for id in range(64, 70):
+        server.add(id, [*common, id % VOCABULARY], 3)
+    server.step()
+    while len(server.scheduler.waiting) == 6:
+        server.step()
+    assert len(server.scheduler.waiting) == 2, "a group of 4, as of short prompts"
     server.run()
 
 

@@ -31,6 +31,7 @@ class Scheduler:
         # A decoding sequence takes a token of every step, so no more can run than a step has tokens.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_group = max(1, self.max_num_seqs // 16)
+        self.uncached_part = 1.0  # of the prompt admitted last
         # Blocks to leave free when admitting beside running sequences, so that these need not be preempted at once.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
@@ -168,11 +169,14 @@ class Scheduler:
         return rows if count + group <= rows else count
 
     def _group(self) -> int:
-        """How many of those waiting make a step with prompts worth its while: it is no graph's replay."""
-        tokens = 0
+        """How many of those waiting make a step with prompts worth its while: it is no graph's replay.
+
+        As much of their prompts is taken to be cached as of the one admitted last.
+        """
+        tokens, enough = 0, min(self.GROUP_TOKENS, self.max_num_batched_tokens)
         for count, seq in enumerate(self.waiting, 1):
-            tokens += seq.num_tokens
-            if tokens >= self.GROUP_TOKENS or count == self.max_group:
+            tokens += seq.num_tokens * self.uncached_part
+            if tokens >= enough or count == self.max_group:
                 break
         return count
 
@@ -203,6 +207,7 @@ class Scheduler:
         seq.last_hash = blocks.hash_of(shared[-1]) if shared else 0
         # Of a prompt that is cached to its end, the last token is computed again: drawing needs its logits.
         seq.num_computed = min(len(shared) * blocks.block_size, seq.num_tokens - 1)
+        self.uncached_part = 1 - seq.num_computed / seq.num_tokens
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = len(shared) * blocks.block_size
         return seq
