@@ -185,16 +185,21 @@ EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n
 
 @pytest.mark.parametrize(
     "config",
-    [Qwen3Config(**SMALL), Qwen3MoeConfig(**SMALL, **EXPERTS), LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)],
+    [
+        Qwen3Config(**SMALL),
+        Qwen3MoeConfig(**{**SMALL, "num_hidden_layers": 3}, **EXPERTS),  # the last layer has few rows, the first is dense
+        LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    ],
     ids=["dense", "experts", "biases"],
 )
 def test_sums_in_parts_do_not_change_output(config, tmp_path, monkeypatch):
     make_checkpoint(tmp_path, config)
-    prompts = make_prompts(6, seed=7)
-    with LLM(tmp_path, **OPTIONS) as one:
+    options = {**OPTIONS, "max_num_seqs": 24, "num_kvcache_blocks": 300}
+    prompts = make_prompts(24, seed=7)  # as many rows as are summed in parts to the end
+    with LLM(tmp_path, **options) as one:
         expected = run(one, prompts, temperature=0)
     monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", PartsRunner)
-    with LLM(tmp_path, **OPTIONS, tensor_parallel_size=2) as llm:
+    with LLM(tmp_path, **options, tensor_parallel_size=2) as llm:
         assert run(llm, prompts, temperature=0) == expected
 
 

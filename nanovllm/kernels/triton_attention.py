@@ -40,7 +40,7 @@ def prefill_attention(
     tiled = meta.max_seqlen_k >= TILED_KEYS and _suits_tiles(k, v, page, block_n)
     if head_dim * q.element_size() > 256:
         block_n, stages = 32, 2
-    elif tiled and meta.max_seqlen_q >= 4096 and not page:
+    elif meta.max_seqlen_q >= (4096 if tiled else 1024) and not page and has_large_shared_memory(q.device):
         block_m, block_n, warps = 128, 128, 8  # 225 KB of shared memory
     grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)

@@ -145,7 +145,8 @@ def _multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
 class RowParallelLinear(nn.Module):
     """Each rank has its share of the inputs, [T, in / size]; their results are summed: -> [T, out].
 
-    A norm must follow, for the sum may be left to it. The result may take the memory of `spare`, if it has its shape.
+    A norm must follow, for the sum may be left to it. Where `x` is whole, the result may take the memory of `spare`, which
+    then is whole too, and of its shape.
     """
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
@@ -166,7 +167,7 @@ class RowParallelLinear(nn.Module):
         for part, mine, summed in zip(x.parts, share.split(x.sizes), total.split(x.sizes)):
             _multiply_into(mine, part, self.weight, bias)
             sums.append((summed, self.group.begin_sum(mine, summed)))
-        return UnfinishedSum(total, parts=sums)
+        return UnfinishedSum(parts=sums)
 
     def sources(self, path: str) -> Iterator[Source]:
         out_features, count = self.weight.shape

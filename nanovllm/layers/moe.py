@@ -33,7 +33,7 @@ class MixtureOfExperts(nn.Module):
         self.renormalize = renormalize
 
     def forward(self, x: Tensor | RowParts) -> Tensor | UnfinishedSum:
-        x = whole(x)
+        x = whole(x)  # rows may come in parts, and experts sort all tokens at once
         return self.experts(x, self.gate(x), self.top_k, self.renormalize)
 
 

@@ -17,7 +17,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.utils.context import current_metadata
-from nanovllm.utils.parallel import ParallelGroup, whole
+from nanovllm.utils.parallel import ParallelGroup, RowParts, UnfinishedSum, whole
 
 
 class SelfAttention(nn.Module):
@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         self.attn = Attention(self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, rotary)
         self.o_proj = RowParallelLinear(heads * head_dim, hidden, group, bias=output_bias)
 
-    def forward(self, x: Tensor, positions: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | RowParts, positions: Tensor, wanted: Tensor | None = None) -> Tensor | UnfinishedSum:
         qkv = self.qkv_proj(x)  # [T, hidden] -> [T, (H + 2G) D]
         heads = self.attn(qkv, positions, self.q_norm, self.k_norm)  # [T, H D]
         if wanted is not None:
@@ -60,12 +60,16 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | RowParts) -> Tensor | UnfinishedSum:
         return self.down_proj(self.gate_up_proj(x), spare=x)
 
 
 class DecoderLayer(nn.Module):
-    """x = x + attention(norm(x)), then x = x + mlp(norm(x))."""
+    """x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+
+    With several ranks, a norm may take an UnfinishedSum, and give attention and mlp RowParts: who does not pass them on to the
+    layers of `layers/linear.py` makes one tensor of them by `whole`.
+    """
 
     def __init__(self, config, attention: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -75,8 +79,8 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, wanted: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor | UnfinishedSum, residual: Tensor | None, positions: Tensor, wanted: Tensor | None = None
+    ) -> tuple[Tensor | UnfinishedSum, Tensor]:
         """`wanted` [R]: the tokens that go on after attention, in the last layer; None: all."""
         # What a block adds to the residual stream is left to the next norm, which does both in one pass.
         if residual is None:

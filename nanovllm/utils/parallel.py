@@ -26,8 +26,8 @@ ENVIRONMENT = {  # unless the user set something else
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     # A sum that runs beside a product gets the next processors that come free, not those that the product leaves.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # To record each collective's stack took the host 20 of the 50 us of a launch.
-    "TORCH_FR_BUFFER_SIZE": "0",
+    # To record each collective's stack took the host 20 of the 50 us of a launch. The other name is an older one.
+    "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"),
 }
 # The same function under its name since PyTorch 2.13, or the one before.
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -139,9 +139,9 @@ class SharedRows:
 class UnfinishedSum:
     """Each rank's share of a sum [T, N]: what a row-parallel layer may give to the norm behind it, which finishes it."""
 
-    x: Tensor
+    x: Tensor | None = None
     shared: SharedRows | None = None  # through which the norm's kernel sums `x`
-    parts: Sequence[tuple[Tensor, "dist.Work | Fetch"]] = ()  # or: `x` in parts, each with what is summing it
+    parts: Sequence[tuple[Tensor, "dist.Work | Fetch"]] = ()  # or some rows after the other, each with what is summing them
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Exchange:
         self.places: list[Place | None] = [None, None]
 
     def buffers(self, rows: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Both ranks ask for the same sizes in the same order, and wait for all of a sum before they ask for the next but one."""
+        """Both ranks ask for the same sizes in the same order, the next but one when they have waited for all of a sum."""
         size = rows * width * like.itemsize
         self.places.reverse()
         place = self.places[0]
@@ -238,6 +238,7 @@ class Exchange:
         return place.mine[:size].view(like.dtype).view(rows, width), like.new_empty(rows, width)
 
     def begin(self, share: Tensor, total: Tensor) -> "Fetch":
+        """Of the last buffers: all of a sum begins before the next one's are asked for."""
         place = self.places[0]
         start = share.data_ptr() - place.mine.data_ptr()
         others = place.others[start : start + share.nbytes].view(share.dtype).view(share.shape)
