@@ -22,7 +22,7 @@ from nanovllm.kernels import (
     triton_ops,
     triton_sampling,
 )
-from nanovllm.kernels.launch import arrivals
+from nanovllm.kernels.launch import TensorDescriptor, arrivals, has_large_shared_memory
 from nanovllm.utils.context import PrefillMetadata
 
 # The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
@@ -254,9 +254,14 @@ def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     assert_close(skinny_linear.linear(x, weight, b), expected)
 
 
+needs_tiles = pytest.mark.skipif(
+    TensorDescriptor is None or HAS_GPU and not has_large_shared_memory(torch.device("cuda")),
+    reason="needs Hopper's tensor memory accelerator, or the interpreter, and a release of Triton that knows it",
+)
 LOW_DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
 
 
+@needs_tiles
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @pytest.mark.parametrize("rows, tiling", [(33, (32, 4, 6)), (64, (64, 1, 4)), (70, (32, 2, 3)), (130, (128, 1, 4))])
 @pytest.mark.parametrize("bias", [False, True])
@@ -268,6 +273,7 @@ def test_tiled_linear_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtyp
         assert_close(tiled_linear.linear(x, weight, b, tiled_linear.Tiling(*tiling)), expected)
 
 
+@needs_tiles
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @pytest.mark.parametrize("rows, block_n", [(33, 32), (64, 64), (100, 32)])
 def test_gated_linear_equals_its_twin(rows, block_n, dtype):
@@ -391,6 +397,7 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
 
 
+@needs_tiles
 @pytest.mark.parametrize("tiles", ["small", "large"])
 @pytest.mark.parametrize("cached", [0, 70, 128])
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -20,6 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # Triton before 3.3
+    TensorDescriptor = None
+
 MAX_ROWS = 256  # with more rows kernels fill the device, and one that waits takes room from one that works
 
 
@@ -29,6 +34,7 @@ def overlap(x: Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
+VALUES = {int, float, bool, type(None)}
 _compiled: dict[tuple, Any] = {}
 # In older releases of Triton, a compiled kernel takes other arguments than the function it was made from. This was run on
 # 3.6; what is looked for came shortly before.
@@ -42,9 +48,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     # All that Triton looks at: tensors' types and whether they are aligned, tiles' types and shapes, and all else by value.
     look = [
-        (arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, Tensor)
-        else (arg.base.dtype, *arg.block_shape) if hasattr(arg, "block_shape")
-        else arg
+        arg if type(arg) in VALUES
+        else (arg.dtype, arg.data_ptr() % 16 == 0) if isinstance(arg, Tensor)
+        else (arg.base.dtype, *arg.block_shape)
         for arg in args
     ]  # fmt: skip
     key = (id(kernel), args[0].device, *look, *options.values())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import (
     MAX_ROWS,
+    TensorDescriptor,
     arrivals,
     can_overlap,
     has_large_shared_memory,
@@ -24,11 +25,6 @@ from nanovllm.kernels.launch import (
     overlap,
     wait_for_inputs,
 )
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.3
-    TensorDescriptor = None
 
 BLOCK_M = 64
 BLOCK_K = 128

@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import arrivals, has_large_shared_memory, launch, num_processors, overlap, wait_for_inputs
+from nanovllm.kernels.launch import (
+    TensorDescriptor,
+    arrivals,
+    has_large_shared_memory,
+    launch,
+    num_processors,
+    overlap,
+    wait_for_inputs,
+)
 from nanovllm.utils.context import PrefillMetadata
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # Triton before 3.3
-    TensorDescriptor = None
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
@@ -58,15 +61,13 @@ def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
     """Whether Hopper's tensor memory accelerator can fetch K and V: dense heads of up to 256 bytes, pages of whole tiles."""
     if TensorDescriptor is None or not has_large_shared_memory(k.device) or k.element_size() != 2:
         return False
-    head_dim = k.shape[2]
-    aligned = all(x.stride()[1:] == (head_dim, 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (k, v))
-    return aligned and head_dim in (16, 32, 64, 128) and page % block_n == 0
+    aligned = all(x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (k, v))
+    return aligned and k.shape[2] in (16, 32, 64, 128) and page % block_n == 0
 
 
-def _tiles(x: Tensor, rows: int) -> "TensorDescriptor":
+def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
     """[T, G, D] as tiles of so many rows of one head."""
-    tokens, heads, head_dim = x.shape
-    return TensorDescriptor(x, [tokens, heads * head_dim], [x.stride(0), 1], [rows, head_dim])
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
 
 
 @triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])  # parts of one tensor: whether aligned depends on N
@@ -88,8 +89,7 @@ def _prefill_kernel(
         q_row = (start_q + row).to(tl.int64)[:, None]
         query = tl.load(q + q_row * q_stride + head * D + dim[None, :], mask=inside, other=0.0)
         col = head // GROUP * D
-        k += col
-        v += col
+        k, v = k + col, v + col
         if PAGE:
             tables += chunk * table_stride
         position = len_k - len_q + row
@@ -109,7 +109,7 @@ def _prefill_kernel(
             scores = tl.dot(query, key, input_precision="ieee")
             peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
         # Two programs of small tiles find room on a multiprocessor only if this loop loads nothing in advance.
-        for start in tl.range(unmasked, end, BLOCK_N, num_stages=1 if k_tiles is not None and BLOCK_M == 64 else None):
+        for start in tl.range(unmasked, end, BLOCK_N, num_stages=None if k_tiles is None else 1):
             token = start + tl.arange(0, BLOCK_N)
             slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
             key, value = _load_tiles(k, v, slot, token < len_k, k_stride, v_stride, D, BLOCK_D)

@@ -18,6 +18,7 @@ MODELS: dict[str, type[nn.Module]] = {
     "MistralForCausalLM": MistralForCausalLM,
 }
 
+
 def build_model(hf_config, group: ParallelGroup) -> nn.Module:
     """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled."""
     return find_model(hf_config)(hf_config, group)
