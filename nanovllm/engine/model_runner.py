@@ -150,6 +150,7 @@ class ModelRunner:
         self.model = model
         layer = self.attention_layers[0]
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+        # A short prompt, a longer one, and one of which a part is cached.
         for length, tables in ((32, None), (512, None), (min(512, self.max_model_len), self.block_tables[:1])):
             qkv = torch.zeros(length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nanovllm.kernels import cpp_ops, torch_attention
 
-# flash-attn 4 takes a process 5 to 8 s to import, and 3 to 4 s to compile for each kind of prompt. With fewer pairs of
-# query and key than these, 16,384 tokens of prompts of 2,048, a prefill is 1 to 4 % faster for it.
+# flash-attn 4 took a process 8 s to import, on an H200's host, and 3 to 4 s to compile for each kind of prompt. With fewer
+# pairs of query and key than these, 16,384 tokens of prompts of 2,048, it would save 1 to 4 % of a prefill, by the times of
+# the kernels alone.
 MANY_PAIRS = 1 << 25
 
 
