@@ -389,7 +389,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
             scheduler.add(Sequence(i, prompt, SamplingParams(max_tokens=1024), max_len=len(prompt) + 1024))
         while len(scheduler.running) < count:
             batch = scheduler.schedule()
-            drawing = len(batch.decode_rows) + sum(chunk.draws for chunk in batch.prefills)
+            drawing = len(batch.decode_slots) + sum(chunk.is_last for chunk in batch.prefills)
             scheduler.commit([1] * drawing)
         tokens, seconds = [1] * count, []
         for _ in range(steps):

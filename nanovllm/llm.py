@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
-from nanovllm.engine.device import begin_driver
+from nanovllm.gpu.device import begin_driver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
-from nanovllm.engine.request import (
+from nanovllm.inputs import (
     check_completions,
     check_length,
     check_token_ids,
@@ -25,8 +25,8 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.loader import load_hf_config, resolve_model_folder
-from nanovllm.utils.tokenizer import load_stop_ids, load_tokenizer
+from nanovllm.weights.loader import load_hf_config, resolve_model_folder
+from nanovllm.text.tokenizer import load_stop_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

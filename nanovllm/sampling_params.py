@@ -98,7 +98,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecialRow:
+class SamplingMetadata:
     """What layers/sampler.py must know of a sequence whose parameters are not plain."""
 
     params: SamplingParams

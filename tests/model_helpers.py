@@ -6,9 +6,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nanovllm import kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.models import build_model
-from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
-from nanovllm.utils.loader import load_hf_config, load_weights
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.context import PrefillMetadata, StepMetadata, forward_context
+from nanovllm.weights.loader import load_hf_config, load_weights
+from nanovllm.layers.parallel import ParallelGroup
 
 BLOCK_SIZE = 4
 

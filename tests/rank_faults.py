@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.engine.model_runner import DrawnTokens, ModelRunner
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.engine.model_runner import SampledTokens, ModelRunner
+from nanovllm.distributed.collectives import DistributedGroup
 
 
 def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
     """Let `rank` "kill" itself, "raise" or "hang" at its first `where`: "start", "prefill" or "decode"."""
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
-    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", FaultyRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", FaultyRunner)
 
 
 class FaultyRunner(ModelRunner):
@@ -59,14 +59,14 @@ class PartsRunner(ModelRunner):
 
         module.OVERLAP_ROWS = 9
         module.PART_ROWS = 10
-        begin_sum = ParallelGroup.begin_sum
+        begin_sum = DistributedGroup.begin_sum
         self.num_sums = 0
 
         def counted(*args):
             self.num_sums += 1
             return begin_sum(*args)
 
-        ParallelGroup.begin_sum = counted
+        DistributedGroup.begin_sum = counted
         super().__init__(*args, **options)
 
     def launch(self, batch):
@@ -84,8 +84,8 @@ class EchoRunner:
         self.group, self.device, self.num_blocks = group, torch.device("cpu"), 100
 
     def launch(self, batch):
-        tokens = [*batch.decode_rows, *(len(chunk.token_ids) for chunk in batch.prefills)]
-        return DrawnTokens(torch.tensor(tokens), None)
+        tokens = [*batch.decode_slots, *(len(chunk.token_ids) for chunk in batch.prefills)]
+        return SampledTokens(torch.tensor(tokens), None)
 
     def synchronize(self):
         pass

@@ -106,30 +106,30 @@ class SimulatedDevice:
 
     def launch(self, batch: Batch) -> list[int]:
         """Run a step at once. The tokens it draws are for a commit now or later."""
-        owners = {seq.row: seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING}
+        owners = {seq.batch_slot: seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING}
         for number, index, block in batch.new_blocks:
-            assert number in batch.decode_rows
+            assert number in batch.decode_slots
             row = self.rows[number]
             assert index == len(row.table) < -(-owners[number].max_len // self.block_size)
             row.table.append(block)
-        tables = [self.rows[number].table for number in batch.decode_rows]
+        tables = [self.rows[number].table for number in batch.decode_slots]
         if len(tables) > 1:  # one row shares with nobody
             assert batch.shared_blocks == len(os.path.commonprefix(tables))
-        lengths = [self.rows[number].length for number in batch.decode_rows]
+        lengths = [self.rows[number].length for number in batch.decode_slots]
         assert lengths == sorted(lengths, reverse=True), "what takes longest comes first"
         # A layer writes all K and V of a step before any token attends.
-        for number in batch.decode_rows:
+        for number in batch.decode_slots:
             self._write_decode(number, owners[number])
         for chunk in batch.prefills:
-            self._write_chunk(chunk, owners[chunk.row])
-        numbers = [*batch.decode_rows, *(chunk.row for chunk in batch.prefills)]
+            self._write_chunk(chunk, owners[chunk.batch_slot])
+        numbers = [*batch.decode_slots, *(chunk.batch_slot for chunk in batch.prefills)]
         assert len(set(numbers)) == len(numbers), "a row runs once a step"
         for number in numbers:
             self._check_reads(self.rows[number], self.tokens[owners[number].id])
         for chunk in batch.prefills:
             for fork in chunk.forks:
-                self._fork(chunk, fork, owners[fork.row])
-        drawing = [*batch.decode_rows, *(one.row for one in batch.first_draws)]
+                self._fork(chunk, fork, owners[fork.batch_slot])
+        drawing = [*batch.decode_slots, *(one.batch_slot for one in batch.first_samples)]
         drawn = [draw(self.tokens[owners[number].id], self.rows[number].seed) for number in drawing]
         for number, token in zip(drawing, drawn):
             self.tokens[owners[number].id].append(token)
@@ -144,10 +144,10 @@ class SimulatedDevice:
     def _write_chunk(self, chunk: PrefillChunk, seq: Sequence) -> None:
         tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
         assert chunk.token_ids and chunk.token_ids == tokens[chunk.start : chunk.end]
-        assert chunk.draws == (chunk.end == len(tokens))
-        row = self.rows.get(chunk.row)
+        assert chunk.is_last == (chunk.end == len(tokens))
+        row = self.rows.get(chunk.batch_slot)
         if row is None or row.admission != self._admission(seq):
-            row = self.rows[chunk.row] = Row(self._admission(seq), chunk.start, list(chunk.block_table), chunk.seed)
+            row = self.rows[chunk.batch_slot] = Row(self._admission(seq), chunk.start, list(chunk.block_table), chunk.seed)
         assert (row.length, row.table) == (chunk.start, chunk.block_table), "a chunk goes on where the last one ended"
         self._write(row, max(chunk.start, chunk.write_from), chunk.end, tokens)
         row.length = chunk.end
@@ -155,12 +155,12 @@ class SimulatedDevice:
     def _fork(self, chunk: PrefillChunk, fork: Fork, seq: Sequence) -> None:
         """What a prompt fills, its completions share; each has a copy of a last block that it fills only in part."""
         tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
-        assert chunk.draws and fork.end == chunk.end == len(tokens)
-        self.rows[fork.row] = row = Row(self._admission(seq), fork.end, list(fork.block_table), fork.seed)
+        assert chunk.is_last and fork.end == chunk.end == len(tokens)
+        self.rows[fork.batch_slot] = row = Row(self._admission(seq), fork.end, list(fork.block_table), fork.seed)
         for position in range(fork.end - fork.end % self.block_size, fork.end):
             slot = self._slot(row, position)
-            assert slot != self._slot(self.rows[chunk.row], position)
-            self.slots[slot] = self.slots[self._slot(self.rows[chunk.row], position)]
+            assert slot != self._slot(self.rows[chunk.batch_slot], position)
+            self.slots[slot] = self.slots[self._slot(self.rows[chunk.batch_slot], position)]
         self._check_reads(row, tokens)
 
     def _write(self, row: Row, start: int, end: int, tokens: list[int]) -> None:

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this release of Triton does not compile in threads", allow_module_level=True)
 
-from nanovllm.kernels.ahead import find_uncompiled  # noqa: E402
+from nanovllm.gpu.precompile import find_uncompiled  # noqa: E402
 
 
 class Kernel:

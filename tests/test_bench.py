@@ -11,8 +11,8 @@ import torch
 
 from nanovllm import TINY_MODEL
 from nanovllm.models import build_model
-from nanovllm.utils.loader import load_hf_config
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.weights.loader import load_hf_config
+from nanovllm.layers.parallel import ParallelGroup
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(SPEC)

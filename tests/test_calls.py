@@ -10,7 +10,7 @@ from call_helpers import check_empty, generate, make_folder, make_llm, make_toke
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import SamplingParams
-from nanovllm.engine.detokenizer import TextStream, extend_texts
+from nanovllm.text.detokenizer import TextStream, extend_texts
 from nanovllm.engine.metrics import percentiles
 
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"

@@ -68,7 +68,7 @@ def test_completions_are_what_their_seeds_give_alone(folder, expected, options):
         outputs = generate(llm, PROMPTS, params)
         scheduler = llm.engine.scheduler
         assert not scheduler.has_unfinished() and not any(scheduler.blocks.ref_counts)
-        assert len(scheduler._free_rows) == scheduler.max_num_seqs
+        assert len(scheduler._free_slots) == scheduler.max_num_seqs
         if "num_kvcache_blocks" in options:
             assert scheduler.num_preemptions > 0
     for output, one, alone in zip(outputs, params, expected):
@@ -157,10 +157,10 @@ def test_blocks_of_forks_are_counted_at_every_step():
             batch = scheduler.schedule()
             check_blocks(scheduler)
             if batch is not None:
-                in_flight.append(len(batch.decode_rows) + len(batch.first_draws))
+                in_flight.append(len(batch.decode_slots) + len(batch.first_samples))
             if in_flight and (not overlap or batch is None or len(in_flight) > 1):
                 scheduler.commit([r.randrange(6) for _ in range(in_flight.pop(0))])
                 check_blocks(scheduler)
-        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and len(scheduler._free_rows) == 6
+        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and len(scheduler._free_slots) == 6
         for seq in sequences:
             assert len(seq.token_ids) == seq.max_len if seq.finish_reason == "length" else seq.token_ids[-1] == 5

@@ -5,7 +5,8 @@ import torch
 from engine_helpers import PROMPTS, assert_greedy
 
 from nanovllm import LLM
-from nanovllm.kernels import cpp_ops, reference, torch_attention
+from nanovllm.cpu import cpp_ops
+from nanovllm.kernels import reference, torch_attention
 
 needs_compiler = pytest.mark.skipif(cpp_ops.find_compiler() is None, reason="needs a C++ compiler")
 

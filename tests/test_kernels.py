@@ -8,22 +8,20 @@ pytest.importorskip("triton")
 
 from nanovllm.kernels import (
     TORCH_BACKEND,
-    backends,
+    attention_backends,
     gated_linear,
     linear,
     reference,
     sample,
     select_attention_backend,
-    skinny_linear,
-    tiled_linear,
     torch_attention,
-    triton_attention,
-    triton_moe,
-    triton_ops,
-    triton_sampling,
 )
-from nanovllm.kernels.launch import TensorDescriptor, arrivals, has_large_shared_memory
-from nanovllm.utils.context import PrefillMetadata
+from nanovllm.kernels.triton import attention as triton_attention
+from nanovllm.kernels.triton import decode_gemm, elementwise, gemv
+from nanovllm.kernels.triton import moe as triton_moe
+from nanovllm.kernels.triton import sampling as triton_sampling
+from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
+from nanovllm.layers.context import PrefillMetadata
 
 # The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -55,7 +53,7 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("shape", [(1, 64), (7, 100), (2, 3, 48)])
 def test_rms_norm_equals_its_twin(shape, dtype):
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
-    assert_close(triton_ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    assert_close(elementwise.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,7 +61,7 @@ def test_rms_norm_equals_its_twin(shape, dtype):
 def test_add_rms_norm_equals_its_twin(shape, dtype):
     x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
     expected = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-    for mine, twins in zip(triton_ops.add_rms_norm(x, residual, weight, 1e-6), expected):
+    for mine, twins in zip(elementwise.add_rms_norm(x, residual, weight, 1e-6), expected):
         assert_close(mine, twins)
 
 
@@ -71,7 +69,7 @@ def test_add_rms_norm_equals_its_twin(shape, dtype):
 @pytest.mark.parametrize("shape", [(1, 64), (5, 2200)])
 def test_silu_and_mul_equals_its_twin(shape, dtype):
     x = randn(*shape, dtype=dtype)
-    assert_close(triton_ops.silu_and_mul(x), reference.silu_and_mul(x))
+    assert_close(elementwise.silu_and_mul(x), reference.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,7 +89,7 @@ def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_siz
             qkv.clone(), head_dim, kv_heads, *weights, 1e-6, cos_sin, positions, slots, *caches
         ), *caches
 
-    for mine, twins in zip(run(triton_ops), run(reference)):
+    for mine, twins in zip(run(elementwise), run(reference)):
         assert_close(mine, twins)
 
 
@@ -100,7 +98,7 @@ def test_qk_norm_rope_store_without_a_cache_writes_nothing():
     at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     qkv = randn(2, 3 * 32)
     args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
-    for mine, twins in zip(triton_ops.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)):
+    for mine, twins in zip(elementwise.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)):
         assert_close(mine, twins)
 
 
@@ -168,7 +166,7 @@ def test_decode_inputs_equals_its_twin(width):
     rows = torch.tensor([2, 8, 0, 5, 8], device=DEVICE)  # 8 is the scratch row
     mine, twins = state(), state()
     for a, b in zip(
-        (*triton_ops.decode_inputs(rows, *mine, 16), *mine), (*reference.decode_inputs(rows, *twins, 16), *twins)
+        (*elementwise.decode_inputs(rows, *mine, 16), *mine), (*reference.decode_inputs(rows, *twins, 16), *twins)
     ):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
@@ -251,7 +249,7 @@ def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
     b = randn(outputs, dtype=dtype) if bias else None
     expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
-    assert_close(skinny_linear.linear(x, weight, b), expected)
+    assert_close(gemv.linear(x, weight, b), expected)
 
 
 needs_tiles = pytest.mark.skipif(
@@ -265,12 +263,12 @@ LOW_DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.g
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
 @pytest.mark.parametrize("rows, tiling", [(33, (32, 4, 6)), (64, (64, 1, 4)), (70, (32, 2, 3)), (130, (128, 1, 4))])
 @pytest.mark.parametrize("bias", [False, True])
-def test_tiled_linear_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype):
+def test_decode_gemm_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype):
     x, weight = randn(rows, 512, dtype=dtype), randn(128, 512, dtype=dtype)
     b = randn(128, dtype=dtype) if bias else None
     expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
     for _ in range(2):  # programs that share a tile count themselves: each launch must find zeros
-        assert_close(tiled_linear.linear(x, weight, b, tiled_linear.Tiling(*tiling)), expected)
+        assert_close(decode_gemm.linear(x, weight, b, decode_gemm.Tiling(*tiling)), expected)
 
 
 @needs_tiles
@@ -279,7 +277,7 @@ def test_tiled_linear_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtyp
 def test_gated_linear_equals_its_twin(rows, block_n, dtype):
     x, weight = randn(rows, 256, dtype=dtype), randn(2 * 192, 256, dtype=dtype)
     expected = reference.silu_and_mul(F.linear(x.float(), weight.float()).to(dtype))
-    assert_close(tiled_linear.gated_linear(x, weight, tiled_linear.Tiling(block_n, 1, 4)), expected)
+    assert_close(decode_gemm.gated_linear(x, weight, decode_gemm.Tiling(block_n, 1, 4)), expected)
 
 
 @pytest.mark.gpu
@@ -449,7 +447,7 @@ def test_a_block_size_triton_cannot_take_raises():
 @pytest.mark.parametrize("name", ["auto", "flash-attn", "triton"])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (8, 2, 64)])
 def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim, monkeypatch):
-    monkeypatch.setattr(backends, "MANY_PAIRS", 0)  # leave nothing to Triton that flash-attn 4 can do
+    monkeypatch.setattr(attention_backends, "MANY_PAIRS", 0)  # leave nothing to Triton that flash-attn 4 can do
     dtype = torch.bfloat16
     try:
         backend = select_attention_backend(name, torch.device("cuda"), dtype, head_dim, 256)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import launch as launching  # noqa: E402
+from nanovllm.kernels.triton import dispatch as launching  # noqa: E402
 
 
 class Kernel:

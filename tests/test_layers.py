@@ -9,18 +9,18 @@ from model_helpers import Driver, load, make_checkpoint
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from nanovllm.kernels.reference import CELL
-from nanovllm.layers.embed_head import ParallelLMHead
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.embedding import ParallelLMHead
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models import build_model
-from nanovllm.utils.loader import init_dummy_weights, load_hf_config, load_weights, model_sources
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.weights.loader import init_dummy_weights, load_hf_config, load_weights, model_sources
+from nanovllm.layers.parallel import ParallelGroup
 
 SMALL = dict(
     vocab_size=101,  # which neither 2 nor 4 divide
@@ -129,10 +129,10 @@ def test_shares_of_an_uneven_vocabulary_are_real_and_meet():
 def test_shares_of_a_vocabulary_meet_between_the_cells_that_are_drawn_from():
     for size in (2, 3, 4, 8):
         for vocab in (151936, 128256, 1027, 16 * size):
-            starts = ParallelGroup(0, size).column_starts(vocab)
+            starts = ParallelGroup(0, size).vocab_starts(vocab)
             assert all(start % CELL == 0 for start in starts[:-1])
             assert starts[0] == 0 and starts[-1] == vocab and all(map(int.__lt__, starts, starts[1:]))
-    assert ParallelGroup(0, 8).column_starts(9) == [0, 1, 2, 3, 4, 5, 6, 7, 9]  # none is left without
+    assert ParallelGroup(0, 8).vocab_starts(9) == [0, 1, 2, 3, 4, 5, 6, 7, 9]  # none is left without
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from engine_helpers import MODELS, PROMPTS, assert_empty, assert_greedy, greedy,
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import block_manager, scheduler
-from nanovllm.engine.model_runner import DrawnTokens
+from nanovllm.engine.model_runner import SampledTokens
 
 PROMPT = PROMPTS[4]
 
@@ -107,7 +107,7 @@ def test_overlap_launches_a_step_before_it_waits_for_the_last(make_llm, monkeypa
         return lambda *args: seen.append(letter) or call(*args)
 
     monkeypatch.setattr(llm.engine.runner, "launch", recorded("L", llm.engine.runner.launch))
-    monkeypatch.setattr(DrawnTokens, "wait", recorded("W", DrawnTokens.wait))
+    monkeypatch.setattr(SampledTokens, "wait", recorded("W", SampledTokens.wait))
     llm.generate([PROMPT], greedy(3), use_tqdm=False)
     assert "".join(seen) == order
 
@@ -136,7 +136,7 @@ def fail_at(call, strike: int, error: type[BaseException], after: bool):
 
 PLACES = {
     "launch": lambda llm: (llm.engine.runner, "launch"),
-    "wait": lambda llm: (DrawnTokens, "wait"),
+    "wait": lambda llm: (SampledTokens, "wait"),
     "schedule": lambda llm: (llm.engine.scheduler, "schedule"),
     "commit": lambda llm: (llm.engine.scheduler, "commit"),
     "add": lambda llm: (llm.engine, "add"),

@@ -14,10 +14,10 @@ from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.layers.rotary_embedding import rope_frequencies
+from nanovllm.layers.rotary import rope_frequencies
 from nanovllm.models import build_model, find_model
-from nanovllm.utils import loader
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.weights import loader
+from nanovllm.layers.parallel import ParallelGroup
 
 CONFIG = Qwen3Config(
     vocab_size=101,
@@ -240,7 +240,7 @@ def test_a_configuration_that_says_less_or_otherwise_is_left_to_transformers(cha
 
 def test_reading_a_whole_configuration_does_not_import_transformers():
     code = (
-        "import sys; from nanovllm import TINY_MODEL; from nanovllm.utils.loader import load_hf_config; "
+        "import sys; from nanovllm import TINY_MODEL; from nanovllm.weights.loader import load_hf_config; "
         "load_hf_config(TINY_MODEL); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

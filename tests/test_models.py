@@ -9,9 +9,9 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import kernels
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
+from nanovllm.layers.rotary import RotaryEmbedding, rope_frequencies
 from nanovllm.models import build_model
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.parallel import ParallelGroup
 
 SMALL = dict(
     vocab_size=101,

@@ -10,9 +10,9 @@ from call_helpers import END, Plain, make_folder, make_llm
 
 from nanovllm import SamplingParams
 from nanovllm.kernels.reference import sample
-from nanovllm.layers.sampler import SpecialRows, keep_likeliest
-from nanovllm.sampling_params import SpecialRow
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.sampling.sampler import SpecialRows, keep_likeliest
+from nanovllm.sampling_params import SamplingMetadata
+from nanovllm.layers.parallel import ParallelGroup
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
 
@@ -79,7 +79,7 @@ def draw(logits, params, seeds, prompt=(), output=(), stop_ids=(), group=Paralle
     device = logits.device
     special = SpecialRows(rows, length + 1, vocab_size, group, lambda array: torch.from_numpy(array).to(device))
     for row in range(rows):
-        special.set(row, SpecialRow(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]))
+        special.set(row, SamplingMetadata(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]))
     tokens = torch.full((rows,), -1, device=device)
     lens = torch.full((rows,), length, dtype=torch.int32, device=device)
     for part in special.among(tuple(range(rows))):
@@ -209,7 +209,7 @@ class OneOfTwo(ParallelGroup):
     """A rank of two, which hears from the other what it would have sent."""
 
     def all_gather(self, x):
-        starts = self.column_starts(101)
+        starts = self.vocab_starts(101)
         begin, end = starts[1 - self.rank : 3 - self.rank]
         other = torch.nn.functional.pad(LOGITS[:, begin:end], (0, x.shape[1] - (end - begin)))
         return torch.stack((x, other) if self.rank == 0 else (other, x))

@@ -77,8 +77,8 @@ class Server:
             check_blocks(self.scheduler)
 
     def check_budgets(self, batch):
-        num_rows = len(batch.decode_rows) + len(batch.prefills) + sum(len(chunk.forks) for chunk in batch.prefills)
-        assert 0 < len(batch.decode_rows) + batch.num_prefill_tokens <= self.scheduler.max_num_batched_tokens
+        num_rows = len(batch.decode_slots) + len(batch.prefills) + sum(len(chunk.forks) for chunk in batch.prefills)
+        assert 0 < len(batch.decode_slots) + batch.num_prefill_tokens <= self.scheduler.max_num_batched_tokens
         assert num_rows <= self.scheduler.max_num_seqs
         running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
         assert len(running) <= self.scheduler.max_num_seqs
@@ -177,8 +177,8 @@ def test_any_stream_of_requests_is_served_right(stream):
     admitted = scheduler.first_admissions
     assert admitted == [id for id in added if id in admitted], "first come, first served"
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert sorted(scheduler._free_rows) == list(range(scheduler.max_num_seqs))
-    assert not scheduler.running and not scheduler.waiting and scheduler.partial is None
+    assert sorted(scheduler._free_slots) == list(range(scheduler.max_num_seqs))
+    assert not scheduler.running and not scheduler.waiting and scheduler.prefilling is None
     assert server.batches == server.as_planned, "a plan never changes: it may run in another process, or later"
 
 
@@ -197,7 +197,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
         if server.scheduler.num_preemptions:
             seen.add(("preemption", delays[0]))
         for batch in server.batches:
-            seen.update(("chunk", chunk.draws) for chunk in batch.prefills)
+            seen.update(("chunk", chunk.is_last) for chunk in batch.prefills)
             if any(chunk.write_from > chunk.start for chunk in batch.prefills):
                 seen.add("fully cached")
             block_size = sizes["block_size"]
@@ -233,7 +233,7 @@ def test_chunks_share_the_budget_with_decoding_sequences():
     server.step()
     server.add(1, list(range(20)), 5)
     server.step()
-    assert len(server.batches[-1].decode_rows) == 1 and server.batches[-1].num_prefill_tokens == 7
+    assert len(server.batches[-1].decode_slots) == 1 and server.batches[-1].num_prefill_tokens == 7
 
 
 def test_the_youngest_is_preempted_though_it_is_the_longest():
@@ -264,10 +264,10 @@ def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode(complet
     server.step()
     third = server.add(2, [2] * 8, 3, completions=completions)
     server.step()
-    assert server.scheduler.partial is third and server.scheduler.blocks.num_free == 0
+    assert server.scheduler.prefilling is third and server.scheduler.blocks.num_free == 0
     server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
-    assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.partial is None
+    assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.prefilling is None
     server.run()
     assert [seq.output_ids for seq in third.completions] == [
         output_alone([2] * 8, 11, seed=i) for i in range(completions)
@@ -349,7 +349,7 @@ def test_no_step_is_run_past_a_known_length(max_tokens):
     server = Server(make_scheduler())
     server.add(0, [1, 2, 3], max_tokens)
     server.run(delay=True)
-    assert [len(batch.decode_rows) for batch in server.batches] == [0] + [1] * (max_tokens - 1)
+    assert [len(batch.decode_slots) for batch in server.batches] == [0] + [1] * (max_tokens - 1)
 
 
 def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_token():
@@ -359,7 +359,7 @@ def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_tok
     seq = server.add(0, prompt, 5, stop_ids={output[0]})
     other = server.add(1, [4], 5)
     server.run(delay=True)
-    assert len(server.batches[1].decode_rows) == 2, "the step after the stop was launched with the sequence in it"
+    assert len(server.batches[1].decode_slots) == 2, "the step after the stop was launched with the sequence in it"
     assert seq.output_ids == output[:1] and seq.finish_reason == "stop"
     assert other.output_ids == output_alone([4], 6)
 
@@ -419,7 +419,7 @@ def lengths_and_rows(patient: bool, lengths: list[int], full_rows: int = 8) -> t
         server.step()
         ends.update({seq.id: len(server.batches) for seq in sequences if seq.finish_reason and seq.id not in ends})
     assert all(seq.output_ids == output_alone([seq.id % VOCABULARY], seq.max_len) for seq in sequences)
-    return list(ends.values()), [len(batch.decode_rows) for batch in server.batches]
+    return list(ends.values()), [len(batch.decode_slots) for batch in server.batches]
 
 
 def test_patient_sequences_spread_over_the_longest_ones_steps():
@@ -447,7 +447,7 @@ def test_the_completions_of_a_patient_request_count_for_each():
     for id in range(24):  # as many tokens as 38 rows hold over the longest one's steps
         server.add(id, [id % VOCABULARY], 30 - id, completions=3, patient=True)
     server.run()
-    assert max(len(batch.decode_rows) for batch in server.batches[:10]) >= 36
+    assert max(len(batch.decode_slots) for batch in server.batches[:10]) >= 36
     assert len(server.batches) <= 36, "none waits until the longest has ended"
 
 

@@ -20,10 +20,10 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.tensor_parallel import RankError, TensorParallelRunner
-from nanovllm.layers.sampler import choose_over_ranks
-from nanovllm.utils.loader import load_hf_config
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
+from nanovllm.sampling.sampler import choose_over_ranks
+from nanovllm.weights.loader import load_hf_config
+from nanovllm.layers.parallel import ParallelGroup
 
 MARK = f"{uuid.uuid4()}"  # in the environment of every process started here, and so of their children
 VOCAB = 1027  # a prime: no number of ranks divides it
@@ -198,7 +198,7 @@ def test_sums_in_parts_do_not_change_output(config, tmp_path, monkeypatch):
     prompts = make_prompts(24, seed=7)  # as many rows as are summed in parts to the end
     with LLM(tmp_path, **options) as one:
         expected = run(one, prompts, temperature=0)
-    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", PartsRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", PartsRunner)
     with LLM(tmp_path, **options, tensor_parallel_size=2) as llm:
         assert run(llm, prompts, temperature=0) == expected
 
@@ -223,7 +223,7 @@ def test_an_interrupted_call_leaves_the_llm_usable(llms):
 
 
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
-    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", StarvedRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", StarvedRunner)
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
         assert llm.engine.runner.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
@@ -298,7 +298,7 @@ def echo(folder):
         runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder), max_model_len=64, max_num_seqs=4))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", EchoRunner)
+        patch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", EchoRunner)
         thread = threading.Thread(target=start)
         thread.start()
         thread.join()
@@ -308,7 +308,7 @@ def echo(folder):
 
 def test_a_command_has_no_size_limit(echo):
     chunk = PrefillChunk(0, list(range(1_000_000)), 0, 0, [1], True, 0.0, 0)
-    assert echo.launch(Batch(decode_rows=(3, 1), prefills=(chunk,))).wait().tokens == [3, 1, 1_000_000]
+    assert echo.launch(Batch(decode_slots=(3, 1), prefills=(chunk,))).wait().tokens == [3, 1, 1_000_000]
 
 
 def test_an_answer_without_size_limit_waits_for_no_command(echo):
@@ -316,7 +316,7 @@ def test_an_answer_without_size_limit_waits_for_no_command(echo):
     rows = tuple(range(300_000))
     steps = []
     for _ in range(3):
-        steps.append(echo.launch(Batch(decode_rows=rows)))
+        steps.append(echo.launch(Batch(decode_slots=rows)))
         time.sleep(0.2)  # until the rank is sending
     assert all(step.wait().tokens == list(rows) for step in steps)
 
@@ -330,7 +330,7 @@ def test_a_stream_may_be_closed_after_its_llm(folder):
 
 
 def test_steps_are_launched_ahead_of_their_results(echo):
-    steps = [echo.launch(Batch(decode_rows=(i,))) for i in range(20)]
+    steps = [echo.launch(Batch(decode_slots=(i,))) for i in range(20)]
     assert [step.wait().tokens for step in reversed(steps)] == [[i] for i in reversed(range(20))]
 
 
@@ -349,7 +349,7 @@ def test_an_interrupt_anywhere_leaves_the_channel_whole(echo):
     sys.settrace(None)  # one that measures coverage may hold its lock when it is interrupted, and never gives it back
     try:
         for i in range(300):
-            batch = Batch(decode_rows=(i,), prefills=(chunk,) * (i % 2))
+            batch = Batch(decode_slots=(i,), prefills=(chunk,) * (i % 2))
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 2e-3))
                 for _ in range(100):
@@ -371,7 +371,7 @@ def test_a_fork_does_not_end_its_parents_ranks(echo):
         echo.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert echo.launch(Batch(decode_rows=(7,))).wait().tokens == [7]
+    assert echo.launch(Batch(decode_slots=(7,))).wait().tokens == [7]
 
 
 def make_script(folder: Path, forever: bool) -> str:
@@ -439,7 +439,7 @@ def test_ranks_end_with_a_script_that_closes_nothing(folder):
 
 def test_an_llm_that_is_forgotten_ends_its_ranks(folder, monkeypatch):
     before = leftovers()
-    monkeypatch.setattr("nanovllm.engine.tensor_parallel.ModelRunner", EchoRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", EchoRunner)
     llm = LLM(folder, **OPTIONS, tensor_parallel_size=2)
     assert len(set(leftovers()) - set(before)) == 2
     del llm

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL
-from nanovllm.utils.tokenizer import QWEN_WORDS, load_stop_ids, load_tokenizer
+from nanovllm.text.tokenizer import QWEN_WORDS, load_stop_ids, load_tokenizer
 
 TEXTS = ["def read(path):\n    return open(path)", "the naïve 你好 🙂 <|im_end|>the\n\nend  <think> x", "", " "]
 

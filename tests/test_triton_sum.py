@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import reference, triton_sum
-from nanovllm.utils.parallel import SharedRows
+from nanovllm.kernels import reference
+from nanovllm.kernels.triton import allreduce_norm
+from nanovllm.distributed.collectives import SharedRows
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -65,7 +66,7 @@ def test_ranks_that_sum_in_a_norm_get_the_norm_of_their_sum(size, width, dtype, 
 
     def rank_sums(rank, turn):
         memory = SharedRows(addresses, rank, direct_bytes)
-        triton_sum.sum_add_rms_norm(xs[turn][rank], residuals[turn][rank], weight, 1e-6, memory)
+        allreduce_norm.sum_add_rms_norm(xs[turn][rank], residuals[turn][rank], weight, 1e-6, memory)
 
     run_ranks(size, rank_sums)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2

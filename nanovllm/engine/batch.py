@@ -6,7 +6,7 @@ Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from nanovllm.sampling_params import SpecialRow
+from nanovllm.sampling_params import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,27 +16,27 @@ class Fork:
     It shares the blocks that the prompt fills; the last one, if only part of it is filled, must be copied to its own.
     """
 
-    row: int
+    batch_slot: int
     end: int  # tokens of the prompt
     block_table: list[int]
     temperature: float
     seed: int
-    special: SpecialRow | None = None
+    sampling: SamplingMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Consecutive tokens of one sequence whose values are known: a prompt, a part of one, or a preempted sequence."""
 
-    row: int  # of the running state on the device
+    batch_slot: int  # of the running state on the device
     token_ids: list[int]
     start: int  # position of the first token
     write_from: int  # the K and V of earlier positions lie in shared blocks already: they must not be written
     block_table: list[int]  # all blocks the sequence holds
-    draws: bool  # the chunk reaches the sequence's end, so a token is drawn after it
+    is_last: bool  # the chunk reaches the sequence's end, so a token is drawn after it
     temperature: float
     seed: int
-    special: SpecialRow | None = None  # what else decides the draw; None: nothing does
+    sampling: SamplingMetadata | None = None  # what else decides the draw; None: nothing does
     forks: tuple[Fork, ...] = ()  # of a chunk that draws
 
     @property
@@ -55,18 +55,18 @@ class StepResult(NamedTuple):
 class Batch:
     """Decoding rows first, one token each, then the prefill chunks.
 
-    The step draws one token for each decoding row and each of `first_draws`, and answers them in that order.
+    The step draws one token for each decoding row and each of `first_samples`, and answers them in that order.
     """
 
-    decode_rows: tuple[int, ...] = ()
+    decode_slots: tuple[int, ...] = ()
     new_blocks: tuple[tuple[int, int, int], ...] = ()  # (row, index in its table, block) of decoding rows that grew
     shared_blocks: int = 0  # blocks with which the tables of all decoding rows begin
     prefills: tuple[PrefillChunk, ...] = ()
 
     @property
-    def first_draws(self) -> list[PrefillChunk | Fork]:
+    def first_samples(self) -> list[PrefillChunk | Fork]:
         """What starts to draw with this step: chunks that reach the end of what is known, then what forks from them."""
-        return [chunk for chunk in self.prefills if chunk.draws] + [fork for chunk in self.prefills for fork in chunk.forks]
+        return [chunk for chunk in self.prefills if chunk.is_last] + [fork for chunk in self.prefills for fork in chunk.forks]
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -10,13 +10,13 @@ from time import perf_counter
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.detokenizer import Decode, TextStream, extend_texts
-from nanovllm.engine.drawn_tokens import DrawnTokens
+from nanovllm.text.detokenizer import Decode, TextStream, extend_texts
+from nanovllm.gpu.sampled_tokens import SampledTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.tensor_parallel import RemoteTokens, TensorParallelRunner
+from nanovllm.distributed.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ class LLMEngine:
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.steps: list[StepRecord] | None = None  # a list here is added to at each step
         # The step launched and not committed, and whether some of its rows may draw their first token.
-        self._in_flight: tuple[DrawnTokens | RemoteTokens, bool] | None = None
+        self._in_flight: tuple[SampledTokens | RemoteTokens, bool] | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -110,18 +110,18 @@ class LLMEngine:
             launched, self._in_flight = self._in_flight, launched
         if launched is None:
             return [], []
-        drawn, some_first = launched
-        drew, ended = self.scheduler.commit(*drawn.wait())
+        tokens, some_first = launched
+        sampled, ended = self.scheduler.commit(*tokens.wait())
         if self._read_while_growing:
-            self._extend_texts(drew, ended)
+            self._extend_texts(sampled, ended)
         if some_first or ended:
-            self._record_commit(drew if some_first else [], ended)
+            self._record_commit(sampled if some_first else [], ended)
         self._settle()
-        return drew, ended
+        return sampled, ended
 
-    def _extend_texts(self, drew: list[Sequence], ended: list[Sequence]) -> None:
+    def _extend_texts(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         """Bring texts up to date; a sequence whose text has come to a stop string joins those that `ended`."""
-        growing = [seq for seq in drew if seq.text is not None]
+        growing = [seq for seq in sampled if seq.text is not None]
         extend_texts([(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing], self.decode)
         for seq in growing:
             if seq.text.stopped:
@@ -138,7 +138,7 @@ class LLMEngine:
             self._in_flight = None
 
     def _record_launch(self, batch: Batch) -> None:
-        num_prefills, num_decodes = batch.num_prefill_tokens, len(batch.decode_rows)
+        num_prefills, num_decodes = batch.num_prefill_tokens, len(batch.decode_slots)
         self.num_prefill_tokens += num_prefills
         self.num_decode_tokens += num_decodes
         scheduler = self.scheduler
@@ -149,9 +149,9 @@ class LLMEngine:
             counts = scheduler.num_running, len(scheduler.waiting), num_prefills, num_decodes, used
             self.steps.append(StepRecord(perf_counter(), *counts))
 
-    def _record_commit(self, drew: list[Sequence], ended: list[Sequence]) -> None:
+    def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
-        for seq in drew:
+        for seq in sampled:
             if seq.first_token_at is None:
                 seq.first_token_at = now
         for seq in ended:

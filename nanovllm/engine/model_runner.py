@@ -16,18 +16,18 @@ from torch import Tensor
 from nanovllm import kernels
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.cuda_graph import DecodeGraphs, sizes_up_to
-from nanovllm.engine.device import resolve_device, resolve_dtype, tensors_default_to
-from nanovllm.engine.drawn_tokens import DrawnTokens
+from nanovllm.gpu.cuda_graph import DecodeGraphs, sizes_up_to
+from nanovllm.gpu.device import resolve_device, resolve_dtype, tensors_default_to
+from nanovllm.gpu.sampled_tokens import SampledTokens
 from nanovllm.engine.kv_cache import GpuBudget, allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import lay_out_for_cpu
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.sampler import Logprobs, SpecialRows, choose_over_ranks
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.sampling.sampler import Logprobs, SpecialRows, choose_over_ranks
 from nanovllm.models import build_model
-from nanovllm.utils.context import PrefillMetadata, StepMetadata, forward_context
-from nanovllm.utils.loader import init_dummy_weights, load_weights
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.context import PrefillMetadata, StepMetadata, forward_context
+from nanovllm.weights.loader import init_dummy_weights, load_weights
+from nanovllm.layers.parallel import ParallelGroup
 
 # A prefix that at least so many rows share, of at least so many tokens, is read once for all, by a kernel of its own. It was
 # measured far above these (256 rows, 2,048 tokens, 1.44 s -> 0.68 s); where it begins to pay was not.
@@ -86,7 +86,7 @@ class ModelRunner:
             self.seeds = torch.zeros(rows, dtype=torch.int64)
             self.rows = torch.full((max_num_seqs,), rows - 1)  # which rows decode in this step
             self.shared_len = torch.zeros(1, dtype=torch.int32)  # tokens with which the tables of all decoding rows begin
-        self._decode_rows: tuple[int, ...] | None = ()  # what self.rows says
+        self._decode_slots: tuple[int, ...] | None = ()  # what self.rows says
         self._shared_blocks: int | None = 0  # what self.shared_len says
         self.special = SpecialRows(rows, max_model_len, hf_config.vocab_size, group, self._upload)
 
@@ -191,24 +191,24 @@ class ModelRunner:
         self._bind_cache(0)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> DrawnTokens:
+    def launch(self, batch: Batch) -> SampledTokens:
         """Start a step and return at once; `wait` on the result gives the drawn tokens in the batch's order."""
         with self._on_stream(), kernels.cpp_kernels(self._backend is kernels.CPP_BACKEND):
             if batch.new_blocks:
                 row, index, block = self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy())
                 self.block_tables[row, index] = block.int()
-            num_decodes = len(batch.decode_rows)
-            if batch.decode_rows != self._decode_rows:
+            num_decodes = len(batch.decode_slots)
+            if batch.decode_slots != self._decode_slots:
                 padding = (self.max_num_seqs,) * (self.max_num_seqs - num_decodes)
-                self._decode_rows = None  # until they are there: an interrupt may come first
-                self.rows.copy_(self._upload(np.array(batch.decode_rows + padding, dtype=np.int64)))
-                self._decode_rows = batch.decode_rows
+                self._decode_slots = None  # until they are there: an interrupt may come first
+                self.rows.copy_(self._upload(np.array(batch.decode_slots + padding, dtype=np.int64)))
+                self._decode_slots = batch.decode_slots
             if batch.prefills:
                 drawn = self._mixed_step(num_decodes, batch.prefills)
             else:
                 drawn = self._decode_step(num_decodes, batch.shared_blocks)
-            rows = batch.decode_rows + tuple([one.row for one in batch.first_draws])
-            return DrawnTokens.send(drawn.tokens, self._draw_special(rows, drawn))
+            rows = batch.decode_slots + tuple([one.batch_slot for one in batch.first_samples])
+            return SampledTokens.send(drawn.tokens, self._draw_special(rows, drawn))
 
     def _decode_step(self, num_decodes: int, shared_blocks: int) -> Drawn:
         """One token for each of the first rows of self.rows: a graph's replay, or kernel by kernel."""
@@ -221,11 +221,11 @@ class ModelRunner:
         if size is None:
             return self._run_decode(num_decodes, shared)
         if not self.graphs.has(size, shared):  # shared prefixes are rare enough to be captured when they come
-            rows, self._decode_rows, decode_rows = self.rows.clone(), None, self._decode_rows
+            rows, self._decode_slots, decode_slots = self.rows.clone(), None, self._decode_slots
             self.rows.fill_(self.max_num_seqs)
             self.graphs.capture([size], shared)
             self.rows.copy_(rows)
-            self._decode_rows = decode_rows
+            self._decode_slots = decode_slots
         return Drawn(*(x[:num_decodes] for x in self.graphs.replay(size, shared)))
 
     def _run_decode(self, num_decodes: int, shared: bool) -> Drawn:
@@ -240,11 +240,11 @@ class ModelRunner:
         token_ids, positions, slots, rows, ends, prefill = self._prefill_inputs(chunks)
         lens = tables = None
         if num_decodes:
-            decode_rows = self.rows[:num_decodes]
-            *decode_inputs, lens, tables = self._decode_inputs(decode_rows)
+            decode_slots = self.rows[:num_decodes]
+            *decode_inputs, lens, tables = self._decode_inputs(decode_slots)
             token_ids, positions, slots = map(torch.cat, zip(decode_inputs, (token_ids, positions, slots)))
         # Only the last token of a chunk that reaches its sequence's end is followed by a draw, and by those of its forks.
-        drawing = [i for i, chunk in enumerate(chunks) if chunk.draws]
+        drawing = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         forking = [i for i, chunk in enumerate(chunks) for _ in chunk.forks]
         last = np.cumsum([len(chunk.token_ids) for chunk in chunks])[drawing + forking] - 1 + num_decodes
         drawing += range(len(chunks), len(rows))
@@ -257,7 +257,7 @@ class ModelRunner:
         self._copy_blocks(chunks)
         rows, ends = rows[drawing], ends[drawing]
         if num_decodes:
-            rows, ends = torch.cat((decode_rows, rows)), torch.cat((lens, ends))
+            rows, ends = torch.cat((decode_slots, rows)), torch.cat((lens, ends))
         return self._draw(hidden[: len(draws)], rows, ends)
 
     def _decode_inputs(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -287,14 +287,14 @@ class ModelRunner:
         temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32).view(np.int32)
         ints = self._upload(np.concatenate((starts_q, starts_k, ends, temperatures), dtype=np.int32))
         cu_seqlens_q, cu_seqlens_k, ends_d, temperatures = ints.split([len(starts_q), len(starts_k), len(ends), len(ends)])
-        rows, seeds = self._upload(np.array([[seq.row for seq in sequences], [seq.seed for seq in sequences]]))
+        rows, seeds = self._upload(np.array([[seq.batch_slot for seq in sequences], [seq.seed for seq in sequences]]))
         tables = self._upload(tables)
         self.context_lens[rows] = ends_d
         self.block_tables[rows] = tables
         self.temperatures[rows] = temperatures.view(torch.float32)
         self.seeds[rows] = seeds
         for seq in sequences:
-            self.special.set(seq.row, seq.special)
+            self.special.set(seq.batch_slot, seq.sampling)
 
         tables = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
         prefill = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), tables)

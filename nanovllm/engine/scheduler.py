@@ -1,7 +1,7 @@
 """Decide which tokens run next: admission, chunking, preemption.
 
 Works on lengths, never on token values, so a step can be planned while the last one still runs; `commit` hears later
-which tokens it drew. Knows nothing about tensors, devices or models.
+which tokens it sampled. Knows nothing about tensors, devices or models.
 """
 
 from collections import deque
@@ -38,10 +38,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.num_waiting_tokens = 0  # that those waiting may yet draw
         self.running: list[Sequence] = []  # decoding, longest first
-        self.partial: Sequence | None = None  # the one admitted sequence whose prompt is not scheduled to its end
+        self.prefilling: Sequence | None = None  # the one admitted sequence whose prompt is not scheduled to its end
         self.num_preemptions = 0
         self._shared: tuple[tuple[int, ...], int] = (), 0  # the rows that decoded last, and their tables' common blocks
-        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[list[Sequence]] = deque()  # for each step scheduled and not committed: who draws
 
     def add(self, seq: Sequence) -> None:
@@ -55,28 +55,28 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a row."""
-        return self.max_num_seqs - len(self._free_rows)
+        return self.max_num_seqs - len(self._free_slots)
 
     def schedule(self) -> Batch | None:
         """Plan the next step. None: nothing can run until a step in flight is committed."""
         if not self._make_room_to_decode():
             return None
-        drawing, new_blocks = self._schedule_decodes()
-        decode_rows = tuple([seq.row for seq in drawing])
-        shared_blocks = self._count_shared_blocks(drawing, decode_rows)
-        prefills = self._schedule_prefills(self.max_num_batched_tokens - len(decode_rows), drawing)
-        if not decode_rows and not prefills:
+        sampling, new_blocks = self._schedule_decodes()
+        decode_slots = tuple([seq.batch_slot for seq in sampling])
+        shared_blocks = self._count_shared_blocks(sampling, decode_slots)
+        prefills = self._schedule_prefills(self.max_num_batched_tokens - len(decode_slots), sampling)
+        if not decode_slots and not prefills:
             assert self._in_flight or not self.sequences, "with nothing in flight, some sequence can always run"
             return None
-        self._in_flight.append(drawing)
-        return Batch(decode_rows, tuple(new_blocks), shared_blocks, tuple(prefills))
+        self._in_flight.append(sampling)
+        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(prefills))
 
     def _make_room_to_decode(self) -> bool:
         """See that there is a block for every sequence that needs one, preempting if need be. False: commit first."""
         while sum([seq.num_tokens > seq.capacity for seq in self.running]) > self.blocks.num_free:
             if self._in_flight:
                 return False  # a preempted sequence is computed anew from its tokens: all of them must be known
-            self._preempt(self.partial or max(self.running, key=lambda seq: seq.id))
+            self._preempt(self.prefilling or max(self.running, key=lambda seq: seq.id))
         return True
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
@@ -90,7 +90,7 @@ class Scheduler:
             if length > seq.capacity:
                 seq.block_table += self.blocks.allocate(1)
                 seq.capacity += block_size
-                new_blocks.append((seq.row, len(seq.block_table) - 1, seq.block_table[-1]))
+                new_blocks.append((seq.batch_slot, len(seq.block_table) - 1, seq.block_table[-1]))
             seq.num_computed = length
             seq.num_tokens = length + 1
             if length + 1 == seq.max_len:
@@ -112,29 +112,29 @@ class Scheduler:
             self._shared = rows, count
         return self._shared[1]
 
-    def _schedule_prefills(self, budget: int, drawing: list[Sequence]) -> list[PrefillChunk]:
+    def _schedule_prefills(self, budget: int, sampling: list[Sequence]) -> list[PrefillChunk]:
         chunks: list[PrefillChunk] = []
         forks: list[Sequence] = []
         rows = self._rows_wanted()
         while budget > 0:
-            seq = self.partial or (self._admit() if self.num_running < rows else None)
+            seq = self.prefilling or (self._admit() if self.num_running < rows else None)
             if seq is None:
                 break
             chunk = self._next_chunk(seq, budget)
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
-            if not chunk.draws:
-                self.partial = seq
+            if not chunk.is_last:
+                self.prefilling = seq
                 continue
-            self.partial = None
-            drawing.append(seq)
+            self.prefilling = None
+            sampling.append(seq)
             forks += seq.forks
             for one in (seq, *seq.forks):
                 one.num_tokens += 1
                 if one.num_tokens < one.max_len:
                     self.running.append(one)
             seq.forks = ()
-        drawing += forks
+        sampling += forks
         if chunks:
             # Attention to a long context takes long: on the device it begins first, and short ones fill the end. As each
             # step adds a token to all, they stay in this order.
@@ -156,7 +156,7 @@ class Scheduler:
             return count
         if not self.running:
             group = 1
-        elif len(self._free_rows) < (group := self._group()):
+        elif len(self._free_slots) < (group := self._group()):
             return count
         first = self.waiting[0]
         if not first.patient:
@@ -182,7 +182,7 @@ class Scheduler:
 
     def _admit(self) -> Sequence | None:
         """Give the first waiting sequence a row and blocks, shared ones where its prefix is cached, if there are enough."""
-        if not self.waiting or len(self._free_rows) <= len(self.waiting[0].forks):
+        if not self.waiting or len(self._free_slots) <= len(self.waiting[0].forks):
             return None
         seq, blocks = self.waiting[0], self.blocks
         shared = blocks.match(seq.token_ids)
@@ -201,11 +201,11 @@ class Scheduler:
             fork.block_table = seq.block_table[:full] + blocks.allocate(num_tails)
         for one in (seq, *seq.forks):
             one.capacity = len(one.block_table) * blocks.block_size
-            one.row = self._free_rows.pop()
+            one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
         seq.num_hashed_blocks = len(shared)
         seq.last_hash = blocks.hash_of(shared[-1]) if shared else 0
-        # Of a prompt that is cached to its end, the last token is computed again: drawing needs its logits.
+        # Of a prompt that is cached to its end, the last token is computed again: sampling needs its logits.
         seq.num_computed = min(len(shared) * blocks.block_size, seq.num_tokens - 1)
         self.uncached_part = 1 - seq.num_computed / seq.num_tokens
         if seq.num_cached_tokens is None:
@@ -219,25 +219,25 @@ class Scheduler:
         seq.num_computed = end
         # Known from here on, even to the next sequence of this very step: a layer writes all K and V before it attends.
         self._register_full_blocks(seq, end)
-        draws = end == seq.num_tokens
+        is_last = end == seq.num_tokens
         return PrefillChunk(
-            row=seq.row,
+            batch_slot=seq.batch_slot,
             token_ids=seq.token_ids[start:end],
             start=start,
             write_from=write_from,
             block_table=list(seq.block_table),
-            draws=draws,
+            is_last=is_last,
             temperature=seq.params.temperature,
             seed=seq.seed,
-            special=seq.special_row() if draws else None,
-            forks=tuple([self._fork(seq, fork) for fork in seq.forks]) if draws else (),
+            sampling=seq.sampling_metadata() if is_last else None,
+            forks=tuple([self._fork(seq, fork) for fork in seq.forks]) if is_last else (),
         )
 
     def _fork(self, seq: Sequence, fork: Sequence) -> Fork:
         """Let a completion begin where the prompt, computed for `seq`, ends."""
         fork.num_computed, fork.num_hashed_blocks, fork.last_hash = seq.num_computed, seq.num_hashed_blocks, seq.last_hash
         table, temperature = list(fork.block_table), fork.params.temperature
-        return Fork(fork.row, seq.num_computed, table, temperature, fork.seed, fork.special_row())
+        return Fork(fork.batch_slot, seq.num_computed, table, temperature, fork.seed, fork.sampling_metadata())
 
     def _register_full_blocks(self, seq: Sequence, length: int) -> None:
         """Tell the prefix cache of the blocks filled by the first `length` tokens, whose values are known."""
@@ -253,20 +253,20 @@ class Scheduler:
     ) -> tuple[list[Sequence], list[Sequence]]:
         """Take the tokens drawn by the oldest step in flight, and log-probabilities, by index, for those who asked.
 
-        Returns the sequences that drew one, and those among them that ended with it. A sequence that had ended before
+        Returns the sequences that sampled one, and those among them that ended with it. A sequence that had ended before
         ran one step too far: its token is dropped.
         """
-        drew, ended = [], []
+        sampled, ended = [], []
         block_size = self.blocks.block_size
-        drawing = self._in_flight.popleft()
-        assert len(drawing) == len(tokens), "a step answers one token for each sequence that draws"
+        sampling = self._in_flight.popleft()
+        assert len(sampling) == len(tokens), "a step answers one token for each sequence that draws"
         for i, of_token in logprobs.items():
-            if drawing[i].status is not Status.FINISHED:
-                drawing[i].logprobs.append(of_token)
-        for seq, token in zip(drawing, tokens):
+            if sampling[i].status is not Status.FINISHED:
+                sampling[i].logprobs.append(of_token)
+        for seq, token in zip(sampling, tokens):
             if seq.status is Status.FINISHED:
                 continue
-            drew.append(seq)
+            sampled.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)
             if (length - 1) % block_size == 0:  # the tokens before this one fill a block
@@ -281,7 +281,7 @@ class Scheduler:
             for seq in ended:
                 self._release(seq)
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
-        return drew, ended
+        return sampled, ended
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now, wherever it stands."""
@@ -290,8 +290,8 @@ class Scheduler:
             self.num_waiting_tokens -= seq.num_left_with_forks
         elif seq in self.running:
             self.running.remove(seq)
-        if self.partial is seq:
-            self.partial = None
+        if self.prefilling is seq:
+            self.prefilling = None
         for one in (seq, *seq.forks):
             one.finish_reason = "abort"
             self._release(one)
@@ -305,8 +305,8 @@ class Scheduler:
         del self.sequences[seq.id]
 
     def _preempt(self, seq: Sequence) -> None:
-        if seq is self.partial:
-            self.partial = None
+        if seq is self.prefilling:
+            self.prefilling = None
         else:
             self.running.remove(seq)
         self.num_preemptions += 1
@@ -320,4 +320,4 @@ class Scheduler:
 
     def _give_back(self, seq: Sequence) -> None:
         self.blocks.release(seq.block_table)
-        self._free_rows.append(seq.row)
+        self._free_slots.append(seq.batch_slot)

@@ -5,8 +5,8 @@ Knows no tensor and no policy: the scheduler changes it, the block manager lends
 
 from enum import Enum, auto
 
-from nanovllm.engine.detokenizer import TextStream
-from nanovllm.sampling_params import SamplingParams, SpecialRow
+from nanovllm.text.detokenizer import TextStream
+from nanovllm.sampling_params import SamplingParams, SamplingMetadata
 
 
 class Status(Enum):
@@ -24,7 +24,7 @@ class Sequence:
 
     __slots__ = (
         "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
-        "status", "finish_reason", "row", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
+        "status", "finish_reason", "batch_slot", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
         "text", "patient", "parent", "siblings", "forks", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
     )  # fmt: skip
 
@@ -66,7 +66,7 @@ class Sequence:
     def reset(self) -> None:
         """Forget where the sequence ran: it must be computed anew."""
         self.num_computed = 0  # tokens whose K and V are written, or will be by a step in flight
-        self.row = -1
+        self.batch_slot = -1
         self.block_table: list[int] = []
         self.capacity = 0  # tokens that the block table has room for
         self.num_hashed_blocks = 0  # leading blocks that the prefix cache knows
@@ -100,9 +100,9 @@ class Sequence:
         """Whether all completions have."""
         return all([seq.finish_reason is not None for seq in self.completions])
 
-    def special_row(self) -> SpecialRow | None:
+    def sampling_metadata(self) -> SamplingMetadata | None:
         """What the runner must know to draw the sequence's next tokens, beyond temperature and seed."""
         params = self.params
         if params.is_plain:
             return None
-        return SpecialRow(params, self.stop_ids, self.num_prompt_tokens, list(self.token_ids) if params.penalizes else [])
+        return SamplingMetadata(params, self.stop_ids, self.num_prompt_tokens, list(self.token_ids) if params.penalizes else [])

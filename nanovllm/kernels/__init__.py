@@ -11,8 +11,9 @@ from contextvars import ContextVar
 
 import torch.nn.functional as F
 
-from nanovllm.kernels import cpp_ops, reference
-from nanovllm.kernels.backends import CPP_BACKEND, TORCH_BACKEND, AttentionBackend, select_attention_backend
+from nanovllm.cpu import cpp_ops
+from nanovllm.kernels import reference
+from nanovllm.kernels.attention_backends import CPP_BACKEND, TORCH_BACKEND, AttentionBackend, select_attention_backend
 
 __all__ = [
     "CPP_BACKEND",
@@ -47,9 +48,9 @@ def cpp_kernels(enabled: bool) -> Iterator[None]:
 
 
 def find_uncompiled(run):
-    from nanovllm.kernels import ahead
+    from nanovllm.gpu import precompile
 
-    return ahead.find_uncompiled(run)
+    return precompile.find_uncompiled(run)
 
 
 def rms_norm(x, weight, eps):
@@ -62,7 +63,7 @@ def add_rms_norm(x, residual, weight, eps):
 
 def sum_add_rms_norm(x, residual, weight, eps, shared):
     """On a GPU alone: what shares rows is GPUs that read each other's memory."""
-    from nanovllm.kernels import triton_sum
+    from nanovllm.kernels.triton import allreduce_norm as triton_sum
 
     return triton_sum.sum_add_rms_norm(x, residual, weight, eps, shared)
 
@@ -82,7 +83,7 @@ def decode_inputs(rows, *args):
 def sample(logits, *args, **kwargs):
     if not logits.is_cuda:
         return reference.sample(logits, *args, **kwargs)
-    from nanovllm.kernels import triton_sampling
+    from nanovllm.kernels.triton import sampling as triton_sampling
 
     return triton_sampling.sample(logits, *args, **kwargs)
 
@@ -93,27 +94,27 @@ def linear(x, weight, bias=None, spare=None):
         if x.shape[0] == 1:  # a CPU's matrix-vector product is several times slower than one of two rows
             return F.linear(x.expand(2, -1), weight, bias)[:1]
         return F.linear(x, weight, bias)
-    from nanovllm.kernels import skinny_linear, tiled_linear
+    from nanovllm.kernels.triton import decode_gemm, gemv
 
-    if tiling := tiled_linear.tiling(x, weight):
-        return tiled_linear.linear(x, weight, bias, tiling)
-    return skinny_linear.linear(x, weight, bias, spare)
+    if tiling := decode_gemm.tiling(x, weight):
+        return decode_gemm.linear(x, weight, bias, tiling)
+    return gemv.linear(x, weight, bias, spare)
 
 
 def gated_linear(x, weight, bias=None):
     """silu(gate) * up of x, where weight [2 N, K] and bias [2 N] hold gate and then up: [M, K] -> [M, N]."""
     if x.is_cuda and bias is None:
-        from nanovllm.kernels import tiled_linear
+        from nanovllm.kernels.triton import decode_gemm
 
-        if tiling := tiled_linear.tiling(x, weight, gated=True):
-            return tiled_linear.gated_linear(x, weight, tiling)
+        if tiling := decode_gemm.tiling(x, weight, gated=True):
+            return decode_gemm.gated_linear(x, weight, tiling)
     return silu_and_mul(linear(x, weight, bias))
 
 
 def moe(x, *args):
     if not x.is_cuda:
         return reference.moe(x, *args)
-    from nanovllm.kernels import triton_moe
+    from nanovllm.kernels.triton import moe as triton_moe
 
     return triton_moe.moe(x, *args)
 
@@ -121,6 +122,6 @@ def moe(x, *args):
 def _elementwise(x):
     if not x.is_cuda:
         return _on_cpu.get()
-    from nanovllm.kernels import triton_ops
+    from nanovllm.kernels.triton import elementwise as triton_ops
 
     return triton_ops

@@ -13,7 +13,7 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
-from nanovllm.utils.context import PrefillMetadata
+from nanovllm.layers.context import PrefillMetadata
 
 
 def why_not_v2(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CELL = 16  # consecutive vocabulary entries that sampling weighs as one; ranks meet between cells: utils/parallel.UNIT
+CELL = 16  # consecutive vocabulary entries that sampling weighs as one; ranks meet between cells: layers/parallel.VOCAB_UNIT
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.utils.context import PrefillMetadata
+from nanovllm.layers.context import PrefillMetadata
 
 
 def prefill_attention(

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.layers.linear import MergedColumnParallelLinear
-from nanovllm.utils.parallel import RowParts
+from nanovllm.distributed.collectives import RowParts
 
 
 class SiluGatedLinear(MergedColumnParallelLinear):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils.context import current_metadata
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.context import current_metadata
 
 
 class Attention(nn.Module):

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import kernels
-from nanovllm.utils.parallel import ParallelGroup, RowParts, UnfinishedSum
-from nanovllm.utils.source import Source, sibling
+from nanovllm.distributed.collectives import RowParts, UnfinishedSum
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.weights.weight_slice import Source, sibling
 
 # With so many rows and several ranks, what lies between one attention and the next goes in parts of about PART_ROWS: while
 # the ranks sum one part's results, the next part's are computed. More and smaller parts take the host longer to launch.
@@ -44,7 +45,7 @@ class Rows:
 
     @classmethod
     def share(cls, name: str | None, total: int, group: ParallelGroup, what: str) -> "Rows":
-        count = group.share(total, what)
+        count = group.shard(total, what)
         return cls(name, total, group.rank * count, count)
 
 
@@ -112,7 +113,7 @@ class QKVParallelLinear(StackedLinear):
         names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         bias: bool = False,
     ):
-        heads = group.share(num_heads, "num_attention_heads")
+        heads = group.shard(num_heads, "num_attention_heads")
         kv_heads, first_kv_head = kv_share(num_kv_heads, group)
         q, *kv = names
         parts = [(q, num_heads, group.rank * heads, heads)]
@@ -125,7 +126,7 @@ class QKVParallelLinear(StackedLinear):
 def kv_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
     """How many key-value heads this rank has, and the first of them."""
     if num_kv_heads >= group.size:
-        count = group.share(num_kv_heads, "num_key_value_heads")
+        count = group.shard(num_kv_heads, "num_key_value_heads")
         return count, group.rank * count
     if group.size % num_kv_heads:
         raise ValueError(
@@ -153,13 +154,15 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.group = group
-        self.weight = empty_parameter(out_features, group.share(in_features, "in_features"))
+        self.weight = empty_parameter(out_features, group.shard(in_features, "in_features"))
         self.bias = empty_parameter(out_features) if bias else None
 
     def forward(self, x: Tensor | RowParts, spare: Tensor | RowParts | None = None) -> Tensor | UnfinishedSum:
         bias = self.bias if self.group.rank == 0 else None  # the sum must count it once
         if isinstance(x, Tensor):
-            if self.group.size == 1 or x.shape[0] < OVERLAP_ROWS:
+            if self.group.size == 1:
+                return kernels.linear(x, self.weight, bias, spare)
+            if x.shape[0] < OVERLAP_ROWS:
                 return self.group.sum_in_norm(kernels.linear(x, self.weight, bias, spare))
             x = RowParts.split(x, PART_ROWS)
         share, total = self.group.sum_buffers(sum(x.sizes), self.weight.shape[0], self.weight)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
-from nanovllm.utils.parallel import ParallelGroup, RowParts, UnfinishedSum, whole
-from nanovllm.utils.source import Source
+from nanovllm.distributed.collectives import RowParts, UnfinishedSum, whole
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.weights.weight_slice import Source
 
 
 class MixtureOfExperts(nn.Module):
@@ -44,7 +45,7 @@ class Experts(nn.Module):
         super().__init__()
         self.intermediate_size = intermediate_size
         self.group = group
-        share = group.share(intermediate_size, "moe_intermediate_size")
+        share = group.shard(intermediate_size, "moe_intermediate_size")
         self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, share)
 

@@ -2,13 +2,13 @@
 
 from torch import nn
 
-from nanovllm.models.decoder import head_size
+from nanovllm.models.transformer import head_size
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from nanovllm.utils.loader import SIZES
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.weights.loader import SIZES
+from nanovllm.layers.parallel import ParallelGroup
 
 MODELS: dict[str, type[nn.Module]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,

@@ -1,8 +1,8 @@
 """Llama 2 to 3.3, and Mistral, which differs in its defaults alone. Biases only where the config asks."""
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.layers.parallel import ParallelGroup
 
 
 class LlamaLayer(DecoderLayer):

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: q, k and v have biases, the other projections none."""
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.layers.parallel import ParallelGroup
 
 
 class Qwen2Layer(DecoderLayer):

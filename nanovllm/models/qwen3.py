@@ -10,9 +10,9 @@ Every norm is RMSNorm; those of q and k, of one head each, are what Qwen3 adds t
 share a key-value head. No projection has a bias unless the config asks for it. decoder.py says the rest.
 """
 
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.layers.parallel import ParallelGroup
 
 
 class Qwen3Layer(DecoderLayer):

@@ -1,9 +1,9 @@
 """Qwen3-MoE: Qwen3 whose MLP is a mixture of experts, in all layers but those that the config keeps dense."""
 
 from nanovllm.layers.moe import MixtureOfExperts
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.decoder import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
+from nanovllm.layers.parallel import ParallelGroup
 
 
 class Qwen3MoeLayer(DecoderLayer):

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import StepResult
-from nanovllm.layers.sampler import Logprobs
+from nanovllm.sampling.sampler import Logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnTokens:
+class SampledTokens:
     """Tokens [B], and the log-probabilities of those rows that asked."""
 
     tokens: Tensor
@@ -18,7 +18,7 @@ class DrawnTokens:
     logprobs: list[Logprobs] = field(default_factory=list)
 
     @classmethod
-    def send(cls, tokens: Tensor, logprobs: list[Logprobs]) -> "DrawnTokens":
+    def send(cls, tokens: Tensor, logprobs: list[Logprobs]) -> "SampledTokens":
         if tokens.device.type == "cpu":
             return cls(tokens, None, logprobs)
         tokens = _to_host(tokens)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import overlap, wait_for_inputs
+from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
 
 CHUNK_TOKENS = 8  # of one pass over a chunk; a chunk is what a program routes and sorts
 MAX_CHUNKS = 256

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import (
+from nanovllm.kernels.triton.dispatch import (
     TensorDescriptor,
     arrivals,
     has_large_shared_memory,
@@ -21,7 +21,7 @@ from nanovllm.kernels.launch import (
     overlap,
     wait_for_inputs,
 )
-from nanovllm.utils.context import PrefillMetadata
+from nanovllm.layers.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32

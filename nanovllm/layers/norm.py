@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
-from nanovllm.utils.parallel import RowParts, UnfinishedSum
-from nanovllm.utils.source import Source
+from nanovllm.distributed.collectives import RowParts, UnfinishedSum
+from nanovllm.weights.weight_slice import Source
 
 
 class RMSNorm(nn.Module):

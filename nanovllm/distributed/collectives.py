@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
+
+from nanovllm.layers.parallel import ParallelGroup
 
 HOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -33,22 +34,16 @@ ENVIRONMENT = {  # unless the user set something else
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # Ranks wait for each other while they load, however long that takes: who is late or dead is the engine's to judge.
 PATIENCE = timedelta(hours=1)
-UNIT = 16  # vocabulary entries that one rank must have together for its draws to be those of one rank alone
 
 
 @dataclass(frozen=True)
-class ParallelGroup:
-    """Rank `rank` of `size`. At size 1 every collective is the identity and no process group exists."""
+class DistributedGroup(ParallelGroup):
+    """A ParallelGroup of several processes, by torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
-    rank: int = 0
-    size: int = 1
     one_shot: "OneShotSum | None" = None
     exchange: "Exchange | None" = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' `x`, which may be overwritten."""
-        if self.size == 1:
-            return x
         if self.one_shot is not None and self.one_shot.can_sum(x):
             return self.one_shot(x)
         dist.all_reduce(x)
@@ -74,49 +69,18 @@ class ParallelGroup:
         return self.exchange.begin(share, total)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The greatest of the ranks' `x`, element by element; `x` may be overwritten."""
-        if self.size > 1:
-            dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Stack the ranks' `x`: [N, ...] -> [size, N, ...]."""
-        if self.size == 1:
-            return x.unsqueeze(0)
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         all_gather_one(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
         return gathered
 
-    def column_starts(self, total: int) -> list[int]:
-        """Where each rank's share of `total` columns begins, and at last where they end.
-
-        They begin at multiples of UNIT where every rank can have one.
-        """
-        unit = UNIT if total >= UNIT * self.size else 1
-        return [total * rank // self.size // unit * unit for rank in range(self.size)] + [total]
-
-    def gather_columns(self, x: Tensor, total: int) -> Tensor:
-        """[B, own] -> [B, total], the ranks' columns side by side."""
-        if self.size == 1:
-            return x
-        starts = self.column_starts(total)
-        widths = [end - begin for begin, end in zip(starts, starts[1:])]
-        parts = self.all_gather(F.pad(x, (0, max(widths) - x.shape[1])))  # [size, B, widest]
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths)], dim=1)
-
     def minimum(self, value: int) -> int:
-        """The least of the ranks' values."""
-        if self.size == 1:
-            return value
         values: list[int] = [0] * self.size
         dist.all_gather_object(values, value)
         return min(values)
-
-    def share(self, total: int, what: str) -> int:
-        """This rank's part of `total` things that must divide evenly."""
-        if total % self.size:
-            raise ValueError(f"{what} is {total}, which tensor_parallel_size={self.size} does not divide: choose a divisor")
-        return total // self.size
 
 
 @dataclass(frozen=True)
@@ -298,7 +262,7 @@ def join_group(rank: int, size: int, device: torch.device, store: dist.Store, *,
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=device)
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    group = ParallelGroup(rank, size)
+    group = DistributedGroup(rank, size)
     if group.minimum(int(symmetric_memory and OneShotSum.is_available(size, device))):
-        group = ParallelGroup(rank, size, OneShotSum(size, device), Exchange(rank) if size == 2 else None)
+        group = DistributedGroup(rank, size, OneShotSum(size, device), Exchange(rank) if size == 2 else None)
     return group

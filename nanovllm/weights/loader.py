@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.utils.source import Source
+from nanovllm.weights.weight_slice import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

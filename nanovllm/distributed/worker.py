@@ -19,11 +19,11 @@ from contextlib import suppress
 
 import torch
 
-from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
-from nanovllm.engine.device import resolve_device
-from nanovllm.engine.drawn_tokens import DrawnTokens
+from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
+from nanovllm.gpu.device import resolve_device
+from nanovllm.gpu.sampled_tokens import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.utils.parallel import connect_store, host_store, join_group
+from nanovllm.distributed.collectives import connect_store, host_store, join_group
 
 PR_SET_PDEATHSIG = 1
 
@@ -61,7 +61,7 @@ def _exit_when_closed(sock: socket.socket) -> None:
 def _serve(channel: Channel) -> None:
     runner = _start(channel)
     is_first = runner.group.rank == 0
-    in_flight: deque[tuple[int, DrawnTokens]] = deque()  # rank 0's steps whose tokens the engine waits for
+    in_flight: deque[tuple[int, SampledTokens]] = deque()  # rank 0's steps whose tokens the engine waits for
     commands = select.poll()
     commands.register(channel.sock, select.POLLIN)
     while True:

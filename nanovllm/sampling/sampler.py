@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from nanovllm import kernels
-from nanovllm.sampling_params import SamplingParams, SpecialRow
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.sampling_params import SamplingParams, SamplingMetadata
+from nanovllm.layers.parallel import ParallelGroup
 
 Upload = Callable[[np.ndarray], Tensor]
 LOW_WORD = 0xFFFFFFFF
@@ -104,7 +104,7 @@ class Logprobs:
 class _Part:
     """Some of a step's special rows and what they ask for, on the device."""
 
-    def __init__(self, index: list[int], rows: Sequence[int], of_row: dict[int, SpecialRow], vocab_size: int, upload: Upload):
+    def __init__(self, index: list[int], rows: Sequence[int], of_row: dict[int, SamplingMetadata], vocab_size: int, upload: Upload):
         wishes = [of_row[rows[i]] for i in index]
         params = [wish.params for wish in wishes]
         limits = [limit(p, vocab_size) for p in params]
@@ -146,13 +146,13 @@ class SpecialRows:
         self.vocab_size = vocab_size
         self.group = group
         self._upload = upload
-        self._wishes: dict[int, SpecialRow] = {}  # by row
+        self._wishes: dict[int, SamplingMetadata] = {}  # by row
         self._shape = (num_rows, max_len)
         self._history: Tensor | None = None  # [rows, M] int32: the tokens of rows with penalties, once there is one
         self._rows: Sequence[int] = ()  # of the last step, and what they came to
         self._parts: list[_Part] = []
 
-    def set(self, row: int, wish: SpecialRow | None) -> None:
+    def set(self, row: int, wish: SamplingMetadata | None) -> None:
         """A sequence starts to draw in this row; None: temperature and seed are all it asks for."""
         if wish is None:
             if not self._wishes or self._wishes.pop(row, None) is None:
@@ -182,7 +182,7 @@ class SpecialRows:
         Of the step's B rows: logits [B, this rank's entries], lens [B] (where the drawn token will stand) and tokens [B].
         seeds: of the whole running state.
         """
-        raw = logits = self.group.gather_columns(logits[part.at], self.vocab_size).float()
+        raw = logits = self.group.gather_vocab(logits[part.at], self.vocab_size).float()
         lens = lens[part.at].long()
         if part.barred is not None:
             row, token, least = part.barred

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import MAX_ROWS, overlap, wait_for_inputs
+from nanovllm.kernels.triton.dispatch import MAX_ROWS, overlap, wait_for_inputs
 
 WEIGHTS_PER_PROGRAM = 4096  # 32 a thread, in flight at once; measured from 0.6B to 8B shapes on an H200
 

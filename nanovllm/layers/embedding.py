@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
-from nanovllm.utils.parallel import ParallelGroup
-from nanovllm.utils.source import Source
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.weights.weight_slice import Source
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -22,7 +22,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab_size = vocab_size
         self.group = group
-        self.vocab_start, self.vocab_end = group.column_starts(vocab_size)[group.rank :][:2]
+        self.vocab_start, self.vocab_end = group.vocab_starts(vocab_size)[group.rank :][:2]
         self.weight = empty_parameter(self.vocab_end - self.vocab_start, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import (
+from nanovllm.kernels.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
     arrivals,

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import overlap, wait_for_inputs
-from nanovllm.kernels.triton_ops import normed
-from nanovllm.utils.parallel import SharedRows
+from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.kernels.triton.elementwise import normed
+from nanovllm.distributed.collectives import SharedRows
 
 
 def sum_add_rms_norm(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import MAX_ROWS, launch, overlap, wait_for_inputs
+from nanovllm.kernels.triton.dispatch import MAX_ROWS, launch, overlap, wait_for_inputs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -24,11 +24,11 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, StepResult
-from nanovllm.engine.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
-from nanovllm.engine.device import resolve_device
+from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
+from nanovllm.gpu.device import resolve_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.models import build_model
-from nanovllm.utils.parallel import ParallelGroup
+from nanovllm.layers.parallel import ParallelGroup
 
 START_SECONDS = 3600  # to load the model, however slow the disk: a rank that dies meanwhile is noticed at once
 END_SECONDS = 5  # to leave when asked to
@@ -242,7 +242,7 @@ class TensorParallelRunner:
 def check_split(config: Config, hf_config) -> None:
     """Refuse what cannot be split over the ranks, or what there are no devices for."""
     group = ParallelGroup(0, config.tensor_parallel_size)
-    group.share(hf_config.num_attention_heads, "num_attention_heads")  # first of all: there may be a billion ranks
+    group.shard(hf_config.num_attention_heads, "num_attention_heads")  # first of all: there may be a billion ranks
     with torch.device("meta"):
         build_model(hf_config, group)
     for rank in range(config.tensor_parallel_size):
@@ -262,7 +262,7 @@ def spawn_rank(number: int, timeout: float) -> Rank:
     with theirs:
         in_main_thread = threading.current_thread() is threading.main_thread()
         code = (
-            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from nanovllm.engine.rank_worker import run_rank; "
+            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from nanovllm.distributed.worker import run_rank; "
             f"run_rank({theirs.fileno()}, dies_with_parent={in_main_thread})"
         )
         process = subprocess.Popen(

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluGatedLinear
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.utils.context import current_metadata
-from nanovllm.utils.parallel import ParallelGroup, RowParts, UnfinishedSum, whole
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.context import current_metadata
+from nanovllm.distributed.collectives import RowParts, UnfinishedSum, whole
+from nanovllm.layers.parallel import ParallelGroup
 
 
 class SelfAttention(nn.Module):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import cpp_ops, torch_attention
+from nanovllm.cpu import cpp_ops
+from nanovllm.kernels import torch_attention
 
 # flash-attn 4 took a process 8 s to import, on an H200's host, and 3 to 4 s to compile for each kind of prompt. With fewer
 # pairs of query and key than these, 16,384 tokens of prompts of 2,048, it would save 1 to 4 % of a prefill, by the times of
@@ -92,7 +93,7 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _triton_backend() -> AttentionBackend:
     try:
-        from nanovllm.kernels import triton_attention
+        from nanovllm.kernels.triton import attention as triton_attention
     except ImportError as error:
         raise ValueError(f"attention on a GPU needs Triton ({error}): pip install triton") from error
     return AttentionBackend("Triton", triton_attention.prefill_attention, triton_attention.decode_attention)

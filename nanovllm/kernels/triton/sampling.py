@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.launch import overlap, wait_for_inputs
+from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
 from nanovllm.kernels.reference import CELL
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -1,0 +1,1 @@
+"""Several ranks: their processes, how they are commanded, and their collectives."""

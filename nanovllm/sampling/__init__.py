@@ -1,0 +1,1 @@
+"""Sampling beyond temperature and seed."""

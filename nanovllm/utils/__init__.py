@@ -1,1 +1,0 @@
-"""What every layer of the library may use; imports nothing above itself."""
