@@ -19,7 +19,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models import build_model
-from nanovllm.weights.loader import init_dummy_weights, load_hf_config, load_weights, model_sources
+from nanovllm.weights.loader import init_dummy_weights, load_hf_config, load_weights, model_weight_slices
 from nanovllm.layers.parallel import ParallelGroup
 
 SMALL = dict(
@@ -69,10 +69,10 @@ def saved(request, tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_ranks_parts_make_the_whole_tensors(size, saved):
-    whole = {source.name: source.destination for source in model_sources(load(saved))}
+    whole = {source.name: source.destination for source in model_weight_slices(load(saved))}
     parts = {name: torch.full(tensor.shape, torch.nan) for name, tensor in whole.items()}
     for rank in range(size):
-        for source in model_sources(load(saved, rank, size)):
+        for source in model_weight_slices(load(saved, rank, size)):
             part = parts[source.name][source.index]
             # What two ranks both hold (norms, shared key-value heads) they hold alike.
             assert part.isnan().all() or torch.equal(part, source.destination), source.name
@@ -87,7 +87,7 @@ def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size, config):
     def dummy(rank, size):
         model = build_model(config, ParallelGroup(rank, size))
         init_dummy_weights(model, seed=3)
-        return {source.name: source for source in model_sources(model)}
+        return {source.name: source for source in model_weight_slices(model)}
 
     whole = dummy(0, 1)
     for rank in range(size):

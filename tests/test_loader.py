@@ -159,14 +159,14 @@ def test_tied_head_in_the_file_is_not_needed_and_not_an_error(folder):
 
 
 def test_coverage_sees_gaps_and_overlaps(model):
-    sources = list(loader.model_sources(model))
+    sources = list(loader.model_weight_slices(model))
     loader.check_coverage(model, sources)
     with pytest.raises(AssertionError):
         loader.check_coverage(model, sources[:5] + sources[6:])
     with pytest.raises(AssertionError):
         loader.check_coverage(model, sources + sources[:1])
     with pytest.raises(AssertionError):
-        loader.check_coverage(model, sources + list(ColumnParallelLinear(4, 4, ParallelGroup()).sources("")))
+        loader.check_coverage(model, sources + list(ColumnParallelLinear(4, 4, ParallelGroup()).weight_slices("")))
 
 
 def test_dummy_weights_depend_on_the_seed_alone(model):

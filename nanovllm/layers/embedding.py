@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.weights.weight_slice import Source
+from nanovllm.weights.weight_slice import WeightSlice
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -33,9 +33,9 @@ class VocabParallelEmbedding(nn.Module):
         hidden = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
         return self.group.all_reduce(hidden)
 
-    def sources(self, path: str) -> Iterator[Source]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         rows = (slice(self.vocab_start, self.vocab_end), slice(None))
-        yield Source(f"{path}.weight", self.weight, rows, (self.vocab_size, self.weight.shape[1]))
+        yield WeightSlice(f"{path}.weight", self.weight, rows, (self.vocab_size, self.weight.shape[1]))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -55,6 +55,6 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(self, hidden: Tensor) -> Tensor:
         return kernels.linear(hidden, self.weight)
 
-    def sources(self, path: str) -> Iterator[Source]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         if not self.tied:
-            yield from super().sources(path)
+            yield from super().weight_slices(path)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.distributed.collectives import RowParts, UnfinishedSum
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.weights.weight_slice import Source, sibling
+from nanovllm.weights.weight_slice import WeightSlice, sibling
 
 # With so many rows and several ranks, what lies between one attention and the next goes in parts of about PART_ROWS: while
 # the ranks sum one part's results, the next part's are computed. More and smaller parts take the host longer to launch.
@@ -68,15 +68,15 @@ class StackedLinear(nn.Module):
             _multiply_into(its_out, part, self.weight, self.bias)
         return out
 
-    def sources(self, path: str) -> Iterator[Source]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         row = 0
         for part in self.projections:
             name = sibling(path, part.name) if part.name else path
             here, there = slice(row, row + part.count), slice(part.start, part.start + part.count)
             shape = (part.total, self.in_features)
-            yield Source(f"{name}.weight", self.weight[here], (there, slice(None)), shape)
+            yield WeightSlice(f"{name}.weight", self.weight[here], (there, slice(None)), shape)
             if self.bias is not None:
-                yield Source(f"{name}.bias", self.bias[here], (there,), (part.total,))
+                yield WeightSlice(f"{name}.bias", self.bias[here], (there,), (part.total,))
             row += part.count
 
 
@@ -172,10 +172,10 @@ class RowParallelLinear(nn.Module):
             sums.append((summed, self.group.begin_sum(mine, summed)))
         return UnfinishedSum(parts=sums)
 
-    def sources(self, path: str) -> Iterator[Source]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         out_features, count = self.weight.shape
         start = self.group.rank * count
         columns = (slice(None), slice(start, start + count))
-        yield Source(f"{path}.weight", self.weight, columns, (out_features, self.in_features))
+        yield WeightSlice(f"{path}.weight", self.weight, columns, (out_features, self.in_features))
         if self.bias is not None:
-            yield Source(f"{path}.bias", self.bias, (slice(None),), (out_features,))
+            yield WeightSlice(f"{path}.bias", self.bias, (slice(None),), (out_features,))

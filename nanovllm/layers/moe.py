@@ -11,7 +11,7 @@ from nanovllm import kernels
 from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
 from nanovllm.distributed.collectives import RowParts, UnfinishedSum, whole
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.weights.weight_slice import Source
+from nanovllm.weights.weight_slice import WeightSlice
 
 
 class MixtureOfExperts(nn.Module):
@@ -53,13 +53,13 @@ class Experts(nn.Module):
         out = kernels.moe(x, logits, self.gate_up_proj, self.down_proj, top_k, renormalize)
         return self.group.sum_in_norm(out)
 
-    def sources(self, path: str) -> Iterator[Source]:
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         num_experts, hidden, share = self.down_proj.shape
         part, all_of_it = slice(self.group.rank * share, (self.group.rank + 1) * share), slice(None)
         for expert in range(num_experts):
             gate, up = self.gate_up_proj[expert].split(share)
             for name, destination in (("gate_proj", gate), ("up_proj", up)):
                 shape = (self.intermediate_size, hidden)
-                yield Source(f"{path}.{expert}.{name}.weight", destination, (part, all_of_it), shape)
+                yield WeightSlice(f"{path}.{expert}.{name}.weight", destination, (part, all_of_it), shape)
             shape = (hidden, self.intermediate_size)
-            yield Source(f"{path}.{expert}.down_proj.weight", self.down_proj[expert], (all_of_it, part), shape)
+            yield WeightSlice(f"{path}.{expert}.down_proj.weight", self.down_proj[expert], (all_of_it, part), shape)

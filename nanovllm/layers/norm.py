@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.distributed.collectives import RowParts, UnfinishedSum
-from nanovllm.weights.weight_slice import Source
+from nanovllm.weights.weight_slice import WeightSlice
 
 
 class RMSNorm(nn.Module):
@@ -43,5 +43,5 @@ class RMSNorm(nn.Module):
 
         return RowParts(sizes, parts()), residual
 
-    def sources(self, path: str) -> Iterator[Source]:
-        yield Source(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        yield WeightSlice(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))

@@ -1,6 +1,6 @@
 """From a model's name to filled parameters: find the folder, read its configuration, read its weights.
 
-Knows files and the Hugging Face hub. Knows nothing about architectures: each layer says, by `sources`, which part of
+Knows files and the Hugging Face hub. Knows nothing about architectures: each layer says, by `weight_slices`, which part of
 which checkpoint tensor it holds, and the loader reads exactly that, straight into the parameter. It ends with a proof:
 every element of every parameter was filled once, and every tensor of the checkpoint was used.
 """
@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.weights.weight_slice import Source
+from nanovllm.weights.weight_slice import WeightSlice
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -100,7 +100,7 @@ def says_all(values: dict[str, Any]) -> bool:
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill `model` from the safetensors files of `folder`, each tensor converted to its parameter's dtype."""
-    sources = list(model_sources(model))
+    sources = list(model_weight_slices(model))
     check_coverage(model, sources)
     checkpoint = open_checkpoint(Path(folder))
     needed = {source.name for source in sources}
@@ -113,7 +113,7 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         check_tensor(source, *checkpoint[source.name])
 
     @torch.inference_mode()  # a thread starts outside it, and parameters may have been made inside
-    def read(source: Source) -> None:
+    def read(source: WeightSlice) -> None:
         _, file = checkpoint[source.name]
         source.destination.copy_(file.get_slice(source.name)[source.index])
 
@@ -126,7 +126,7 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 
     The noise of a checkpoint tensor is a function of the seed and its name: any number of ranks has the same model.
     """
-    sources = list(model_sources(model))
+    sources = list(model_weight_slices(model))
     check_coverage(model, sources)
     for source in sources:
         destination = source.destination
@@ -141,10 +141,10 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
             destination.copy_(whole.normal_(0.0, 0.02, generator=generator)[source.index])
 
 
-def model_sources(model: nn.Module) -> Iterator[Source]:
+def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
     for path, module in model.named_modules():
-        if hasattr(module, "sources"):
-            yield from module.sources(path)
+        if hasattr(module, "weight_slices"):
+            yield from module.weight_slices(path)
 
 
 def tied_heads(model: nn.Module) -> set[str]:
@@ -152,7 +152,7 @@ def tied_heads(model: nn.Module) -> set[str]:
     return {f"{path}.weight" for path, module in model.named_modules() if getattr(module, "tied", False)}
 
 
-def check_coverage(model: nn.Module, sources: Iterable[Source]) -> None:
+def check_coverage(model: nn.Module, sources: Iterable[WeightSlice]) -> None:
     """The sources' destinations, laid end to end, are the model's parameters: no gap and no overlap."""
     ends = {}
     for source in sources:
@@ -200,7 +200,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def check_tensor(source: Source, path: Path, file: safe_open) -> None:
+def check_tensor(source: WeightSlice, path: Path, file: safe_open) -> None:
     found = file.get_slice(source.name)
     if (shape := tuple(found.get_shape())) != source.shape:
         raise ValueError(f"{path}: {source.name} has shape {shape}, config.json means {source.shape}: check both")

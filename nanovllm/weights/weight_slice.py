@@ -1,7 +1,7 @@
 """Where a piece of a parameter comes from: what layers tell the loader.
 
-A layer that has parameters has a method `sources(path)`, `path` being its dotted name in the model, that yields one
-Source for each checkpoint tensor it needs. So a layer alone knows how it is split over the ranks and under which names
+A layer that has parameters has a method `weight_slices(path)`, `path` being its dotted name in the model, that yields one
+WeightSlice for each checkpoint tensor it needs. So a layer alone knows how it is split over the ranks and under which names
 a checkpoint stores it, and the loader alone knows files.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class WeightSlice:
     """`destination` = checkpoint[`name`][`index`]."""
 
     name: str
