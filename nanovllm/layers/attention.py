@@ -1,67 +1,127 @@
-"""Attention over the paged KV cache: from projected queries, keys and values to the heads' outputs.
+"""Attention with rotary positions over a paged KV cache.
 
-Owns the layer's cache and nothing of its size: the engine measures what fits, allocates it and binds it here.
+Knows the mathematics, and how a block table leads to a sequence's K and V. Knows nothing of how blocks are shared out.
+
+Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), H query heads, G key-value heads, D head
+size, W block-table width. A cache is [blocks, block_size, G, D]; H / G query heads share a key-value head.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm import kernels
+from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, current_metadata
+from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.layers.context import current_metadata
 
 
-class Attention(nn.Module):
-    """`num_heads` and `num_kv_heads` are this rank's."""
+class SelfAttention(nn.Module):
+    """[T, hidden] -> [T, hidden]. The KV cache is bound by whoever owns its memory; without one, nothing is stored."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rotary: RotaryEmbedding):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary: RotaryEmbedding,
+        group: ParallelGroup,
+        *,
+        qk_norm_eps: float | None = None,  # norm each head of q and k before it is rotated; None: do not
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+    ):
         super().__init__()
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias)
+        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.rotary = rotary
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, group, bias=output_bias)
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # this rank's
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
-        self.rotary = rotary
-        # Until the engine binds a cache there is none, and nothing is stored.
-        self.bind_cache(torch.empty(0), torch.empty(0), kernels.TORCH_BACKEND)
+        self.k_cache = self.v_cache = torch.empty(0)
 
-    def bind_cache(self, k_cache: Tensor, v_cache: Tensor, backend: kernels.AttentionBackend) -> None:
-        """From now on keep K and V in these [blocks, block_size, G, D], and attend with `backend`."""
-        self.k_cache, self.v_cache, self.backend = k_cache, v_cache, backend
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        metadata = current_metadata()
+        q, k, v = self.split_heads(self.qkv_proj(x))  # [T, H, D], [T, G, D], [T, G, D]
+        q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rotary(q, positions), self.rotary(k, positions)
+        store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+        out = attend(q, k, v, self.k_cache, self.v_cache, metadata, self.scale)  # [T, H, D]
+        return self.o_proj(out.flatten(1))
 
-    def forward(
-        self, qkv: Tensor, positions: Tensor, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
-    ) -> Tensor:
-        """qkv [T, (H + 2G) D], positions [T] -> [T, H D]. The norms, of a head each, come before the rotation."""
-        meta = current_metadata()
-        q, k, v = kernels.qk_norm_rope_store(
-            qkv,
-            self.head_dim,
-            self.num_kv_heads,
-            q_norm.weight if q_norm else None,
-            k_norm.weight if k_norm else None,
-            q_norm.eps if q_norm else 0.0,
-            self.rotary.cos_sin,
-            positions,
-            meta.slots,
-            self.k_cache,
-            self.v_cache,
-        )
-        decodes = meta.num_decodes
-        if meta.prefill is None:
-            out = self._decode(q)
-        elif decodes == 0:
-            out = self._prefill(q, k, v)
+    def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write k and v [T, G, D] to their KV slots. A slot of -1 is not written."""
+    if k_cache.numel() == 0:
+        return
+    written = slot_mapping >= 0
+    k_cache.view(-1, *k.shape[1:])[slot_mapping[written]] = k[written]
+    v_cache.view(-1, *v.shape[1:])[slot_mapping[written]] = v[written]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float
+) -> Tensor:
+    """Each token over its sequence's tokens up to itself: [T, H, D]. This step's K and V are in the cache already."""
+    decodes, prefill = metadata.num_decodes, metadata.prefill
+    parts = []
+    if decodes:
+        tables, lens = metadata.block_tables, metadata.context_lens
+        parts.append(decode_attention(q[:decodes], k_cache, v_cache, lens, tables, scale))
+    if prefill is not None:
+        parts.append(prefill_attention(q[decodes:], k[decodes:], v[decodes:], k_cache, v_cache, prefill, scale))
+    return torch.cat(parts)
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, block_tables: Tensor, scale: float
+) -> Tensor:
+    """One query a sequence over its cached tokens: q [B, H, D], context_lens [B], block_tables [B, W] -> [B, H, D]."""
+    longest = int(context_lens.max())
+    k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
+    seen = torch.arange(longest, device=q.device) < context_lens.view(-1, 1, 1, 1)  # [B, 1, 1, L]
+    return scaled_dot_product(q.unsqueeze(1), k, v, scale, mask=seen).squeeze(1)
+
+
+def prefill_attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: PrefillMetadata, scale: float
+) -> Tensor:
+    """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
+
+    With block tables, a sequence's K and V are read from the cache, where the chunk's own are already; without, from
+    k and v.
+    """
+    out = torch.empty_like(q)
+    starts_q, starts_k = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
+    for i in range(len(starts_q) - 1):
+        begin, end = starts_q[i], starts_q[i + 1]
+        len_q, len_k = end - begin, starts_k[i + 1] - starts_k[i]
+        if metadata.block_tables is None:
+            k_i, v_i = k[None, begin:end], v[None, begin:end]
         else:
-            out = torch.cat((self._decode(q[:decodes]), self._prefill(q[decodes:], k[decodes:], v[decodes:])))
-        return out.flatten(1)  # [T, H, D] -> [T, H D]
+            table = metadata.block_tables[i : i + 1]
+            k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
+        # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
+        seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+        out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, scale, mask=seen)[0]
+    return out
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prefill = current_metadata().prefill
-        return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, prefill, self.scale)
 
-    def _decode(self, q: Tensor) -> Tensor:
-        meta = current_metadata()
-        return self.backend.decode(
-            q, self.k_cache, self.v_cache, meta.decode_lens, meta.decode_tables, self.scale, meta.shared_len
-        )
+def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
+    """The first `length` cached tokens of each sequence: block_tables [B, W] -> [B, length, G, D]."""
+    num_blocks = -(-length // cache.shape[1])
+    return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
+
+
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """softmax(q k^T scale) v by heads: q [B, Lq, H, D], k and v [B, Lk, G, D], mask True where seen -> [B, Lq, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)

@@ -1,7 +1,9 @@
 """The step's metadata: what attention must know about the tokens of one forward pass.
 
-It is ambient: the runner opens it around the forward pass and the attention layers read it, so a model's code
+It is ambient: the model runner opens it around the forward pass and the attention layers read it, so a model's code
 passes only hidden states and positions from layer to layer.
+
+A KV slot is a token's place in the paged cache: block * block_size + offset.
 """
 
 from collections.abc import Iterator
@@ -17,30 +19,31 @@ class PrefillMetadata:
     """N chunks of prompts, packed one after the other: P tokens in all."""
 
     cu_seqlens_q: Tensor  # [N + 1] int32, where each chunk starts among the P tokens
-    cu_seqlens_k: Tensor  # [N + 1] int32, the same with the tokens each sequence already has in the cache counted in
+    cu_seqlens_k: Tensor  # [N + 1] int32, the same with each sequence's cached tokens counted in
     max_seqlen_q: int
     max_seqlen_k: int
-    block_tables: Tensor | None  # [N, W] int32; None: nothing is cached, the chunks' own K and V are all there is
+    block_tables: Tensor | None  # [N, W] int32; None: nothing is cached, the chunks' own K and V are all
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetadata:
-    """T = B + P tokens: first B decoding sequences with one token each, then the P tokens of prompt chunks."""
+class AttentionMetadata:
+    """T = B + P tokens: first B decoding sequences with one token each, then P tokens of prompt chunks."""
 
-    slots: Tensor  # [T] int64, where each token's K and V go: block * block_size + offset; -1 writes nothing
+    slot_mapping: Tensor  # [T] int64, the KV slot of each token; -1: its K and V are in the cache already
     num_decodes: int  # B
-    decode_lens: Tensor | None = None  # [B] int32, tokens to attend to, this step's own included
-    decode_tables: Tensor | None = None  # [B, W] int32
-    shared_len: Tensor | None = None  # [1] int32, tokens in whole blocks with which all B tables begin; None: unknown
+    context_lens: Tensor | None = None  # [B] int32, tokens to attend to, this step's own included
+    block_tables: Tensor | None = None  # [B, W] int32
+    # [1] int32: so many tokens, in whole blocks, begin all B sequences, and may be read once for all.
+    shared_prefix_len: Tensor | None = None
     prefill: PrefillMetadata | None = None
-    wanted: Tensor | None = None  # [R] int64, the tokens whose hidden states are asked for; None: all
+    logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all
 
 
-_current: ContextVar[StepMetadata | None] = ContextVar("step_metadata", default=None)
+_current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata", default=None)
 
 
 @contextmanager
-def forward_context(metadata: StepMetadata) -> Iterator[None]:
+def forward_context(metadata: AttentionMetadata) -> Iterator[None]:
     """Make `metadata` the one that `current_metadata` answers inside the block."""
     token = _current.set(metadata)
     try:
@@ -49,7 +52,7 @@ def forward_context(metadata: StepMetadata) -> Iterator[None]:
         _current.reset(token)
 
 
-def current_metadata() -> StepMetadata:
+def current_metadata() -> AttentionMetadata:
     metadata = _current.get()
     assert metadata is not None, "a model's forward pass runs inside forward_context"
     return metadata

@@ -1,6 +1,6 @@
 """The two ends of a model that face the vocabulary, each split over the ranks by vocabulary entry.
 
-The shares are of different sizes when the ranks do not divide the vocabulary. So nothing is padded: every logit belongs
+The shards are of different sizes when the ranks do not divide the vocabulary. So nothing is padded: every logit belongs
 to a real entry, and none needs masking before sampling.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
@@ -34,12 +33,12 @@ class VocabParallelEmbedding(nn.Module):
         return self.group.all_reduce(hidden)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        rows = (slice(self.vocab_start, self.vocab_end), slice(None))
-        yield WeightSlice(f"{path}.weight", self.weight, rows, (self.vocab_size, self.weight.shape[1]))
+        ours = (slice(self.vocab_start, self.vocab_end), slice(None))
+        yield WeightSlice(f"{path}.weight", self.weight, ours, (self.vocab_size, self.weight.shape[1]))
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [B, hidden] -> logits [B, this rank's entries], which are vocab_start and up to vocab_end.
+    """Hidden states [R, hidden] -> logits [R, this rank's entries], which are vocab_start and up to vocab_end.
 
     A head tied to an embedding shares its parameter and takes nothing from the checkpoint.
     """
@@ -53,7 +52,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             self.weight = tied_to.weight
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return kernels.linear(hidden, self.weight)
+        return F.linear(hidden, self.weight)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         if not self.tied:

@@ -1,25 +1,19 @@
-"""Linear layers, split over the ranks of a group.
+"""Linear layers, split over the ranks of a group (tensor parallelism; Shoeybi et al. 2019).
 
 Knows which rows or columns of a weight a rank holds, and the checkpoint tensors they come from. A column-parallel layer
-makes a rank's share of the outputs; a row-parallel one takes that share as its inputs and sums the ranks' results, so
-the pair needs one all-reduce. At size 1 each is a plain linear layer.
+makes a rank's shard of the outputs. A row-parallel one takes that shard as its inputs, and an all-reduce sums what the
+ranks make of it. So a pair of them needs one all-reduce, and at size 1 each is a plain linear layer.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm import kernels
-from nanovllm.distributed.collectives import RowParts, UnfinishedSum
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice, sibling
-
-# With so many rows and several ranks, what lies between one attention and the next goes in parts of about PART_ROWS: while
-# the ranks sum one part's results, the next part's are computed. More and smaller parts take the host longer to launch.
-OVERLAP_ROWS = 4096
-PART_ROWS = 6144
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
@@ -27,16 +21,9 @@ def empty_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-def lay_out_for_cpu(model: nn.Module) -> None:
-    """Keep every matrix [N, K] transposed in memory: a CPU then multiplies a few rows by it 1.3 to 2 times as fast."""
-    for parameter in model.parameters():
-        if parameter.ndim == 2:
-            parameter.data = parameter.data.t().contiguous().t()
-
-
 @dataclass(frozen=True)
-class Rows:
-    """A rank's part of one projection: rows [start, start + count) of the checkpoint's `total`."""
+class Shard:
+    """A rank's part of one projection: outputs [start, start + count) of the checkpoint's `total`."""
 
     name: str | None  # the projection's name next to the layer; None: the layer's own
     total: int
@@ -44,56 +31,51 @@ class Rows:
     count: int
 
     @classmethod
-    def share(cls, name: str | None, total: int, group: ParallelGroup, what: str) -> "Rows":
+    def even(cls, name: str | None, total: int, group: ParallelGroup, what: str) -> "Shard":
         count = group.shard(total, what)
         return cls(name, total, group.rank * count, count)
 
 
 class StackedLinear(nn.Module):
-    """Projections of one input, stacked into one product: x [T, in] -> [T, sum of the projections' rows]."""
+    """Projections of one input, stacked into one product: x [T, in] -> [T, sum of the shards' outputs]."""
 
-    def __init__(self, in_features: int, projections: Sequence[Rows], bias: bool):
+    def __init__(self, in_features: int, shards: Sequence[Shard], bias: bool):
         super().__init__()
         self.in_features = in_features
-        self.projections = projections
-        rows = sum(projection.count for projection in projections)
-        self.weight = empty_parameter(rows, in_features)
-        self.bias = empty_parameter(rows) if bias else None
+        self.shards = shards
+        out_features = sum(shard.count for shard in shards)
+        self.weight = empty_parameter(out_features, in_features)
+        self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor | RowParts) -> Tensor:
-        if isinstance(x, Tensor):
-            return kernels.linear(x, self.weight, self.bias)
-        out = self.weight.new_empty(sum(x.sizes), self.weight.shape[0])
-        for part, its_out in zip(x.parts, out.split(x.sizes)):
-            _multiply_into(its_out, part, self.weight, self.bias)
-        return out
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         row = 0
-        for part in self.projections:
-            name = sibling(path, part.name) if part.name else path
-            here, there = slice(row, row + part.count), slice(part.start, part.start + part.count)
-            shape = (part.total, self.in_features)
+        for shard in self.shards:
+            name = sibling(path, shard.name) if shard.name else path
+            here, there = slice(row, row + shard.count), slice(shard.start, shard.start + shard.count)
+            shape = (shard.total, self.in_features)
             yield WeightSlice(f"{name}.weight", self.weight[here], (there, slice(None)), shape)
             if self.bias is not None:
-                yield WeightSlice(f"{name}.bias", self.bias[here], (there,), (part.total,))
-            row += part.count
+                yield WeightSlice(f"{name}.bias", self.bias[here], (there,), (shard.total,))
+            row += shard.count
 
 
 class ColumnParallelLinear(StackedLinear):
-    """One projection; each rank makes its share of the outputs."""
+    """One projection; each rank makes its shard of the outputs."""
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
-        super().__init__(in_features, [Rows.share(None, out_features, group, "out_features")], bias)
+        super().__init__(in_features, [Shard.even(None, out_features, group, "out_features")], bias)
 
 
 class MergedColumnParallelLinear(StackedLinear):
-    """Several projections of the same width, such as gate and up; each rank makes its share of each."""
+    """Several projections of the same width, such as gate and up; each rank makes its shard of each."""
 
     def __init__(
         self, in_features: int, out_features: int, group: ParallelGroup, *, names: Sequence[str], bias: bool = False
     ):
-        super().__init__(in_features, [Rows.share(name, out_features, group, name) for name in names], bias)
+        super().__init__(in_features, [Shard.even(name, out_features, group, name) for name in names], bias)
 
 
 class QKVParallelLinear(StackedLinear):
@@ -114,16 +96,16 @@ class QKVParallelLinear(StackedLinear):
         bias: bool = False,
     ):
         heads = group.shard(num_heads, "num_attention_heads")
-        kv_heads, first_kv_head = kv_share(num_kv_heads, group)
-        q, *kv = names
-        parts = [(q, num_heads, group.rank * heads, heads)]
-        parts += [(name, num_kv_heads, first_kv_head, kv_heads) for name in kv]
-        rows = [Rows(name, *(heads * head_dim for heads in counts)) for name, *counts in parts]
-        super().__init__(in_features, rows, bias)
+        kv_heads, first_kv_head = shard_kv_heads(num_kv_heads, group)
+        q, k, v = names
+        shards = [Shard(q, num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim)]
+        for name in (k, v):
+            shards.append(Shard(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim))
+        super().__init__(in_features, shards, bias)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 
 
-def kv_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
+def shard_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
     """How many key-value heads this rank has, and the first of them."""
     if num_kv_heads >= group.size:
         count = group.shard(num_kv_heads, "num_key_value_heads")
@@ -136,19 +118,8 @@ def kv_share(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
     return 1, group.rank * num_kv_heads // group.size
 
 
-def _multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
 class RowParallelLinear(nn.Module):
-    """Each rank has its share of the inputs, [T, in / size]; their results are summed: -> [T, out].
-
-    A norm must follow, for the sum may be left to it. Where `x` is whole, the result may take the memory of `spare`, which
-    then is whole too, and of its shape.
-    """
+    """Each rank has its shard of the inputs, [T, in / size]; the ranks' results are summed: -> [T, out]."""
 
     def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
         super().__init__()
@@ -157,20 +128,13 @@ class RowParallelLinear(nn.Module):
         self.weight = empty_parameter(out_features, group.shard(in_features, "in_features"))
         self.bias = empty_parameter(out_features) if bias else None
 
-    def forward(self, x: Tensor | RowParts, spare: Tensor | RowParts | None = None) -> Tensor | UnfinishedSum:
-        bias = self.bias if self.group.rank == 0 else None  # the sum must count it once
-        if isinstance(x, Tensor):
-            if self.group.size == 1:
-                return kernels.linear(x, self.weight, bias, spare)
-            if x.shape[0] < OVERLAP_ROWS:
-                return self.group.sum_in_norm(kernels.linear(x, self.weight, bias, spare))
-            x = RowParts.split(x, PART_ROWS)
-        share, total = self.group.sum_buffers(sum(x.sizes), self.weight.shape[0], self.weight)
-        sums = []
-        for part, mine, summed in zip(x.parts, share.split(x.sizes), total.split(x.sizes)):
-            _multiply_into(mine, part, self.weight, bias)
-            sums.append((summed, self.group.begin_sum(mine, summed)))
-        return UnfinishedSum(parts=sums)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(F.linear(x, self.weight, self.bias_of_this_rank))
+
+    @property
+    def bias_of_this_rank(self) -> Tensor | None:
+        """The sum must count the bias once."""
+        return self.bias if self.group.rank == 0 else None
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         out_features, count = self.weight.shape

@@ -1,15 +1,15 @@
 """A mixture of experts in the place of an MLP: a router picks for each token a few small SwiGLU MLPs out of many.
 
-Every rank has a share of each expert's width, as with a dense MLP, so no token moves between ranks.
+Every rank has a shard of each expert's width, as with a dense MLP, so no token moves between ranks.
 """
 
 from collections.abc import Iterator
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm import kernels
 from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
-from nanovllm.distributed.collectives import RowParts, UnfinishedSum, whole
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -32,10 +32,13 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(hidden_size, intermediate_size, num_experts, group)
         self.top_k = top_k
         self.renormalize = renormalize
+        self.group = group
 
-    def forward(self, x: Tensor | RowParts) -> Tensor | UnfinishedSum:
-        x = whole(x)  # rows may come in parts, and experts sort all tokens at once
-        return self.experts(x, self.gate(x), self.top_k, self.renormalize)
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.gate(x).softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)  # [T, K]
+        if self.renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return self.group.all_reduce(self.experts(x, weights, experts))
 
 
 class Experts(nn.Module):
@@ -45,21 +48,30 @@ class Experts(nn.Module):
         super().__init__()
         self.intermediate_size = intermediate_size
         self.group = group
-        share = group.shard(intermediate_size, "moe_intermediate_size")
-        self.gate_up_proj = empty_parameter(num_experts, 2 * share, hidden_size)
-        self.down_proj = empty_parameter(num_experts, hidden_size, share)
+        shard = group.shard(intermediate_size, "moe_intermediate_size")
+        self.gate_up_proj = empty_parameter(num_experts, 2 * shard, hidden_size)
+        self.down_proj = empty_parameter(num_experts, hidden_size, shard)
 
-    def forward(self, x: Tensor, logits: Tensor, top_k: int, renormalize: bool) -> Tensor | UnfinishedSum:
-        out = kernels.moe(x, logits, self.gate_up_proj, self.down_proj, top_k, renormalize)
-        return self.group.sum_in_norm(out)
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """x [T, N], weights and experts [T, K] -> [T, N]: this rank's part of the weighted sums."""
+        top_k = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)  # the T K pairs of token and expert, expert by expert
+        counts = experts.flatten().bincount(minlength=len(self.down_proj)).tolist()
+        results = x.new_empty(len(order), x.shape[1])
+        for expert, pairs in enumerate(order.split(counts)):
+            if len(pairs):
+                gate, up = F.linear(x[pairs // top_k], self.gate_up_proj[expert]).chunk(2, dim=-1)
+                results[pairs] = F.linear(F.silu(gate) * up, self.down_proj[expert])
+        # The sum goes over each token's experts in their order: it does not depend on the others in the batch.
+        return (results.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        num_experts, hidden, share = self.down_proj.shape
-        part, all_of_it = slice(self.group.rank * share, (self.group.rank + 1) * share), slice(None)
+        num_experts, hidden, shard = self.down_proj.shape
+        ours, everything = slice(self.group.rank * shard, (self.group.rank + 1) * shard), slice(None)
         for expert in range(num_experts):
-            gate, up = self.gate_up_proj[expert].split(share)
-            for name, destination in (("gate_proj", gate), ("up_proj", up)):
-                shape = (self.intermediate_size, hidden)
-                yield WeightSlice(f"{path}.{expert}.{name}.weight", destination, (part, all_of_it), shape)
-            shape = (hidden, self.intermediate_size)
-            yield WeightSlice(f"{path}.{expert}.down_proj.weight", self.down_proj[expert], (all_of_it, part), shape)
+            gate, up = self.gate_up_proj[expert].split(shard)
+            shape = (self.intermediate_size, hidden)
+            yield WeightSlice(f"{path}.{expert}.gate_proj.weight", gate, (ours, everything), shape)
+            yield WeightSlice(f"{path}.{expert}.up_proj.weight", up, (ours, everything), shape)
+            down, shape = self.down_proj[expert], (hidden, self.intermediate_size)
+            yield WeightSlice(f"{path}.{expert}.down_proj.weight", down, (everything, ours), shape)

@@ -1,47 +1,26 @@
-"""Root-mean-square normalisation, alone or fused with the residual addition, and the sum over ranks, before it."""
+"""Root-mean-square normalisation (Zhang and Sennrich 2019)."""
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
-from nanovllm import kernels
 from nanovllm.layers.linear import empty_parameter
-from nanovllm.distributed.collectives import RowParts, UnfinishedSum
 from nanovllm.weights.weight_slice import WeightSlice
 
 
 class RMSNorm(nn.Module):
+    """Scale each row of x [..., N] to root mean square 1, then by a weight [N]. Computed in float32."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.eps = eps
         self.weight = empty_parameter(size)
 
-    def forward(
-        self, x: Tensor | UnfinishedSum, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor | RowParts, Tensor]:
-        """norm(x); or, with a residual, (norm(residual + x), residual + x), which may overwrite both.
-
-        Of a sum in parts, each part is normed and added to the residual when its turn comes.
-        """
-        if residual is None:
-            return kernels.rms_norm(x, self.weight, self.eps)
-        if isinstance(x, UnfinishedSum):
-            return self._finish(x, residual)
-        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
-
-    def _finish(self, total: UnfinishedSum, residual: Tensor) -> tuple[Tensor | RowParts, Tensor]:
-        if total.shared is not None:
-            return kernels.sum_add_rms_norm(total.x, residual, self.weight, self.eps, total.shared)
-        sizes = [len(part) for part, _ in total.parts]
-
-        def parts() -> Iterator[Tensor]:
-            for (part, work), rest in zip(total.parts, residual.split(sizes)):
-                work.wait()
-                normed, added = kernels.add_rms_norm(part, rest, self.weight, self.eps)
-                rest.copy_(added)  # which is nothing where it was overwritten
-                yield normed
-
-        return RowParts(sizes, parts()), residual
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         yield WeightSlice(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))

@@ -1,8 +1,4 @@
-"""The table that rotary position embedding reads: how far each pair of a head's elements turns at each position.
-
-Knows how a Hugging Face configuration says it, in the older form (rope_theta, rope_scaling) and the newer one
-(rope_parameters). The rotation itself is fused with its neighbours in kernels.
-"""
+"""Rotary position embedding, and how a Hugging Face configuration describes its angles."""
 
 import math
 
@@ -11,25 +7,32 @@ from torch import Tensor, nn
 
 
 class RotaryEmbedding(nn.Module):
-    """`cos_sin` [max_position, D] float32: the cosines of D / 2 angles, then their sines."""
+    """Turn pairs of a head's elements by angles that grow with the position (RoPE; Su et al. 2021).
 
-    def __init__(self, frequencies: Tensor, max_position: int, scale: float = 1.0):
+    Element i of a head's first half and element i of its second half are a pair. `cos_sin` [positions, D] float32 holds
+    the cosines of the D / 2 angles of a position, then their sines.
+    """
+
+    def __init__(self, frequencies: Tensor, max_positions: int, scale: float = 1.0):
         super().__init__()
         frequencies = frequencies.to(torch.get_default_device())
         # float32 whatever the model's dtype: bfloat16 cannot count positions past 256.
-        positions = torch.arange(max_position, dtype=torch.float32)
+        positions = torch.arange(max_positions, dtype=torch.float32)
         angles = torch.outer(positions, frequencies)
         cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
-    def keep_positions(self, count: int) -> None:
-        """Forget the angles of later ones."""
-        self.cos_sin = self.cos_sin[:count].clone()
-
     @classmethod
-    def from_config(cls, config, head_dim: int) -> "RotaryEmbedding":
+    def from_config(cls, config, head_dim: int, max_positions: int | None = None) -> "RotaryEmbedding":
+        """`max_positions`: as many as are needed; None: all that the model supports."""
         frequencies, scale = rope_frequencies(config, head_dim)
-        return cls(frequencies, config.max_position_embeddings, scale)
+        return cls(frequencies, max_positions or config.max_position_embeddings, scale)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, D], positions [T] int64 -> x, rotated."""
+        cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
+        x1, x2 = x.float().chunk(2, dim=-1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
 
 def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:

@@ -19,9 +19,12 @@ MODELS: dict[str, type[nn.Module]] = {
 }
 
 
-def build_model(hf_config, group: ParallelGroup) -> nn.Module:
-    """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled."""
-    return find_model(hf_config)(hf_config, group)
+def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> nn.Module:
+    """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled.
+
+    `max_model_len`: positions that will be asked for; None: all that the model supports.
+    """
+    return find_model(hf_config)(hf_config, group, max_model_len)
 
 
 def find_model(hf_config) -> type[nn.Module]:

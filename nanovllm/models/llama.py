@@ -1,21 +1,14 @@
 """Llama 2 to 3.3, and Mistral, which differs in its defaults alone. Biases only where the config asks."""
 
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.layers.parallel import ParallelGroup
-
-
-class LlamaLayer(DecoderLayer):
-    def __init__(self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup):
-        bias = getattr(config, "attention_bias", False)
-        attention = SelfAttention(config, rotary, group, qkv_bias=bias, output_bias=bias)
-        bias = getattr(config, "mlp_bias", False)
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, group, bias=bias)
-        super().__init__(config, attention, mlp)
+from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
 class LlamaForCausalLM(CausalLM):
-    layer_class = LlamaLayer
+    def build_layer(self, config, index, rotary, group):
+        bias = getattr(config, "attention_bias", False)
+        attention = build_attention(config, rotary, group, qkv_bias=bias, output_bias=bias)
+        mlp = build_mlp(config, group, bias=getattr(config, "mlp_bias", False))
+        return DecoderLayer(config, attention, mlp)
 
 
 class MistralForCausalLM(LlamaForCausalLM):

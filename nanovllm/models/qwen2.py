@@ -1,16 +1,9 @@
-"""Qwen2 and Qwen2.5: q, k and v have biases, the other projections none."""
+"""Qwen2 and Qwen2.5: a Llama whose q, k and v have biases."""
 
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.layers.parallel import ParallelGroup
-
-
-class Qwen2Layer(DecoderLayer):
-    def __init__(self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup):
-        attention = SelfAttention(config, rotary, group, qkv_bias=True)
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
-        super().__init__(config, attention, mlp)
+from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
 class Qwen2ForCausalLM(CausalLM):
-    layer_class = Qwen2Layer
+    def build_layer(self, config, index, rotary, group):
+        attention = build_attention(config, rotary, group, qkv_bias=True)
+        return DecoderLayer(config, attention, build_mlp(config, group))

@@ -1,4 +1,4 @@
-"""Qwen3.
+"""Qwen3: a Llama that norms each head of q and k before it is rotated.
 
     x = embedding(token)
     in each layer:
@@ -6,22 +6,17 @@
         x = x + down_proj(silu(gate) * up)                            gate, up projected from norm(x)
     logits = head(norm(x))
 
-Every norm is RMSNorm; those of q and k, of one head each, are what Qwen3 adds to its predecessors. Several query heads
-share a key-value head. No projection has a bias unless the config asks for it. decoder.py says the rest.
+Every norm is RMSNorm. Several query heads share a key-value head. No projection has a bias unless the config asks for
+it. transformer.py says the rest.
 """
 
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.layers.parallel import ParallelGroup
-
-
-class Qwen3Layer(DecoderLayer):
-    def __init__(self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup):
-        bias = config.attention_bias
-        attention = SelfAttention(config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias)
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
-        super().__init__(config, attention, mlp)
+from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
 class Qwen3ForCausalLM(CausalLM):
-    layer_class = Qwen3Layer
+    def build_layer(self, config, index, rotary, group):
+        bias = config.attention_bias
+        attention = build_attention(
+            config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias
+        )
+        return DecoderLayer(config, attention, build_mlp(config, group))

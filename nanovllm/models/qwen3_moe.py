@@ -1,15 +1,15 @@
 """Qwen3-MoE: Qwen3 whose MLP is a mixture of experts, in all layers but those that the config keeps dense."""
 
 from nanovllm.layers.moe import MixtureOfExperts
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.transformer import CausalLM, DecoderLayer, GatedMLP, SelfAttention
-from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
-class Qwen3MoeLayer(DecoderLayer):
-    def __init__(self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup):
+class Qwen3MoeForCausalLM(CausalLM):
+    def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
-        attention = SelfAttention(config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias)
+        attention = build_attention(
+            config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias
+        )
         if is_sparse(config, index):
             mlp = MixtureOfExperts(
                 config.hidden_size,
@@ -20,13 +20,9 @@ class Qwen3MoeLayer(DecoderLayer):
                 renormalize=config.norm_topk_prob,
             )
         else:
-            mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
-        super().__init__(config, attention, mlp)
+            mlp = build_mlp(config, group)
+        return DecoderLayer(config, attention, mlp)
 
 
 def is_sparse(config, index: int) -> bool:
     return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
-
-
-class Qwen3MoeForCausalLM(CausalLM):
-    layer_class = Qwen3MoeLayer

@@ -1,0 +1,32 @@
+"""The gated MLP of a transformer layer (SwiGLU; Shazeer 2020)."""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.parallel import ParallelGroup
+
+
+class GatedMLP(nn.Module):
+    """[T, hidden] -> [T, hidden]: down(activation(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        group: ParallelGroup,
+        *,
+        bias: bool = False,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+    ):
+        super().__init__()
+        names = ("gate_proj", "up_proj")
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, group, names=names, bias=bias)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate) * up)
