@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.model_runner import SampledTokens, ModelRunner
 from nanovllm.distributed.collectives import DistributedGroup
 
@@ -81,7 +82,8 @@ class EchoRunner:
 
     def __init__(self, *args, group, **options):
         assert "transformers" not in sys.modules, "a rank need not import it, and it takes seconds"
-        self.group, self.device, self.num_blocks = group, torch.device("cpu"), 100
+        self.group = group
+        self.info = RunnerInfo(100, "cpu", "float32", "none", num_parameters=0, kv_cache_bytes=0)
 
     def launch(self, batch):
         tokens = [*batch.decode_slots, *(len(chunk.token_ids) for chunk in batch.prefills)]

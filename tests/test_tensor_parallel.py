@@ -152,6 +152,14 @@ def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
 
 
 @pytest.mark.parametrize("size", [2, 4])
+def test_a_runner_of_several_ranks_says_what_one_rank_says(llms, size):
+    one, many = llms[1].engine.runner, llms[size].engine.runner
+    assert many.info == one.info
+    assert (many.num_blocks, many.device) == (many.info.num_blocks, torch.device(many.info.device))
+    assert one.info.dtype == "float32" and one.info.num_parameters > VOCAB and one.info.kv_cache_bytes > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
 def test_overlap_does_not_change_output_on_several_ranks(llms, size, monkeypatch):
     prompts = make_prompts(10, seed=2)
     expected = run(llms[1], prompts, temperature=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, StepResult
+from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,9 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    num_blocks: int
-    device: str
+    """From a rank: the model is loaded and the KV cache is allocated."""
+
+    info: RunnerInfo
 
 
 @dataclass(frozen=True, slots=True)

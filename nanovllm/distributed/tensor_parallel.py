@@ -16,14 +16,14 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, StepResult
+from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
 from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
 from nanovllm.gpu.device import resolve_device
 from nanovllm.engine.model_runner import ModelRunner
@@ -68,7 +68,7 @@ class TensorParallelRunner:
     """Looks like a ModelRunner; each of its ranks has one."""
 
     def __init__(self, config: Config, hf_config, folder: str, *, max_model_len: int, max_num_seqs: int) -> None:
-        check_split(config, hf_config)
+        num_parameters = check_split(config, hf_config)
         self._step_seconds = config.step_timeout
         self._step = 0  # the last command's number
         self._outgoing: Outgoing = memoryview(b""), []
@@ -83,15 +83,19 @@ class TensorParallelRunner:
                 self._ranks.append(rank := spawn_rank(number, timeout=self._step_seconds))
                 self._by_fd[rank.channel.sock.fileno()] = rank
                 self._poll.register(rank.channel.sock, select.POLLIN)
-            ready = self._start(config, plain_config(hf_config), folder, max_model_len, max_num_seqs)
+            infos = self._start(config, plain_config(hf_config), folder, max_model_len, max_num_seqs)
         except BaseException:
             self._end()
             raise
-        self.num_blocks = ready.num_blocks
-        self.device = torch.device(ready.device)
+        kv_cache_bytes = sum(info.kv_cache_bytes for info in infos)
+        self.info = replace(infos[0], num_parameters=num_parameters, kv_cache_bytes=kv_cache_bytes)
+        self.num_blocks = self.info.num_blocks
+        self.device = torch.device(self.info.device)
 
-    def _start(self, config: Config, hf_config, folder: str, max_model_len: int, max_num_seqs: int) -> Ready:
-        """Tell every rank what to be, and wait until all are."""
+    def _start(
+        self, config: Config, hf_config, folder: str, max_model_len: int, max_num_seqs: int
+    ) -> list[RunnerInfo]:
+        """Tell every rank what to be, and wait until all are; returns what each says of itself."""
 
         def start(rank: Rank, port: int | None) -> None:
             message = Start(
@@ -115,7 +119,8 @@ class TensorParallelRunner:
         for rank in others:
             start(rank, listening.port)
         self._listen(lambda: all(rank.answers for rank in self._ranks), START_SECONDS)
-        return first.answers.pop()
+        ready: list[Ready] = [rank.answers.pop() for rank in self._ranks]
+        return [answer.info for answer in ready]
 
     def launch(self, batch: Batch) -> RemoteTokens:
         """Start a step on every rank and return at once; `wait` on what it returns gives the result."""
@@ -239,14 +244,16 @@ class TensorParallelRunner:
         raise RankError(self._lost)
 
 
-def check_split(config: Config, hf_config) -> None:
-    """Refuse what cannot be split over the ranks, or what there are no devices for."""
+def check_split(config: Config, hf_config) -> int:
+    """Refuse what cannot be split over the ranks, or what there are no devices for; returns the model's parameters."""
     group = ParallelGroup(0, config.tensor_parallel_size)
     group.shard(hf_config.num_attention_heads, "num_attention_heads")  # first of all: there may be a billion ranks
     with torch.device("meta"):
         build_model(hf_config, group)
+        whole = build_model(hf_config, ParallelGroup())
     for rank in range(config.tensor_parallel_size):
         resolve_device(config.device, rank)
+    return sum(parameter.numel() for parameter in whole.parameters())
 
 
 def plain_config(hf_config) -> SimpleNamespace:

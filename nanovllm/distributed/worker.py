@@ -106,5 +106,5 @@ def _start(channel: Channel) -> ModelRunner:
         max_num_seqs=start.max_num_seqs,
         group=group,
     )
-    channel.send(Ready(runner.num_blocks, str(runner.device)))
+    channel.send(Ready(runner.info))
     return runner

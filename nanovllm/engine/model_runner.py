@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanovllm import kernels
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, PrefillChunk, RunnerInfo
 from nanovllm.gpu.cuda_graph import DecodeGraphs, sizes_up_to
 from nanovllm.gpu.device import resolve_device, resolve_dtype, tensors_default_to
 from nanovllm.gpu.sampled_tokens import SampledTokens
@@ -102,6 +102,17 @@ class ModelRunner:
         self.synchronize()
         with self._on_stream():
             self._allocate(budget, width)
+
+    @property
+    def info(self) -> RunnerInfo:
+        return RunnerInfo(
+            num_blocks=self.num_blocks,
+            device=str(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
+            attention=self._backend.name,
+            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            kv_cache_bytes=self.kv_cache.nbytes,
+        )
 
     def _on_stream(self):
         return torch.cuda.stream(self._stream) if self._stream else nullcontext()
