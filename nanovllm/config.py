@@ -28,7 +28,9 @@ class Config:
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
-    cpp_kernels: on a CPU, compute with C++ kernels, compiled at the start: needs g++ or clang++, and float32.
+    kernels: what the model's layers compute with. "auto": what is made by hand for the device; "plain": PyTorch alone;
+        "compile": torch.compile makes them of the plain layers; "cpp": on a CPU, C++, compiled at the start by g++ or
+        clang++, for float32.
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
     symmetric_memory: let ranks read each other's GPU memory, which makes their sums faster, where they can.
@@ -49,7 +51,7 @@ class Config:
     load_format: str = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
-    cpp_kernels: bool = False
+    kernels: str = "auto"
     overlap: bool | None = None
     seed: int | None = None
     symmetric_memory: bool = True
@@ -86,11 +88,12 @@ class Config:
             raise TypeError(f"step_timeout is {self.step_timeout!r}: use a number of seconds")
         if not 0 < self.step_timeout <= 1e6:
             raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0, at most 1e6")
-        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "cpp_kernels", "overlap"):
+        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "overlap"):
             if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("load_format", ("auto", "dummy"))
+        self._check_choice("kernels", ("auto", "plain", "compile", "cpp"))
         self._check_choice("attention_backend", ("auto", "flash-attn", "triton", "torch"))
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device is {self.device!r}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")

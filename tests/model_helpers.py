@@ -3,10 +3,9 @@
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from nanovllm import kernels
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import SelfAttention
 from nanovllm.models import build_model
-from nanovllm.layers.context import PrefillMetadata, StepMetadata, forward_context
+from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.weights.loader import load_hf_config, load_weights
 from nanovllm.layers.parallel import ParallelGroup
 
@@ -49,9 +48,9 @@ class Driver:
         self.tables = order.view(num_sequences, width).int()
         self.lens = [0] * num_sequences
         for layer in model.modules():
-            if isinstance(layer, Attention):
+            if isinstance(layer, SelfAttention):
                 shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-                layer.bind_cache(torch.full(shape, 1e3), torch.full(shape, 1e3), kernels.TORCH_BACKEND)
+                layer.k_cache, layer.v_cache = torch.full((2, *shape), 1e3)
 
     @torch.inference_mode()
     def step(self, decodes: dict[int, int], chunks: dict[int, list[int]]) -> torch.Tensor:
@@ -76,7 +75,7 @@ class Driver:
                 int(len_k.max()),
                 self.tables[list(chunks)] if cached else None,
             )
-        meta = StepMetadata(
+        meta = AttentionMetadata(
             torch.tensor(slots),
             len(decodes),
             torch.tensor([self.lens[i] for i in decodes], dtype=torch.int32),

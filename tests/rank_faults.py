@@ -13,14 +13,15 @@ from dataclasses import replace
 import torch
 
 from nanovllm.engine.batch import RunnerInfo
-from nanovllm.engine.model_runner import SampledTokens, ModelRunner
-from nanovllm.distributed.collectives import DistributedGroup
+from nanovllm.engine.model_runner import ModelRunner, SampledTokens
+
+CPU = torch.device("cpu")
 
 
 def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
     """Let `rank` "kill" itself, "raise" or "hang" at its first `where`: "start", "prefill" or "decode"."""
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", FaultyRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", FaultyRunner)
 
 
 class FaultyRunner(ModelRunner):
@@ -28,7 +29,7 @@ class FaultyRunner(ModelRunner):
         rank, self.where, self.action = json.loads(os.environ["RANK_FAULT"])
         self.is_faulty = rank == group.rank
         self.fail_at("start")
-        super().__init__(*args, group=group, **options)
+        super().__init__(*args, device=CPU, group=group, **options)
 
     def launch(self, batch):
         self.fail_at("prefill" if batch.prefills else "decode")
@@ -49,32 +50,7 @@ class StarvedRunner(ModelRunner):
 
     def __init__(self, config, *args, group, **options):
         config = replace(config, num_kvcache_blocks=20 if group.rank == 1 else 30)
-        super().__init__(config, *args, group=group, **options)
-
-
-class PartsRunner(ModelRunner):
-    """Sums in parts of about 10 rows what is otherwise summed whole but for long prompts."""
-
-    def __init__(self, *args, **options):
-        import nanovllm.layers.linear as module
-
-        module.OVERLAP_ROWS = 9
-        module.PART_ROWS = 10
-        begin_sum = DistributedGroup.begin_sum
-        self.num_sums = 0
-
-        def counted(*args):
-            self.num_sums += 1
-            return begin_sum(*args)
-
-        DistributedGroup.begin_sum = counted
-        super().__init__(*args, **options)
-
-    def launch(self, batch):
-        before, rows = self.num_sums, sum([len(chunk.token_ids) for chunk in batch.prefills])
-        drawn = super().launch(batch)
-        assert rows < 9 or self.num_sums - before >= 2 * max(2, rows // 10)
-        return drawn
+        super().__init__(config, *args, device=CPU, group=group, **options)
 
 
 class EchoRunner:
@@ -87,7 +63,7 @@ class EchoRunner:
 
     def launch(self, batch):
         tokens = [*batch.decode_slots, *(len(chunk.token_ids) for chunk in batch.prefills)]
-        return SampledTokens(torch.tensor(tokens), None)
+        return SampledTokens(torch.tensor(tokens))
 
     def synchronize(self):
         pass

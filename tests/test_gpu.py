@@ -10,7 +10,7 @@ from engine_helpers import assert_greedy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import select_attention_backend
+from nanovllm.kernels.attention_backends import select_attention_backend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -6,22 +6,19 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import (
-    TORCH_BACKEND,
-    attention_backends,
-    gated_linear,
-    linear,
-    reference,
-    sample,
-    select_attention_backend,
-    torch_attention,
-)
+import plain_layers as plain
+
+from nanovllm.kernels import attention_backends
+from nanovllm.kernels.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.kernels.triton import attention as triton_attention
 from nanovllm.kernels.triton import decode_gemm, elementwise, gemv
 from nanovllm.kernels.triton import moe as triton_moe
 from nanovllm.kernels.triton import sampling as triton_sampling
+from nanovllm.kernels.triton.linear import gated_linear, linear
 from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
 from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers import sampler
+from nanovllm.layers.sampler import sample
 
 # The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -53,14 +50,14 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("shape", [(1, 64), (7, 100), (2, 3, 48)])
 def test_rms_norm_equals_its_twin(shape, dtype):
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
-    assert_close(elementwise.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    assert_close(elementwise.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (7, 100)])
 def test_add_rms_norm_equals_its_twin(shape, dtype):
     x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
-    expected = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    expected = plain.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     for mine, twins in zip(elementwise.add_rms_norm(x, residual, weight, 1e-6), expected):
         assert_close(mine, twins)
 
@@ -69,7 +66,7 @@ def test_add_rms_norm_equals_its_twin(shape, dtype):
 @pytest.mark.parametrize("shape", [(1, 64), (5, 2200)])
 def test_silu_and_mul_equals_its_twin(shape, dtype):
     x = randn(*shape, dtype=dtype)
-    assert_close(elementwise.silu_and_mul(x), reference.silu_and_mul(x))
+    assert_close(elementwise.silu_and_mul(x), plain.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +86,7 @@ def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_siz
             qkv.clone(), head_dim, kv_heads, *weights, 1e-6, cos_sin, positions, slots, *caches
         ), *caches
 
-    for mine, twins in zip(run(elementwise), run(reference)):
+    for mine, twins in zip(run(elementwise), run(plain)):
         assert_close(mine, twins)
 
 
@@ -98,7 +95,7 @@ def test_qk_norm_rope_store_without_a_cache_writes_nothing():
     at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     qkv = randn(2, 3 * 32)
     args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
-    for mine, twins in zip(elementwise.qk_norm_rope_store(qkv.clone(), *args), reference.qk_norm_rope_store(qkv, *args)):
+    for mine, twins in zip(elementwise.qk_norm_rope_store(qkv.clone(), *args), plain.qk_norm_rope_store(qkv, *args)):
         assert_close(mine, twins)
 
 
@@ -119,7 +116,7 @@ def moe_inputs(tokens, num_experts, width, expert_width, dtype):
 )
 def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, renormalize, dtype):
     args = *moe_inputs(tokens, num_experts, width, expert_width, dtype), top_k, renormalize
-    assert_close(triton_moe.moe(*args), reference.moe(*args))
+    assert_close(triton_moe.moe(*args), plain.moe(*args))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -130,7 +127,7 @@ def test_every_cut_of_moe_equals_its_twin(pairs_an_expert, dtype):
     x, logits, gate_up, down = moe_inputs(tokens, 4, 160, 96, dtype)
     logits[:, 2] = 9.0
     args = x, logits, gate_up, down, 2, True
-    assert_close(triton_moe.moe(*args), reference.moe(*args))
+    assert_close(triton_moe.moe(*args), plain.moe(*args))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 50])
@@ -166,19 +163,19 @@ def test_decode_inputs_equals_its_twin(width):
     rows = torch.tensor([2, 8, 0, 5, 8], device=DEVICE)  # 8 is the scratch row
     mine, twins = state(), state()
     for a, b in zip(
-        (*elementwise.decode_inputs(rows, *mine, 16), *mine), (*reference.decode_inputs(rows, *twins, 16), *twins)
+        (*elementwise.decode_inputs(rows, *mine, 16), *mine), (*plain.decode_inputs(rows, *twins, 16), *twins)
     ):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_philox_gives_its_known_answer():
     zero = torch.zeros(1, dtype=torch.int64)
-    assert [int(w) for w in reference.philox(zero, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in sampler.philox(zero, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 def test_uniform_noise_never_reaches_its_bounds():
     """At 1 the Gumbel noise would be infinite, and its token would be drawn whatever its logit."""
-    uniform = reference.open_unit_interval(torch.tensor([0, 2**32 - 1]))
+    uniform = sampler.open_unit_interval(torch.tensor([0, 2**32 - 1]))
     assert 0 < uniform[0] and uniform[1] < 1
 
 
@@ -190,7 +187,7 @@ def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
     seeds = torch.tensor([0, 1, -5, 2**40 + 3, 2**63 - 1, 9], device=DEVICE)
     positions = torch.tensor([0, 2, 3, 2**33, 77, 9], device=DEVICE)
     tokens, values = triton_sampling.sample(logits, temperatures, seeds, positions, vocab_start)
-    expected_tokens, expected_values = reference.sample(logits, temperatures, seeds, positions, vocab_start)
+    expected_tokens, expected_values = sample(logits, temperatures, seeds, positions, vocab_start)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(values, expected_values)
 
@@ -203,11 +200,23 @@ def test_sample_gives_a_tie_to_the_lowest_token():
 
 
 @pytest.mark.parametrize("vocab_start", [0, 777])
-def test_sample_of_logits_that_are_no_numbers_gives_a_real_token(vocab_start):
-    logits = torch.full((2, 100), float("nan"), device=DEVICE)
-    at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    tokens, _ = triton_sampling.sample(logits, torch.tensor([0.0, 1.0], device=DEVICE), at, at, vocab_start)
-    assert bool(((tokens >= vocab_start) & (tokens < vocab_start + 100)).all())
+@pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.5, 1.0])
+@pytest.mark.parametrize("sampler_under_test", [triton_sampling.sample, sample], ids=["triton", "plain"])
+def test_a_row_with_logits_that_are_no_numbers_samples_no_token(sampler_under_test, temperature, vocab_start):
+    logits = randn(9, 2100)
+    logits[0] = torch.nan
+    logits[1, 1999] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3, 2099], logits[3, 2098] = torch.inf, -torch.inf
+    logits[4] = -torch.inf
+    logits[5, 64:80] = torch.nan  # a whole cell
+    logits[6, :2000] = -torch.inf  # tokens that must not be sampled are no fault
+    at = torch.arange(9, device=DEVICE)
+    temperatures = torch.full((9,), temperature, device=DEVICE)
+    tokens, values = sampler_under_test(logits, temperatures, at, at, vocab_start)
+    assert tokens[:6].tolist() == [sampler.INVALID] * 6
+    assert values[:6].tolist() == [torch.inf] * 4 + [-torch.inf, torch.inf]
+    assert (tokens[6:] >= vocab_start).all() and tokens[6] >= vocab_start + 2000 and values[6:].isfinite().all()
 
 
 def test_sample_of_shards_equals_sample_of_the_whole():
@@ -276,7 +285,7 @@ def test_decode_gemm_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype
 @pytest.mark.parametrize("rows, block_n", [(33, 32), (64, 64), (100, 32)])
 def test_gated_linear_equals_its_twin(rows, block_n, dtype):
     x, weight = randn(rows, 256, dtype=dtype), randn(2 * 192, 256, dtype=dtype)
-    expected = reference.silu_and_mul(F.linear(x.float(), weight.float()).to(dtype))
+    expected = plain.silu_and_mul(F.linear(x.float(), weight.float()).to(dtype))
     assert_close(decode_gemm.gated_linear(x, weight, decode_gemm.Tiling(block_n, 1, 4)), expected)
 
 
@@ -288,7 +297,7 @@ def test_every_tiling_of_a_decode_step_fits_the_device():
             x, weight = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
             expected = F.linear(x, weight)
             assert_close(linear(x, weight), expected)
-            assert_close(gated_linear(x, weight), reference.silu_and_mul(expected))
+            assert_close(gated_linear(x, weight), plain.silu_and_mul(expected))
 
 
 # (query heads, KV heads, head size, block size)
@@ -318,7 +327,7 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     lens = torch.tensor([1, 17, 260, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(4, 300, kv_heads, head_dim, block_size, dtype)
     q = randn(4, heads + 2, head_dim, dtype=dtype)[:, :heads]  # a view, as the layer passes it
-    expected = torch_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
     caches = poison_unused(caches, lens, tables, block_size)
     assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
 
@@ -332,7 +341,7 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(heads, kv_heads, 
     tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
     lens[4] = 1  # a padding row may be shorter than the prefix: it must not disturb the others
     q = randn(5, heads, head_dim)
-    expected = torch_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
     shared = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
     mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1, shared)
     assert_close(mine[:4], expected[:4])
@@ -343,7 +352,7 @@ def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(b
     lens = torch.tensor([300, 5, 129], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 300, 2, 32, block_size, torch.float32)
     q = randn(3, 4, 32)
-    expected = torch_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
     caches = poison_unused(caches, lens, tables, block_size)
     for large_tiles in (False, True):
         monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device, large=large_tiles: large)
@@ -377,7 +386,7 @@ def test_decode_attention_of_padding_rows_is_harmless():
     caches[0][0], caches[1][0] = float("nan"), float("nan")
     q = randn(3, 4, 32)
     mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
-    assert_close(mine[:1], torch_attention.decode_attention(q[:1], *caches, lens[:1], tables[:1], 0.1))
+    assert_close(mine[:1], plain.decode_attention(q[:1], *caches, lens[:1], tables[:1], 0.1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -390,7 +399,7 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     q, k, v = randn(168, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
     caches, tables = paged_cache(3, 300, kv_heads, head_dim, block_size, dtype)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
-    expected = torch_attention.prefill_attention(q, k, v, *caches, meta, 0.1)
+    expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
     caches = poison_unused(caches, lens_k, tables, block_size)
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
 
@@ -412,14 +421,14 @@ def test_prefill_attention_by_tiles_equals_its_twin(head_dim, cached, tiles, mon
     fetched = []
     make = triton_attention._tiles
     monkeypatch.setattr(triton_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows))
-    expected = torch_attention.prefill_attention(q, k, v, *caches, meta, 0.1)
+    expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
     caches = poison_unused(caches, lens_k, tables, 64)
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
     assert fetched == ([128, 128] if tiles == "large" and not cached else [64, 64])
 
 
 def test_the_cpu_takes_plain_pytorch():
-    assert select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16) is TORCH_BACKEND
+    assert select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16) is PLAIN_BACKEND
 
 
 def test_an_unknown_backend_raises():
@@ -461,8 +470,8 @@ def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim
         PrefillMetadata(starts_q, starts_k, 700, 1300, tables),
         PrefillMetadata(starts_q, starts_q, 700, 700, None),
     ):
-        expected = torch_attention.prefill_attention(q, k, v, *caches, meta, 0.1)
+        expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
         assert_close(backend.prefill(q, k, v, *caches, meta, 0.1), expected)
     lens = lens_k.int().cuda()
-    expected = torch_attention.decode_attention(q[:3], *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q[:3], *caches, lens, tables, 0.1)
     assert_close(backend.decode(q[:3], *caches, lens, tables, 0.1), expected)

@@ -3,14 +3,16 @@
 import dataclasses
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from call_helpers import END, Plain, make_folder, make_llm
 
 from nanovllm import SamplingParams
-from nanovllm.kernels.reference import sample
-from nanovllm.sampling.sampler import SpecialRows, keep_likeliest
+from nanovllm.engine.model_runner import StepOutput
+from nanovllm.layers.sampler import best_over_ranks, sample
+from nanovllm.sampling.resampler import Resampler, keep_likeliest
 from nanovllm.sampling_params import SamplingMetadata
 from nanovllm.layers.parallel import ParallelGroup
 
@@ -72,18 +74,29 @@ def process(
 
 
 def draw(logits, params, seeds, prompt=(), output=(), stop_ids=(), group=ParallelGroup(), vocab_size=None):
-    """One draw of SpecialRows for each of the rows of logits, all at the same position."""
+    """One token for each of the rows of logits, all at the same position."""
     rows, vocab_size = len(seeds), vocab_size or logits.shape[1]
     params = params if isinstance(params, list) else [params] * rows
     length = len(prompt) + len(output)
     device = logits.device
-    special = SpecialRows(rows, length + 1, vocab_size, group, lambda array: torch.from_numpy(array).to(device))
+    runner = SimpleNamespace(
+        vocab_size=vocab_size,
+        group=group,
+        max_num_seqs=rows,
+        max_model_len=length + 1,
+        _upload=lambda array: torch.from_numpy(array).to(device),
+        _sample_tokens=sample,
+    )
+    resampler = Resampler(runner)
     for row in range(rows):
-        special.set(row, SamplingMetadata(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]))
-    tokens = torch.full((rows,), -1, device=device)
-    lens = torch.full((rows,), length, dtype=torch.int32, device=device)
-    for part in special.among(tuple(range(rows))):
-        special.draw(part, logits, seeds, lens, tokens)
+        metadata = SamplingMetadata(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output])
+        resampler.start(row, metadata)
+    zeros = torch.zeros(rows, device=device)
+    tokens, _ = sample(logits, zeros, seeds, zeros.long())
+    positions = torch.full((rows,), length, dtype=torch.int32, device=device)
+    state = SimpleNamespace(seeds=seeds, last_tokens=torch.zeros(rows, dtype=torch.int64, device=device))
+    resampler.resample(tuple(range(rows)), StepOutput(tokens, logits, positions), state)
+    assert torch.equal(state.last_tokens, tokens)
     return tokens
 
 
@@ -180,10 +193,10 @@ def test_top_p_keeps_the_token_that_crosses_the_bound():
 
 
 @pytest.mark.parametrize("options", [dict(top_p=0.5), dict(top_k=3), dict(top_k=2, top_p=0.5, min_p=0.1)], ids=str)
-def test_logits_that_are_no_numbers_draw_a_real_token(options):
-    logits = torch.tensor([[math.nan] * 9, [math.inf] * 9, [-math.inf] * 9, [math.nan, *range(8)]])
-    tokens = draw(logits, SamplingParams(**options), torch.arange(4), [0, 1], [2])
-    assert all(0 <= token < 9 for token in tokens.tolist())
+def test_filters_do_not_hide_logits_that_are_no_numbers(options):
+    logits = torch.tensor([[math.nan] * 9, [math.inf] * 9, [-math.inf] * 9, [math.nan, *range(8)], [0.0] * 9])
+    tokens = draw(logits, SamplingParams(**options), torch.arange(5), [0, 1], [2])
+    assert tokens[:4].tolist() == [-1] * 4 and 0 <= tokens[4] < 9
 
 
 def test_top_k_and_min_p_keep_exact_sets():
@@ -302,12 +315,12 @@ def test_another_seed_gives_other_tokens_and_none_the_engines_own(llm):
 
 def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone, monkeypatch):
     plain_params = SamplingParams(seed=5, max_tokens=20, ignore_eos=True)
-    special = llm.engine.runner.special
+    resampler = llm.engine.runner.resampler
     token_ids(llm, [[1]] * 8, SamplingParams(max_tokens=1))  # no row is special any more
     with monkeypatch.context() as patch:
-        patch.setattr(SpecialRows, "draw", None)  # would raise
+        patch.setattr(Resampler, "_sample", None)  # would raise
         before = token_ids(llm, [[1, 2, 3]], plain_params)
-    assert not special._wishes and not special._parts
+    assert not resampler._asked and not resampler._parts
     params = [plain_params, SamplingParams(top_k=2, max_tokens=20), SamplingParams(logprobs=1, max_tokens=20)]
     assert token_ids(llm, [[1, 2, 3]] * 3, params)[0] == before[0]
 
@@ -315,9 +328,9 @@ def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone
 def test_without_penalties_no_history_is_kept(folder):
     with make_llm(folder) as llm:
         token_ids(llm, [[1, 2]], SamplingParams(top_p=0.5, logprobs=2, min_tokens=3, max_tokens=4))
-        assert llm.engine.runner.special._history is None
+        assert llm.engine.runner.resampler._history is None
         token_ids(llm, [[1, 2]], SamplingParams(presence_penalty=0.5, max_tokens=2))
-        assert llm.engine.runner.special._history is not None
+        assert llm.engine.runner.resampler._history is not None
 
 
 def test_min_tokens_holds_back_every_token_that_would_end_the_output(llm):

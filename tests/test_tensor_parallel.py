@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from model_helpers import make_checkpoint
-from rank_faults import EchoRunner, PartsRunner, StarvedRunner, set_fault
+from rank_faults import EchoRunner, StarvedRunner, set_fault
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
@@ -206,7 +206,7 @@ def test_sums_in_parts_do_not_change_output(config, tmp_path, monkeypatch):
     prompts = make_prompts(24, seed=7)  # as many rows as are summed in parts to the end
     with LLM(tmp_path, **options) as one:
         expected = run(one, prompts, temperature=0)
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", PartsRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", PartsRunner)
     with LLM(tmp_path, **options, tensor_parallel_size=2) as llm:
         assert run(llm, prompts, temperature=0) == expected
 
@@ -231,7 +231,7 @@ def test_an_interrupted_call_leaves_the_llm_usable(llms):
 
 
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", StarvedRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", StarvedRunner)
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
         assert llm.engine.runner.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
@@ -306,7 +306,7 @@ def echo(folder):
         runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder), max_model_len=64, max_num_seqs=4))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", EchoRunner)
+        patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
         thread = threading.Thread(target=start)
         thread.start()
         thread.join()
@@ -447,7 +447,7 @@ def test_ranks_end_with_a_script_that_closes_nothing(folder):
 
 def test_an_llm_that_is_forgotten_ends_its_ranks(folder, monkeypatch):
     before = leftovers()
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", EchoRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
     llm = LLM(folder, **OPTIONS, tensor_parallel_size=2)
     assert len(set(leftovers()) - set(before)) == 2
     del llm

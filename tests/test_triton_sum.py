@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels import reference
+import plain_layers as plain
 from nanovllm.kernels.triton import allreduce_norm
-from nanovllm.distributed.collectives import SharedRows
+from nanovllm.kernels.triton.allreduce_norm import SharedRows
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -57,7 +57,7 @@ def test_ranks_that_sum_in_a_norm_get_the_norm_of_their_sum(size, width, dtype, 
         for residual in others:
             residual.copy_(first)
     wants = [
-        reference.add_rms_norm(sum(x.float() for x in turn), rest[0].float(), weight.float(), 1e-6)
+        plain.add_rms_norm(sum(x.float() for x in turn), rest[0].float(), weight.float(), 1e-6)
         for turn, rest in zip(xs, residuals)
     ]
     pieces = [shared(SharedRows.BYTES // dtype.itemsize).zero_().view(torch.uint8) for _ in range(size)]

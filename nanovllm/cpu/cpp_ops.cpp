@@ -1,4 +1,4 @@
-// The kernels of cpp_ops.py: what reference.py and torch_attention.py say, in one pass over memory each, in float32.
+// The kernels of cpp_ops.py: what the plain layers say, in one pass over memory each, in float32.
 //
 // T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
 // is given. Each token or sequence is computed alone, so a result does not depend on its batch.
@@ -38,20 +38,10 @@ static void norm_row(const float* x, const float* weight, float* out, int64_t n,
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// x, residual, out [T, N]. With a residual, x is added to it and the sum is normed; out may be x.
-extern "C" void rms_norm(
-    const float* x, float* residual, const float* weight, float* out, int64_t T, int64_t N, float eps) {
+// x, out [T, N]
+extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t T, int64_t N, float eps) {
 #pragma omp parallel for if (T * N > 4096)
-    for (int64_t t = 0; t < T; t++) {
-        const float* row = x + t * N;
-        if (residual) {
-            float* sum = residual + t * N;
-#pragma omp simd
-            for (int64_t i = 0; i < N; i++) sum[i] += row[i];
-            row = sum;
-        }
-        norm_row(row, weight, out + t * N, N, eps);
-    }
+    for (int64_t t = 0; t < T; t++) norm_row(x + t * N, weight, out + t * N, N, eps);
 }
 
 // x [T, 2F] -> out [T, F]
@@ -89,24 +79,6 @@ extern "C" void qk_norm_rope_store(
             std::copy(k, v, k_cache + slots[t] * G * D);
             std::copy(v, v + G * D, v_cache + slots[t] * G * D);
         }
-    }
-}
-
-// rows [B] of the state last_tokens [R], context_lens [R], block_tables [R, W], whose last row is for padding; see the twin.
-extern "C" void decode_inputs(
-    const int64_t* rows, const int64_t* last_tokens, int32_t* context_lens, const int32_t* block_tables,
-    int64_t* token_ids, int64_t* positions, int64_t* slots, int32_t* lens, int32_t* tables,
-    int64_t B, int64_t R, int64_t W, int64_t block_size) {
-    for (int64_t i = 0; i < B; i++) {
-        const int64_t row = rows[i], position = context_lens[row];
-        const int32_t* table = block_tables + row * W;
-        const bool padding = row == R - 1;
-        token_ids[i] = last_tokens[row];
-        positions[i] = position;
-        slots[i] = padding ? -1 : table[position / block_size] * block_size + position % block_size;
-        lens[i] = static_cast<int32_t>(position + 1);
-        std::copy(table, table + W, tables + i * W);
-        if (!padding) context_lens[row]++;
     }
 }
 

@@ -1,6 +1,6 @@
 """Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine when first asked for; float32.
 
-Their signatures are those of the twins in reference.py and torch_attention.py.
+What they compute is said by the plain layers: RMSNorm, GatedMLP and SelfAttention.
 """
 
 import ctypes
@@ -14,18 +14,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "decode_attention", "decode_inputs", "qk_norm_rope_store", "rms_norm", "silu_and_mul"]
-
 # What lets loops with sums, exponentials and comparisons become vector code; they meet no NaN, infinity or trap.
 FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math", "-shared", "-fPIC"]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 ARGUMENTS = {
-    "rms_norm": "ppppnnf",
+    "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
-    "decode_inputs": "pppppppppnnnn",
     "decode_attention": "ppppppnnnnnnnf",
 }
 
@@ -40,13 +37,13 @@ def load() -> ctypes.CDLL:
     """Compile and load. It takes half a second, so nothing is kept on disk. Raises ValueError if it cannot be done."""
     compiler = find_compiler()
     if compiler is None:
-        raise ValueError("cpp_kernels is True, but there is no C++ compiler: install g++, set CXX, or use False")
+        raise ValueError("kernels is 'cpp', but there is no C++ compiler: install g++, set CXX, or use 'auto'")
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "cpp_ops.so")
         command = [compiler, *FLAGS, str(Path(__file__).with_suffix(".cpp")), "-o", library]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
-            raise ValueError(f"cpp_kernels is True, but {' '.join(command)} fails: set CXX, or use False\n{run.stderr}")
+            raise ValueError(f"kernels is 'cpp', but {' '.join(command)} fails: set CXX, or use 'auto'\n{run.stderr}")
         loaded = ctypes.CDLL(library)
     for name, kinds in ARGUMENTS.items():
         getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
@@ -66,13 +63,8 @@ def _call(name: str, *args: Tensor | int | float | None) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
-    _call("rms_norm", x, None, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
+    _call("rms_norm", x, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
     return out
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _call("rms_norm", x, residual, weight, x, x.shape[0], x.shape[1], eps)
-    return x, residual
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
@@ -102,17 +94,6 @@ def qk_norm_rope_store(
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
-def decode_inputs(
-    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
-    lens = torch.empty(len(rows), dtype=torch.int32)
-    tables = torch.empty(len(rows), block_tables.shape[1], dtype=torch.int32)
-    state, inputs = (rows, last_tokens, context_lens, block_tables), (token_ids, positions, slots, lens, tables)
-    _call("decode_inputs", *state, *inputs, len(rows), *block_tables.shape, block_size)
-    return inputs
-
-
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -120,7 +101,6 @@ def decode_attention(
     lens: Tensor,
     tables: Tensor,
     scale: float,
-    shared: Tensor | None = None,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]

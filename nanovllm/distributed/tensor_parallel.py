@@ -26,7 +26,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
 from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
 from nanovllm.gpu.device import resolve_device
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.compose import build_runner
 from nanovllm.models import build_model
 from nanovllm.layers.parallel import ParallelGroup
 
@@ -102,7 +102,7 @@ class TensorParallelRunner:
                 rank=rank.number,
                 size=len(self._ranks),
                 port=port,
-                runner_class=ModelRunner,
+                runner_class=build_runner,
                 config=config,
                 hf_config=hf_config,
                 folder=folder,

@@ -21,7 +21,7 @@ import torch
 
 from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
 from nanovllm.gpu.device import resolve_device
-from nanovllm.gpu.sampled_tokens import SampledTokens
+from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.distributed.collectives import connect_store, host_store, join_group
 

@@ -7,13 +7,13 @@ import itertools
 import random
 from time import perf_counter
 
+from nanovllm.compose import build_runner
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.text.detokenizer import Decode, TextStream, extend_texts
-from nanovllm.gpu.sampled_tokens import SampledTokens
+from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.distributed.tensor_parallel import RemoteTokens, TensorParallelRunner
@@ -31,7 +31,7 @@ class LLMEngine:
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        runner_class = ModelRunner if config.tensor_parallel_size == 1 else TensorParallelRunner
+        runner_class = build_runner if config.tensor_parallel_size == 1 else TensorParallelRunner
         self.runner = runner_class(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )

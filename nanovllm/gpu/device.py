@@ -1,9 +1,8 @@
-"""Which device a rank runs on, and in which dtype."""
+"""Which device a rank runs on."""
 
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 
@@ -31,25 +30,3 @@ def resolve_device(name: str, rank: int) -> torch.device:
             "lower tensor_parallel_size, or choose another device"
         )
     return torch.device("cuda", index)
-
-
-def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations; "auto" is the checkpoint's on a GPU, float32 on a CPU."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-@contextmanager
-def tensors_default_to(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Make these the defaults for new tensors inside the block."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(previous)

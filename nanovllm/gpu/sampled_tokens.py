@@ -1,40 +1,38 @@
 """A step's answer on its way from the device to the host, while the device goes on."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.engine.batch import StepResult
-from nanovllm.sampling.sampler import Logprobs
+from nanovllm.engine.model_runner import SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """Tokens [B], and the log-probabilities of those rows that asked."""
+class SampledTokensInFlight:
+    """Like SampledTokens, which are there once `arrived` has happened on the device."""
 
-    tokens: Tensor
-    arrived: "torch.cuda.Event | None"  # None: they are there
-    logprobs: list[Logprobs] = field(default_factory=list)
+    on_host: SampledTokens
+    arrived: torch.cuda.Event
 
     @classmethod
-    def send(cls, tokens: Tensor, logprobs: list[Logprobs]) -> "SampledTokens":
-        if tokens.device.type == "cpu":
-            return cls(tokens, None, logprobs)
+    def send(cls, tokens: Tensor, logprobs: list[Any]) -> "SampledTokensInFlight":
         tokens = _to_host(tokens)
-        logprobs = [replace(one, token_ids=_to_host(one.token_ids), values=_to_host(one.values)) for one in logprobs]
+        logprobs = [
+            replace(part, token_ids=_to_host(part.token_ids), values=_to_host(part.values)) for part in logprobs
+        ]
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(tokens, arrived, logprobs)
+        return cls(SampledTokens(tokens, logprobs), arrived)
 
     def ready(self) -> bool:
-        return self.arrived is None or self.arrived.query()
+        return self.arrived.query()
 
     def wait(self) -> StepResult:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        logprobs = {i: of_token for one in self.logprobs for i, of_token in one.read().items()}
-        return StepResult(self.tokens.tolist(), logprobs)
+        self.arrived.synchronize()
+        return self.on_host.wait()
 
 
 def _to_host(x: Tensor) -> Tensor:

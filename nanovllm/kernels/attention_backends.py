@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanovllm.cpu import cpp_ops
-from nanovllm.kernels import torch_attention
+from nanovllm.layers import attention as plain
 
 # flash-attn 4 took a process 8 s to import, on an H200's host, and 3 to 4 s to compile for each kind of prompt. With fewer
 # pairs of query and key than these, 16,384 tokens of prompts of 2,048, it would save 1 to 4 % of a prefill, by the times of
@@ -20,36 +19,27 @@ MANY_PAIRS = 1 << 25
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """How attention is computed: one function for prompt chunks, one for decoding (see torch_attention for both)."""
+    """How attention is computed: one function for prompt chunks, one for decoding (see layers/attention.py for both)."""
 
     name: str
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
 
 
-TORCH_BACKEND = AttentionBackend("torch", torch_attention.prefill_attention, torch_attention.decode_attention)
-CPP_BACKEND = AttentionBackend("C++ decode", torch_attention.prefill_attention, cpp_ops.decode_attention)
+def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared_prefix_len=None):
+    return plain.decode_attention(q, k_cache, v_cache, lens, tables, scale)
+
+
+PLAIN_BACKEND = AttentionBackend("plain", plain.prefill_attention, _plain_decode)
 
 
 def select_attention_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, cpp: bool = False
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionBackend:
-    """`name`: auto, flash-attn, triton or torch. Prompt chunks and decoding may be served by different packages.
-
-    `cpp`: C++ kernels are to serve, which they do with "auto" on a CPU.
-    """
+    """`name`: auto, flash-attn, triton or torch. Prompt chunks and decoding may be served by different packages."""
     device = torch.device(device)
-    if cpp:
-        if name != "auto" or device.type != "cpu":
-            raise ValueError(
-                f"cpp_kernels is True, but attention_backend is {name!r} and device {device}: they serve a CPU with 'auto'"
-            )
-        if dtype != torch.float32:
-            raise ValueError(f"cpp_kernels is True, but dtype is {dtype}: use float32, or cpp_kernels=False")
-        cpp_ops.load()
-        return CPP_BACKEND
     if name == "torch" or name == "auto" and device.type != "cuda":
-        return TORCH_BACKEND
+        return PLAIN_BACKEND
     if name not in ("auto", "flash-attn", "triton"):
         raise ValueError(f"attention_backend is {name!r}: choose auto, flash-attn, triton or torch")
     if block_size % 16:

@@ -1,6 +1,6 @@
 """Attention from the flash-attn packages, version 2 and version 4.
 
-Knows how each spells what `torch_attention` defines, and how to tell them apart: both install into the package name
+Knows how each spells what layers/attention.py defines, and how to tell them apart: both install into the package name
 `flash_attn`. Version 2 wheels carry an old `flash_attn.cute` that is not version 4, and version 4 alone leaves
 `flash_attn` without functions, so what counts is the function that is needed, not whether the package imports.
 """

@@ -45,17 +45,37 @@ class SelfAttention(nn.Module):
         self.k_cache = self.v_cache = torch.empty(0)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        metadata = current_metadata()
         q, k, v = self.split_heads(self.qkv_proj(x))  # [T, H, D], [T, G, D], [T, G, D]
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, positions), self.rotary(k, positions)
-        store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
-        out = attend(q, k, v, self.k_cache, self.v_cache, metadata, self.scale)  # [T, H, D]
+        out = self.attend(q, k, v)  # [T, H, D]
         return self.o_proj(out.flatten(1))
 
     def split_heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
         heads = qkv.view(len(qkv), -1, self.head_dim)
         return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k and v in the paged cache; let each token attend to its sequence's tokens up to itself."""
+        metadata = current_metadata()
+        store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+        return self.attend_stored(q, k, v, metadata)
+
+    def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        decodes, prefill = metadata.num_decodes, metadata.prefill
+        parts = []
+        if decodes:
+            parts.append(self.decode(q[:decodes], metadata))
+        if prefill is not None:
+            parts.append(self.prefill(q[decodes:], k[decodes:], v[decodes:], prefill))
+        return torch.cat(parts)
+
+    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
+        lens, tables = metadata.context_lens, metadata.block_tables
+        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
+        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.scale)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -65,20 +85,6 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     written = slot_mapping >= 0
     k_cache.view(-1, *k.shape[1:])[slot_mapping[written]] = k[written]
     v_cache.view(-1, *v.shape[1:])[slot_mapping[written]] = v[written]
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, scale: float
-) -> Tensor:
-    """Each token over its sequence's tokens up to itself: [T, H, D]. This step's K and V are in the cache already."""
-    decodes, prefill = metadata.num_decodes, metadata.prefill
-    parts = []
-    if decodes:
-        tables, lens = metadata.block_tables, metadata.context_lens
-        parts.append(decode_attention(q[:decodes], k_cache, v_cache, lens, tables, scale))
-    if prefill is not None:
-        parts.append(prefill_attention(q[decodes:], k[decodes:], v[decodes:], k_cache, v_cache, prefill, scale))
-    return torch.cat(parts)
 
 
 def decode_attention(

@@ -1,7 +1,7 @@
 """The sum over ranks, the residual addition and the norm of a decode step's rows, in one Triton kernel.
 
-Knows the memory that ranks share, `SharedRows`, as addresses alone. Its twin is the ranks' `all_reduce` and then
-`reference.add_rms_norm`. Each rank runs the same kernels in the same order, with one program for each row, and all ranks
+Knows the memory that ranks share, `SharedRows`, as addresses alone. It computes what an all-reduce,
+the residual addition and RMSNorm do. Each rank runs the same kernels in the same order, with one program for each row, and all ranks
 get the same bits. There are two ways for a row to go:
 
 - Directly, which is best for a few rows: write the row to a place of mine; count 1 on every rank's counter of that row;
@@ -20,13 +20,31 @@ that wait never keep out those that they wait for, however many fit on a device.
 waiting: to notice is the engine's part.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
 from nanovllm.kernels.triton.elementwise import normed
-from nanovllm.distributed.collectives import SharedRows
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """A piece of memory on every rank that all of them read and write: the module's docstring says how.
+
+    It begins with three counters for each row, int64s that are 0 at first; then each row has four places for its elements.
+    """
+
+    ROWS: ClassVar[int] = 512
+    ROW_BYTES: ClassVar[int] = 16 << 10
+    BYTES: ClassVar[int] = ROWS * (3 * 8 + 4 * ROW_BYTES)
+
+    addresses: Tensor  # [size] int64: where each rank's piece begins, as this one sees it
+    rank: int
+    direct_bytes: int  # up to which a sum goes directly, and not through owners
 
 
 def sum_add_rms_norm(

@@ -1,7 +1,7 @@
 """Attention over the paged KV cache in Triton: prompt chunks by flash attention, decoding by split-KV flash decoding.
 
-Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size. `torch_attention` says
-what both functions compute. Neither waits for the device; the shape of a decode launch depends on B and W alone, so that
+Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size. layers/attention.py
+says what both functions compute. Neither waits for the device; the shape of a decode launch depends on B and W alone, so that
 a CUDA graph may replay it with other lengths.
 Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W block-table width,
 S splits. `scale` and peaks are in units of log2, for the exponential is a power of 2 on the device.

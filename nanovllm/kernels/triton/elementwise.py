@@ -1,6 +1,7 @@
 """Triton kernels of the memory-bound operations around attention: norms, activation, rotary embedding, decode inputs.
 
-Knows how to move each byte once. What each function computes is said by its twin in `reference`.
+Knows how to move each byte once. What each function computes is said by the plain layers: RMSNorm,
+GatedMLP, SelfAttention (its norms, rotation and store_kv) and BatchState.advance.
 Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W block-table width.
 Arithmetic is float32, and rounds to the tensors' dtype where the twin does.
 """
@@ -189,7 +190,7 @@ def _decode_inputs_kernel(
     i = tl.program_id(0)
     row = tl.load(rows + i)
     position = tl.load(context_lens + row)
-    tl.store(token_ids + i, tl.load(last_tokens + row))
+    tl.store(token_ids + i, tl.maximum(tl.load(last_tokens + row), 0))  # an invalid token is -1
     tl.store(positions + i, position.to(tl.int64))
     tl.store(lens + i, position + 1)
     block = tl.load(block_tables + row * W + position // BLOCK_SIZE).to(tl.int64)

@@ -30,7 +30,7 @@ FLOAT32_TILE = 16, 64, 32, 4, 3  # whose products tensor cores do not take
 
 
 def moe(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool) -> Tensor:
-    """See reference.moe."""
+    """What MixtureOfExperts and Experts compute: x [T, N], the router's logits [T, E] -> [T, N]."""
     out = torch.empty_like(x)
     (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
     pairs = num_tokens * top_k

@@ -1,7 +1,7 @@
 """Triton kernels that draw the next tokens in one pass over the logits.
 
-Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is said by the twin in
-`reference`; here scores are kept in units of log2, for the exponential is a power of 2 on the device.
+Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is said by
+layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of 2 on the device.
 Shapes: B sequences, V vocabulary entries, S parts of the vocabulary, one program each.
 """
 
@@ -11,8 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
-from nanovllm.kernels.reference import CELL
+from nanovllm.layers import sampler
+from nanovllm.layers.sampler import CELL
 
+GREEDY_BELOW = tl.constexpr(sampler.GREEDY_BELOW)
+INVALID = tl.constexpr(sampler.INVALID)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -50,7 +53,7 @@ def _best_cell_of_part_kernel(
     logits += row.to(tl.int64) * row_stride
     greedy, scale = _scale(temperatures, row)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    # A lane meets its cells in rising order, so keeping the first best keeps the lowest. A NaN keeps its cell from being best.
+    # A lane meets its cells in rising order, so keeping the first best keeps the lowest.
     best = tl.full([CELLS], float("-inf"), tl.float32)
     best_cell = tl.full([CELLS], 0x7FFFFFFF, tl.int32)
     for tile in range(TILES):
@@ -58,11 +61,15 @@ def _best_cell_of_part_kernel(
         col = cell[:, None] * CELL - vocab_start + tl.arange(0, CELL)[None, :]
         scores = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf")).to(tl.float32) * scale
         score = tl.max(scores, axis=1)
-        if not greedy:
+        if greedy:
+            total = tl.sum(scores, axis=1)
+            score = tl.where(total == total, score, float("inf"))  # a NaN, or infinities of both signs
+        else:
             peak = tl.maximum(score, -1e30)  # a cell outside the vocabulary is all -inf, and -inf + inf no number
             weight = tl.sum(tl.exp2(scores - peak[:, None]), axis=1)
             time = _exponential(seed, tl.maximum(cell * CELL, vocab_start), position, 0)
             score = peak + tl.log2(weight / time)
+            score = tl.where(score == score, score, float("inf"))  # a NaN, or an infinity less itself
         best_cell = tl.where(score > best, cell, best_cell)
         best = tl.maximum(best, score)
     value = tl.max(best, axis=0)
@@ -84,7 +91,9 @@ def _best_of_row_kernel(
     cell = tl.load(part_cells + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
     best = tl.max(value, axis=0)
     cell = tl.min(tl.where(value == best, cell, 0x7FFFFFFF), axis=0)
-    cell = tl.where(cell == 0x7FFFFFFF, vocab_start // CELL, cell)  # if no logit is a number, any entry will do
+    # An infinity wins. A row that has one, or only -inf, samples no token.
+    is_valid = (best > float("-inf")) & (best < float("inf"))
+    cell = tl.where(is_valid, cell, vocab_start // CELL)
     col = cell * CELL - vocab_start + tl.arange(0, CELL)
     inside = (col >= 0) & (col < vocab)
     score = tl.load(logits + row.to(tl.int64) * row_stride + col, mask=inside, other=float("-inf")).to(tl.float32) * scale
@@ -92,16 +101,16 @@ def _best_of_row_kernel(
         time = _exponential(tl.load(seeds + row), col + vocab_start, tl.load(positions + row), 1)
         score -= tl.log2(time)
     token = tl.min(tl.where(inside & (score == tl.max(score, axis=0)), col, 0x7FFFFFFF), axis=0)
-    token = tl.where(token == 0x7FFFFFFF, tl.maximum(cell * CELL - vocab_start, 0), token)
+    token = tl.where(is_valid, token + vocab_start, INVALID)
     tl.store(values + row, tl.where(greedy, best, best * LN_2))
-    tl.store(tokens + row, (token + vocab_start).to(tl.int64))
+    tl.store(tokens + row, token.to(tl.int64))
 
 
 @triton.jit
 def _scale(temperatures, row):
     """Whether the row is greedy, and what makes its logits scores in units of log2."""
     temperature = tl.load(temperatures + row)
-    greedy = temperature <= 0
+    greedy = temperature < GREEDY_BELOW
     return greedy, tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
 
 

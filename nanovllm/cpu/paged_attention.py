@@ -1,7 +1,6 @@
-"""Attention over the paged KV cache in plain PyTorch: the CPU path, and the oracle of the other back ends.
+"""Attention on a CPU that neither pads every sequence to the longest nor copies K and V that lie in order.
 
-Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W block-table width.
-A cache is [blocks, block_size, G, D].
+Shapes are those of layers/attention.py.
 """
 
 import math
@@ -10,7 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers.attention import SelfAttention, gather_kv
+from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
+
+PAGE = 64  # tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
+
+
+class PagedSelfAttention(SelfAttention):
+    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
+        lens, tables = metadata.context_lens, metadata.block_tables
+        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
+        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.scale)
 
 
 def prefill_attention(
@@ -28,7 +39,7 @@ def prefill_attention(
         if meta.block_tables is None or len_q == len_k:  # its own are all there is
             k_i, v_i = k[begin:end], v[begin:end]
         else:
-            k_i, v_i = (_gather(cache, meta.block_tables[i : i + 1], len_k)[0] for cache in (k_cache, v_cache))
+            k_i, v_i = (gather_kv(cache, meta.block_tables[i : i + 1], len_k)[0] for cache in (k_cache, v_cache))
         mask = None
         if len_q < len_k:  # query j is token len_k - len_q + j of its sequence
             mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril_(len_k - len_q)
@@ -39,48 +50,22 @@ def prefill_attention(
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float
 ) -> Tensor:
-    """One query a sequence over its cached tokens: q [B, H, D], lens [B] int32, tables [B, W] int32 -> [B, H, D].
+    """Each page of each sequence is an attention problem of its own: q [B, H, D] -> [B, H, D].
 
-    shared [1] int32: tokens in whole blocks with which all tables begin; a back end may read them once for all, or not care.
-    """
-    # The query heads of a group share their K and V: let them be the rows of one small attention problem.
-    grouped = q.view(q.shape[0], k_cache.shape[2], -1, q.shape[2])  # [B, G, H / G, D]
-    attend = _attend_by_pages if q.device.type == "cpu" else _attend_padded
-    return attend(grouped, k_cache, v_cache, lens, tables, scale).reshape(q.shape)
-
-
-def _attend_padded(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
-    max_len = int(lens.max())
-    k, v = (_gather(cache, tables, max_len).transpose(1, 2) for cache in (k_cache, v_cache))  # [B, G, L, D]
-    mask = torch.arange(max_len, device=q.device) < lens.view(-1, 1, 1, 1)  # [B, 1, 1, L]
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
-
-
-def _gather(cache: Tensor, tables: Tensor, length: int) -> Tensor:
-    """The first `length` cached tokens of each sequence: tables [B, W] -> [B, length, G, D]."""
-    block_size = cache.shape[1]
-    tables = tables[:, : -(-length // block_size)]
-    return cache[tables].flatten(1, 2)[:, :length]
-
-
-PAGE = 64  # tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
-
-
-def _attend_by_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float) -> Tensor:
-    """What `_attend_padded` computes, without padding every sequence to the longest.
-
-    Each page of each sequence is an attention problem of its own; their results are merged by the weight that each page's
-    log-sum-exp gives it, as flash decoding does (Dao et al. 2023).
+    Their results are merged by the weight that each page's log-sum-exp gives it, as flash decoding does (Dao et al.
+    2023).
     """
     groups, dim = k_cache.shape[2:]
+    # The query heads of a group share their K and V: let them be the rows of one small attention problem.
+    grouped = q.view(q.shape[0], groups, -1, dim)  # [B, G, H / G, D]
     page = math.gcd(k_cache.shape[1], PAGE)
     owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page)  # N pages in all
     rows = (cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache))
     k, v = (row.view(-1, page, groups, dim).transpose(1, 2) for row in rows)  # [N, G, page, D]
     parts, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.index_select(0, owner), k, v, attn_mask=mask.to(q.dtype), scale=scale
+        grouped.index_select(0, owner), k, v, attn_mask=mask.to(q.dtype), scale=scale
     )  # [N, G, H / G, D], [N, G, H / G]
     lse = lse.flatten(1)  # [N, H]
     peak = lse.new_full((q.shape[0], lse.shape[1]), float("-inf"))

@@ -1,12 +1,12 @@
-"""Draw tokens for the rows that ask for more than a temperature and a seed.
+"""Sample for the requests that ask for more than a temperature and a seed.
 
-A step draws for all its rows in one fused pass (kernels.sample). Rows whose SamplingParams ask for more are then drawn
+A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for more are then sampled
 once more, with the same noise, from logits that went, in vLLM's order, through
 
     min_tokens (no token that would end the output) -> repetition, then frequency and presence penalty
     -> temperature -> min_p -> top_k -> top_p,
 
-and that draw replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the arg max of what the
+and that token replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the arg max of what the
 penalties leave. Reported log-probabilities are the model's own, before any of this.
 
 Shapes: S special rows, V vocabulary entries, M the most tokens of a sequence.
@@ -14,32 +14,21 @@ Shapes: S special rows, V vocabulary entries, M the most tokens of a sequence.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm import kernels
-from nanovllm.sampling_params import SamplingParams, SamplingMetadata
-from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.sampler import GREEDY_BELOW, INVALID
+from nanovllm.sampling_params import SamplingMetadata, SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.batch_state import BatchState
+    from nanovllm.engine.model_runner import ModelRunner, StepOutput
 
 Upload = Callable[[np.ndarray], Tensor]
-LOW_WORD = 0xFFFFFFFF
 ROWS_AT_ONCE = 64  # bounds the memory that sorting the vocabulary takes
-
-
-def choose_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Tensor:
-    """Each rank's best token [B] int64 and its value [B] float32 -> the best of all ranks [B], the lowest in a tie.
-
-    Ranks exchange one integer a row instead of its logits. It orders as (value, -token) does, so its maximum decides.
-    """
-    if group.size == 1:
-        return tokens
-    bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
-    # Compares as an integer as the float does, of which negative ones run backwards.
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.long() << 32) | (LOW_WORD - tokens)
-    return LOW_WORD - (group.maximum(keys) & LOW_WORD)
 
 
 def apply_penalties(
@@ -104,20 +93,20 @@ class Logprobs:
 class _Part:
     """Some of a step's special rows and what they ask for, on the device."""
 
-    def __init__(self, index: list[int], rows: Sequence[int], of_row: dict[int, SamplingMetadata], vocab_size: int, upload: Upload):
-        wishes = [of_row[rows[i]] for i in index]
+    def __init__(self, index: list[int], slots: Sequence[int], asked: dict[int, SamplingMetadata], vocab_size: int, upload: Upload):
+        wishes = [asked[slots[i]] for i in index]
         params = [wish.params for wish in wishes]
         limits = [limit(p, vocab_size) for p in params]
         prompt_lens = [wish.num_prompt_tokens for wish in wishes]
         # A sum of probabilities can come to a little over 1: who asked for no bound must not meet one there.
         top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
         names = ("min_p", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
-        ints = np.array([index, [rows[i] for i in index], limits, prompt_lens], dtype=np.int64)
+        ints = np.array([index, [slots[i] for i in index], limits, prompt_lens], dtype=np.int64)
         floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)], dtype=np.float32)
         self.index = index
-        self.at, self.rows, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
+        self.at, self.slots, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
         top_p_d, min_p, self.temperatures, *penalties = upload(floats)
-        self.divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0).unsqueeze(1)
+        self.divisors = torch.where(self.temperatures >= GREEDY_BELOW, self.temperatures, 1.0).unsqueeze(1)
         self.filters = [x.unsqueeze(1) for x in (limits_d, top_p_d, min_p)]
         self.penalties = [x.unsqueeze(1) for x in penalties]
         self.prompt_lens = prompt_lens_d.unsqueeze(1)
@@ -139,76 +128,83 @@ class _Part:
         self.asking_at = upload(np.array(self.asking, dtype=np.int64)) if self.asking else None
 
 
-class SpecialRows:
-    """Knows which rows of the running state are special, and draws for them."""
+class Resampler:
+    """Knows which batch slots ask for more, and samples for them."""
 
-    def __init__(self, num_rows: int, max_len: int, vocab_size: int, group: ParallelGroup, upload: Upload) -> None:
-        self.vocab_size = vocab_size
-        self.group = group
-        self._upload = upload
-        self._wishes: dict[int, SamplingMetadata] = {}  # by row
-        self._shape = (num_rows, max_len)
-        self._history: Tensor | None = None  # [rows, M] int32: the tokens of rows with penalties, once there is one
-        self._rows: Sequence[int] = ()  # of the last step, and what they came to
+    def __init__(self, runner: "ModelRunner") -> None:
+        self.vocab_size = runner.vocab_size
+        self.group = runner.group
+        self._upload = runner._upload
+        self._sample_tokens = runner._sample_tokens
+        self._asked: dict[int, SamplingMetadata] = {}  # by batch slot
+        self._shape = (runner.max_num_seqs + 1, runner.max_model_len)
+        self._history: Tensor | None = None  # [slots, M] int32: the tokens of slots with penalties, once there is one
+        self._slots: Sequence[int] = ()  # of the last step, and what they came to
         self._parts: list[_Part] = []
 
-    def set(self, row: int, wish: SamplingMetadata | None) -> None:
-        """A sequence starts to draw in this row; None: temperature and seed are all it asks for."""
-        if wish is None:
-            if not self._wishes or self._wishes.pop(row, None) is None:
+    def start(self, slot: int, metadata: SamplingMetadata | None) -> None:
+        """A sequence starts to sample in this slot; None: temperature and seed are all it asks for."""
+        if metadata is None:
+            if not self._asked or self._asked.pop(slot, None) is None:
                 return
         else:
-            self._wishes[row] = wish
-            if wish.params.penalizes:
-                tokens = self._upload(np.array(wish.token_ids, dtype=np.int32))
+            self._asked[slot] = metadata
+            if metadata.params.penalizes:
+                tokens = self._upload(np.array(metadata.token_ids, dtype=np.int32))
                 if self._history is None:
                     self._history = torch.zeros(self._shape, dtype=torch.int32, device=tokens.device)
-                self._history[row, : len(tokens)] = tokens
-        self._rows, self._parts = (), []
+                self._history[slot, : len(tokens)] = tokens
+        self._slots, self._parts = (), []
 
-    def among(self, rows: Sequence[int]) -> list[_Part]:
-        """The special ones among a step's rows. Stays the same, and costs nothing, as long as the rows do."""
-        if self._wishes and rows != self._rows:
-            index = [i for i, row in enumerate(rows) if row in self._wishes]
-            index.sort(key=lambda i: limit(self._wishes[rows[i]].params, self.vocab_size))
+    def resample(self, slots: Sequence[int], output: "StepOutput", state: "BatchState") -> list[Logprobs]:
+        """Replace the tokens of those among a step's `slots` that ask for more; returns the log-probabilities asked for."""
+        logprobs = []
+        for part in self._among(slots):
+            logprobs.append(self._sample(part, output, state.seeds))
+            state.last_tokens[part.slots] = output.tokens[part.at]
+        return [part for part in logprobs if part is not None]
+
+    def _among(self, slots: Sequence[int]) -> list[_Part]:
+        """Stays the same, and costs nothing, as long as the slots do."""
+        if self._asked and slots != self._slots:
+            index = [i for i, slot in enumerate(slots) if slot in self._asked]
+            index.sort(key=lambda i: limit(self._asked[slots[i]].params, self.vocab_size))
             parts = [index[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(index), ROWS_AT_ONCE)]
-            self._parts = [_Part(part, rows, self._wishes, self.vocab_size, self._upload) for part in parts]
-            self._rows = rows
+            self._parts = [_Part(part, slots, self._asked, self.vocab_size, self._upload) for part in parts]
+            self._slots = slots
         return self._parts
 
-    def draw(self, part: _Part, logits: Tensor, seeds: Tensor, lens: Tensor, tokens: Tensor) -> Logprobs | None:
-        """Replace the tokens of the part's rows.
-
-        Of the step's B rows: logits [B, this rank's entries], lens [B] (where the drawn token will stand) and tokens [B].
-        seeds: of the whole running state.
-        """
-        raw = logits = self.group.gather_vocab(logits[part.at], self.vocab_size).float()
-        lens = lens[part.at].long()
+    def _sample(self, part: _Part, output: "StepOutput", seeds: Tensor) -> Logprobs | None:
+        """Replace the tokens of the part's rows. `seeds` are by batch slot."""
+        raw = logits = self.group.gather_vocab(output.logits[part.at], self.vocab_size).float()
+        positions = output.positions[part.at].long()
         if part.barred is not None:
             row, token, least = part.barred
             logits = raw.clone()
-            logits[row, token] = logits[row, token].masked_fill(lens[row] < least, -torch.inf)
+            logits[row, token] = logits[row, token].masked_fill(positions[row] < least, -torch.inf)
         if part.penalizes:
-            history = self._history[part.rows].long()
-            seen, counts = count_tokens(history, part.prompt_lens, lens.unsqueeze(1), self.vocab_size)
+            history = self._history[part.slots].long()
+            seen, counts = count_tokens(history, part.prompt_lens, positions.unsqueeze(1), self.vocab_size)
             logits = apply_penalties(logits, seen, counts, *part.penalties)
         if part.filters_any:
             kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
             logits = logits.masked_fill(~kept, -torch.inf)
-        drawn, _ = kernels.sample(logits, part.temperatures, seeds[part.rows], lens)
+        tokens, _ = self._sample_tokens(logits, part.temperatures, seeds[part.slots], positions)
+        # A filter may have hidden that logits were no numbers.
+        tokens = torch.where(output.tokens[part.at] == INVALID, INVALID, tokens)
         if part.penalizes:
-            self._history[part.rows, lens] = drawn.int()
-        tokens[part.at] = drawn
-        return self._logprobs(part, raw, drawn) if part.asking else None
+            self._history[part.slots, positions] = tokens.int().clamp(min=0)
+        output.tokens[part.at] = tokens
+        return self._logprobs(part, raw, tokens) if part.asking else None
 
     @staticmethod
-    def _logprobs(part: _Part, raw: Tensor, drawn: Tensor) -> Logprobs:
+    def _logprobs(part: _Part, raw: Tensor, tokens: Tensor) -> Logprobs:
         logprobs = raw[part.asking_at].log_softmax(dim=-1)
         best, token_ids = logprobs.topk(min(max(part.counts), logprobs.shape[1]))
-        drawn = drawn[part.asking_at].unsqueeze(1)
-        values = torch.cat((logprobs.gather(1, drawn), best), dim=1)
+        tokens = tokens[part.asking_at].unsqueeze(1)
+        values = torch.cat((logprobs.gather(1, tokens.clamp(min=0)), best), dim=1)
         index = [part.index[i] for i in part.asking]
-        return Logprobs(index, part.counts, torch.cat((drawn, token_ids), dim=1), values)
+        return Logprobs(index, part.counts, torch.cat((tokens, token_ids), dim=1), values)
 
 
 def limit(params: SamplingParams, vocab_size: int) -> int:

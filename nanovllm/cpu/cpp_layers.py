@@ -1,0 +1,43 @@
+"""Layers that compute with the C++ kernels."""
+
+from torch import Tensor
+
+from nanovllm.cpu import cpp_ops
+from nanovllm.cpu.paged_attention import PagedSelfAttention
+from nanovllm.layers.context import AttentionMetadata, current_metadata
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.norm import RMSNorm
+
+
+class CppRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return cpp_ops.rms_norm(x.contiguous(), self.weight, self.eps)
+
+
+class CppGatedMLP(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(cpp_ops.silu_and_mul(self.gate_up_proj(x)))
+
+
+class CppSelfAttention(PagedSelfAttention):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        metadata = current_metadata()
+        has_norm = isinstance(self.q_norm, RMSNorm)
+        q, k, v = cpp_ops.qk_norm_rope_store(
+            self.qkv_proj(x),
+            self.head_dim,
+            self.num_kv_heads,
+            self.q_norm.weight if has_norm else None,
+            self.k_norm.weight if has_norm else None,
+            self.q_norm.eps if has_norm else 0.0,
+            self.rotary.cos_sin,
+            positions,
+            metadata.slot_mapping,
+            self.k_cache,
+            self.v_cache,
+        )
+        return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))
+
+    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
+        lens, tables = metadata.context_lens, metadata.block_tables
+        return cpp_ops.decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)

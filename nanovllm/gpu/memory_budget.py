@@ -1,0 +1,55 @@
+"""How many KV blocks fit on a GPU beside the model.
+
+An LLM's budget is a part of the whole memory. What it needs at its peak is measured by running the largest step. What
+others hold there is not subtracted from the budget; it matters only if it leaves less than that free.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.engine.kv_cache import GIB
+
+
+class MemoryBudget:
+    """Made before anything is loaded, asked once the model and its largest step have been run."""
+
+    def __init__(self, device: torch.device, utilization: float) -> None:
+        self.device = device
+        self.utilization = utilization
+        torch.cuda.empty_cache()
+        self._before = torch.cuda.memory_allocated(device)  # another LLM of this process has it
+        self._others_before = self._outside_pytorch()
+
+    def num_blocks(self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int) -> int:
+        """Blocks of `block` bytes that fit; the largest step runs with one, and `graphs` bytes are left for CUDA graphs.
+
+        Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full length.
+        """
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        run_largest_step()
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - self._before - block
+        peak_reserved = torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        more = peak_reserved - torch.cuda.memory_reserved(self.device)
+        libraries = max(0, self._outside_pytorch() - self._others_before)
+        free, total = torch.cuda.mem_get_info(self.device)
+        within_budget = total * self.utilization - peak - libraries - graphs
+        # PyTorch's allocator needs a little slack when memory is all but full.
+        within_free = free - more - graphs - GIB // 4
+        room = min(within_budget, within_free)
+        if room < needed_for_one * block:
+            raise ValueError(
+                f"gpu_memory_utilization is {self.utilization} of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free; "
+                f"model and activations take {(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} "
+                f"GiB for the KV cache, but one sequence of max_model_len needs {needed_for_one * block / GIB:.1f} GiB: raise "
+                f"gpu_memory_utilization, lower max_model_len or max_num_batched_tokens, or free memory on the GPU"
+            )
+        return int(room // block)
+
+    def _outside_pytorch(self) -> int:
+        """Bytes in use on the device that PyTorch's allocator of this process does not hold."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)

@@ -1,0 +1,163 @@
+"""A model whose layers were replaced by faster ones computes what the plain one does.
+
+Triton's kernels run in its interpreter where there is no GPU.
+"""
+
+import threading
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from model_helpers import Driver, load, make_checkpoint
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+pytest.importorskip("triton")
+
+from nanovllm.cpu.layers import speed_up  # noqa: E402
+from nanovllm.distributed import overlapped_decoder  # noqa: E402
+from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse  # noqa: E402
+from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend  # noqa: E402
+from nanovllm.kernels.triton import attention  # noqa: E402
+from nanovllm.layers.norm import RMSNorm  # noqa: E402
+from nanovllm.layers.parallel import ParallelGroup  # noqa: E402
+from nanovllm.models import build_model  # noqa: E402
+from nanovllm.models.transformer import Decoder, DecoderLayer  # noqa: E402
+from nanovllm.weights.hf_config import load_hf_config  # noqa: E402
+from nanovllm.weights.loader import load_weights  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
+
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+)
+CONFIGS = {
+    "qwen3": Qwen3Config(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "experts": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
+}
+TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
+
+
+def run(model) -> torch.Tensor:
+    """Logits of whole prompts, of decodes, of both together with a chunk that goes on, and of decodes again."""
+    tokens = torch.randint(101, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    driver = Driver(model, num_sequences=3, max_tokens=32)
+    steps = [
+        driver.step({}, {0: tokens[:9], 1: tokens[:5]}),
+        driver.step({1: 7, 0: 8}, {}),
+        driver.step({0: 3}, {2: tokens[20:33]}),
+        driver.step({1: 5, 0: 3}, {2: tokens[33:40]}),
+        driver.step({2: 1, 0: 2, 1: 3}, {}),
+    ]
+    return torch.cat(steps)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, CONFIGS[request.param])
+    return folder
+
+
+@pytest.mark.parametrize("backend", [TRITON, PLAIN_BACKEND], ids=lambda backend: backend.name)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_fused_model_computes_what_the_plain_one_does(folder, backend):
+    plain, fused = load(folder), load(folder)
+    fuse(fused, backend)
+    assert type(fused.model) is FusedDecoder
+    assert not {type(module) for module in fused.modules()} & FUSED.keys(), "every layer was replaced"
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_sped_up_for_the_cpu_computes_what_the_plain_one_does(folder):
+    plain, fast = load(folder), load(folder)
+    speed_up(fast)
+    torch.testing.assert_close(run(fast), run(plain), rtol=1e-4, atol=1e-4)
+
+
+class ShiftedNorm(RMSNorm):
+    """A norm as some family may have it, of which no kernel knows."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.5
+
+
+class PostNormLayer(DecoderLayer):
+    """A layer as some family may have it."""
+
+    def forward(self, x, positions):
+        x = x + self.input_layernorm(self.self_attn(x, positions))
+        return x + self.post_attention_layernorm(self.mlp(x))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_a_family_does_in_its_own_way_is_left_as_it_is(folder):
+    def change(model):
+        for i, layer in enumerate(model.model.layers):
+            if i == 1:
+                layer.__class__ = PostNormLayer
+        for module in model.modules():
+            if type(module) is RMSNorm and module.weight.shape == (32,):
+                module.__class__ = ShiftedNorm
+        return model
+
+    plain, fused = change(load(folder)), change(load(folder))
+    fuse(fused, TRITON)
+    assert type(fused.model) is Decoder and type(fused.model.norm) is ShiftedNorm
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
+
+
+@dataclass(frozen=True)
+class ThreadGroup(ParallelGroup):
+    """Ranks that are threads of this process and meet at a barrier, each with a place for what it brings."""
+
+    meeting: tuple[threading.Barrier, list] | None = None
+
+    def all_reduce(self, x):
+        barrier, places = self.meeting
+        places[self.rank] = x.clone()
+        barrier.wait()
+        x.copy_(sum(places))
+        barrier.wait()  # none may write its place again before all have read
+        return x
+
+    def shared_rows(self, x):
+        return None
+
+    def begin_all_reduce(self, x):
+        """The sum is there when it is waited for, and not before."""
+        own = x.clone()
+        x.fill_(torch.nan)
+        return SimpleNamespace(wait=lambda: x.copy_(self.all_reduce(own)))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
+    monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)
+    monkeypatch.setattr(overlapped_decoder, "MICRO_BATCH_ROWS", 4)
+    size = 2
+    state, results = (threading.Barrier(size, timeout=60), [None] * size), [None] * size
+
+    def run_rank(rank):
+        model = build_model(load_hf_config(folder), ThreadGroup(rank, size, meeting=state))
+        load_weights(model, folder)
+        fuse(model, PLAIN_BACKEND)
+        overlapped_decoder.overlap_all_reduces(model)
+        assert type(model.model) is overlapped_decoder.OverlappedDecoder
+        results[rank] = run(model)
+
+    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(torch.cat(results, dim=1), run(load(folder)), rtol=1e-4, atol=1e-4)
