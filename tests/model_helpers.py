@@ -7,7 +7,8 @@ from nanovllm import kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.models import build_model
 from nanovllm.layers.context import PrefillMetadata, StepMetadata, forward_context
-from nanovllm.weights.loader import load_hf_config, load_weights
+from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.loader import load_weights
 from nanovllm.layers.parallel import ParallelGroup
 
 BLOCK_SIZE = 4

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import kernels
-from nanovllm.layers.rotary import RotaryEmbedding, rope_frequencies
+from nanovllm.layers.rope_scaling import rope_frequencies
+from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models import build_model
 from nanovllm.layers.parallel import ParallelGroup
 
