@@ -47,7 +47,7 @@ for name in sys.argv[1:]:
 
 
 def write_code(folder, model_type, tokenizer_class, *, in_config, in_tokenizer, complete):
-    """Make the folder ask for its own code; `complete`: its config.json names all that models read."""
+    """Make the folder ask for its own code. `complete`: config.json names all that models read."""
     (folder / "code.py").write_text(CODE)
     values = json.loads((folder / "config.json").read_text())
     config = values | {"model_type": model_type, "architectures": ["Qwen3ForCausalLM"]}

@@ -24,10 +24,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import LLM
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.models import build_model, find_model
 from nanovllm.weights import hf_config, hub, loader
-from nanovllm.layers.parallel import ParallelGroup
 
 CONFIG = Qwen3Config(
     vocab_size=101,
@@ -309,11 +309,24 @@ def test_a_configuration_that_says_all_is_what_transformers_reads_of_it(tmp_path
 )
 def test_a_configuration_that_says_less_or_otherwise_is_left_to_transformers(change):
     values = dict(
-        model_type="qwen3", architectures=["Qwen3ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=64,
-        rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=True, attention_bias=False, sliding_window=None,
-        use_sliding_window=False, rope_parameters=dict(rope_type="default", rope_theta=1e4),
-    )  # fmt: skip
+        model_type="qwen3",
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=True,
+        attention_bias=False,
+        sliding_window=None,
+        use_sliding_window=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    )
     assert hf_config.says_all(values)
     assert not hf_config.says_all(values | change)
     assert not hf_config.says_all(
@@ -326,7 +339,8 @@ def test_a_configuration_that_says_less_or_otherwise_is_left_to_transformers(cha
 
 def test_reading_a_whole_configuration_does_not_import_transformers():
     code = (
-        "import sys; from nanovllm import TINY_MODEL; from nanovllm.weights.hf_config import load_hf_config; "
+        "import sys; from nanovllm import TINY_MODEL; "
+        "from nanovllm.weights.hf_config import load_hf_config; "
         "load_hf_config(TINY_MODEL); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
