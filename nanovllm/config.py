@@ -10,6 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 
+MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
+
+
 @dataclass(frozen=True)
 class Config:
     """Options of `LLM`. Sizes are counted in tokens unless the name says otherwise.
@@ -73,6 +76,8 @@ class Config:
             raise TypeError(f"model is {self.model!r}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'")
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size"):
             self._check_int(name, 1)
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ValueError(f"max_num_seqs is {self.max_num_seqs}: use {MAX_NUM_SEQS} or less")
         self._check_int("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size is {self.kvcache_block_size}: use a multiple of 16")
@@ -107,5 +112,6 @@ class Config:
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
-        if value not in choices:
+        # An array, compared with a name, gives an array and no answer.
+        if not isinstance(value, str) or value not in choices:
             raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")

@@ -1,6 +1,7 @@
 """Check what a call asks for, all of it before any of it is queued."""
 
 from collections.abc import Sequence as SequenceOf
+from reprlib import repr  # cuts what is long, or nested so deep that the built-in one raises
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ def split_chats(messages) -> list[list[dict]]:
     chats = [messages] if messages and isinstance(messages[0], dict) else messages
     for i, chat in enumerate(chats):
         if not isinstance(chat, (list, tuple)) or not all(isinstance(message, dict) for message in chat):
-            raise TypeError(f'messages[{i}] is {chat!r}: a conversation is a list of {{"role": ..., "content": ...}}')
+            raise TypeError(f'messages[{i}] is {repr(chat)}: a conversation is a list of {{"role": ..., "content": ...}}')
     return list(chats)
 
 
@@ -50,16 +51,31 @@ def check_token_ids(name: str, ids: SequenceOf[int], vocab_size: int) -> None:
         raise TypeError(f"{name} is a {type(ids).__name__}: give a str or a list of token ids, all prompts of one kind")
     if not set(map(type, ids)) <= {int}:
         wrong = next(token for token in ids if type(token) is not int)
-        raise TypeError(f"{name} holds {wrong!r}: token ids are integers")
+        raise TypeError(f"{name} holds {repr(wrong)}: token ids are integers")
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise ValueError(f"{name} holds token id {wrong}: the model's vocabulary is 0 to {vocab_size - 1}")
 
 
-def check_length(name: str, length: int, params: SamplingParams, *, max_model_len: int, cache_tokens: int) -> None:
-    """`cache_tokens`: what the whole KV cache holds."""
+def check_length(
+    name: str,
+    length: int,
+    params: SamplingParams,
+    *,
+    max_model_len: int,
+    longest_of_model: int,
+    cache_tokens: int,
+) -> None:
+    """`longest_of_model`: what no option can raise `max_model_len` above.
+    `cache_tokens`: what the whole KV cache holds.
+    """
     if length == 0:
         raise ValueError(f"{name} is empty: give at least one token")
+    if length >= longest_of_model:
+        raise ValueError(
+            f"{name} has {length} tokens, the model's own limit (max_position_embeddings) is "
+            f"{longest_of_model}: shorten it to leave room for one"
+        )
     if length >= max_model_len:
         raise ValueError(
             f"{name} has {length} tokens, max_model_len is {max_model_len}: shorten it to leave room for one, "
@@ -80,7 +96,8 @@ def check_completions(
     """All n completions begin at once, each with a block of its own where the prompt fills the last one only in part."""
     if params.n > max_num_seqs:
         raise ValueError(
-            f"n is {params.n} for {name}, max_num_seqs is {max_num_seqs}: lower the one or raise the other"
+            f"n is {params.n} for {name}, and {max_num_seqs} sequences may run at the same time, the "
+            "lesser of max_num_seqs and max_num_batched_tokens: lower n, or raise that one"
         )
     full, tail = divmod(length, block_size)
     needed = full + (params.n if tail else 0)

@@ -25,7 +25,8 @@ from nanovllm.inputs import (
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.loader import load_hf_config, resolve_model_folder
+from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.hub import resolve_model_folder
 from nanovllm.text.tokenizer import load_stop_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -201,7 +202,12 @@ class LLM:
         for i, (ids, params) in enumerate(zip(prompts, spread_params(sampling_params, len(prompts)))):
             check_token_ids(f"{name}[{i}]", ids, engine.vocab_size)
             check_length(
-                f"{name}[{i}]", len(ids), params, max_model_len=engine.max_model_len, cache_tokens=engine.cache_tokens
+                f"{name}[{i}]",
+                len(ids),
+                params,
+                max_model_len=engine.max_model_len,
+                longest_of_model=engine.longest_of_model,
+                cache_tokens=engine.cache_tokens,
             )
             if params.n > 1:
                 blocks, rows = engine.scheduler.blocks, engine.scheduler.max_num_seqs

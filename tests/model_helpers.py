@@ -6,7 +6,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.models import build_model
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
-from nanovllm.weights.loader import load_hf_config, load_weights
+from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.loader import load_weights
 from nanovllm.layers.parallel import ParallelGroup
 
 BLOCK_SIZE = 4

@@ -4,12 +4,16 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy, save_tokenizer
 
 from nanovllm import LLM, SamplingParams
 
 GOOD = PROMPTS[2]
+DEEP: list = []
+for _ in range(3000):
+    DEEP = [DEEP]
 
 
 @pytest.fixture
@@ -41,6 +45,8 @@ WRONG_PROMPTS = {
     "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\] is a NoneType"),
     "number": (5, TypeError, r"prompts is a int: give a str"),
     "dict": ({"a": 1}, TypeError, r"prompts is a dict: give a str"),
+    "nested-deep": ([GOOD, [1, DEEP]], TypeError, r"prompts\[1\] holds \[\[.*: token ids are integers"),
+    "nested-deep-alone": ([DEEP], TypeError, r"prompts\[0\] holds \[\[.*: token ids are integers"),
     "never-fits": (
         [GOOD, [1] * 70],
         ValueError,
@@ -156,6 +162,10 @@ WRONG_OPTIONS = [
     ("overlap", "yes", TypeError, "overlap is 'yes': use True or False"),
     ("dtype", "float8", ValueError, "dtype is 'float8': use one of 'auto', 'float32'"),
     ("dtype", 16, ValueError, "dtype is 16: use one of"),
+    ("dtype", np.zeros(3), ValueError, r"dtype is array.*: use one of 'auto'"),
+    ("attention_backend", np.array(["torch", "triton"]), ValueError, "attention_backend is array"),
+    ("max_num_seqs", 10**9, ValueError, "max_num_seqs is 1000000000: use 65536 or less"),
+    ("max_num_seqs", 10**30, ValueError, "max_num_seqs is 10{30}: use 65536 or less"),
     ("load_format", "gguf", ValueError, "load_format is 'gguf': use one of 'auto', 'dummy'"),
     ("attention_backend", "xformers", ValueError, "attention_backend is 'xformers': use one of 'auto'"),
     ("device", "tpu", ValueError, "device is 'tpu': use 'auto', 'cuda'"),
@@ -253,3 +263,37 @@ def test_a_broken_folder_is_refused(checkpoint, tmp_path, name, tokenizer):
 def test_a_missing_folder_is_refused(name):
     with pytest.raises(ValueError, match=f"model is '{name}'.* there is no such folder"):
         LLM(name)
+
+
+def test_a_conversation_nested_deep_is_refused(make_llm, checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint.folder, tmp_path / "model")
+    save_tokenizer(folder)
+    llm = make_llm(folder)
+    template = {"chat_template": "{{ messages | tojson }}"}
+    for messages in (DEEP, [DEEP], [5, DEEP]):
+        with pytest.raises(TypeError, match=r"messages\[0\] is .*: a conversation is a list of"):
+            llm.chat(messages, chat_template_kwargs=template)
+    with pytest.raises(ValueError, match=r"messages\[0\] does not fit the model's chat template"):
+        llm.chat([{"role": "user", "content": DEEP}], chat_template_kwargs=template)
+    assert_empty(llm)
+
+
+def test_a_prompt_above_the_models_own_limit_is_not_sent_to_an_option(make_llm):
+    llm = make_llm(max_model_len=10**6, max_num_batched_tokens=64)
+    longest = llm.engine.max_model_len
+    message = rf"has {longest} tokens, the model's own limit .* is {longest}: shorten it"
+    with pytest.raises(ValueError, match=message) as error:
+        llm.generate([[1] * longest], use_tqdm=False)
+    assert "raise" not in str(error.value)
+
+
+def test_more_completions_than_one_step_has_tokens_for_are_refused_by_the_right_name(make_llm):
+    llm = make_llm(max_num_batched_tokens=3, max_num_seqs=64)
+    message = r"n is 4 for .*, and 3 sequences may run .*max_num_seqs and max_num_batched_tokens"
+    with pytest.raises(ValueError, match=message):
+        llm.generate([GOOD], SamplingParams(n=4), use_tqdm=False)
+
+
+def test_a_cache_that_no_memory_holds_is_refused_without_blaming_what_was_not_set(make_llm):
+    with pytest.raises(ValueError, match="the KV cache of 1 blocks of .* does not have: set num_kv"):
+        make_llm(num_kvcache_blocks=None, kvcache_block_size=16 * 10**15)

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm import TINY_MODEL
 from nanovllm.models import build_model
-from nanovllm.weights.loader import load_hf_config
+from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.layers.parallel import ParallelGroup
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")

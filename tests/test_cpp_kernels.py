@@ -66,8 +66,24 @@ def test_preemption_and_chunks_do_not_change_greedy_output_with_cpp_kernels(chec
 def test_without_a_compiler_the_option_is_refused(checkpoint, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     cpp_ops.load.cache_clear()
-    with pytest.raises(ValueError, match="kernels is 'cpp', but there is no C\\+\\+ compiler: install g\\+\\+"):
+    message = "kernels is 'cpp', but CXX is 'no-such-compiler', which names no program: install g"
+    with pytest.raises(ValueError, match=message):
         LLM(checkpoint.folder, device="cpu", kernels="cpp")
+
+
+@needs_compiler
+def test_the_compiler_may_come_with_options_as_in_make(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ -O2 -DNAME='a b'")
+    assert cpp_ops.find_compiler() == ["g++", "-O2", "-DNAME=a b"]
+    cpp_ops.load.cache_clear()
+    cpp_ops.load()
+
+
+def test_a_compiler_whose_name_cannot_be_parsed_is_refused_by_name(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ '")
+    cpp_ops.load.cache_clear()
+    with pytest.raises(ValueError, match="CXX is .*, which names no program: install"):
+        cpp_ops.load()
 
 
 def test_another_attention_backend_is_refused(checkpoint):

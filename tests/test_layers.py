@@ -19,7 +19,8 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models import build_model
-from nanovllm.weights.loader import init_dummy_weights, load_hf_config, load_weights, model_weight_slices
+from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.loader import init_dummy_weights, load_weights, model_weight_slices
 from nanovllm.layers.parallel import ParallelGroup
 
 SMALL = dict(

@@ -1,6 +1,7 @@
 """Loading: every parameter filled exactly once, and every fault of a checkpoint named."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -8,16 +9,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_helpers import load, make_checkpoint
+from model_helpers import Driver, expected_logits, load, make_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from nanovllm import LLM
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.layers.rotary import rope_frequencies
-from nanovllm.models import build_model, find_model
-from nanovllm.weights import loader
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.rope_scaling import rope_frequencies
+from nanovllm.models import build_model, find_model
+from nanovllm.weights import hf_config, hub, loader
 
 CONFIG = Qwen3Config(
     vocab_size=101,
@@ -57,7 +67,11 @@ def with_architecture(config):
 
 
 def tensors_of(folder):
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def rewrite(folder, tensors):
@@ -96,13 +110,18 @@ def test_extra_tensor_is_named(folder):
 
 
 def test_inverse_frequencies_of_old_checkpoints_are_ignored(folder):
-    rewrite(folder, tensors_of(folder) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    rewrite(
+        folder,
+        tensors_of(folder) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)},
+    )
     load(folder)
 
 
 def test_wrong_shape_is_named_with_both_shapes(folder):
     rewrite(folder, tensors_of(folder) | {NORM: torch.zeros(33)})
-    with pytest.raises(ValueError, match=rf"model.safetensors: {NORM} has shape \(33,\), .* \(32,\)"):
+    with pytest.raises(
+        ValueError, match=rf"model.safetensors: {NORM} has shape \(33,\), .* \(32,\)"
+    ):
         load(folder)
 
 
@@ -148,14 +167,58 @@ def test_two_files_with_one_tensor_are_named(folder):
         load(folder)
 
 
-def test_tied_head_in_the_file_is_not_needed_and_not_an_error(folder):
-    tensors = tensors_of(folder)
-    rewrite(folder, tensors)
+def tie(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tied_head_that_is_absent_or_a_copy_is_the_embedding(folder, stored):
+    tensors = tensors_of(folder)
+    del tensors[HEAD]
+    rewrite(folder, tensors | ({HEAD: tensors[EMBEDDING].clone()} if stored else {}))
+    tie(folder)
     tied = load(folder)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
-    torch.testing.assert_close(tied.lm_head.weight.data, tensors["model.embed_tokens.weight"])
+    torch.testing.assert_close(tied.lm_head.weight.data, tensors[EMBEDDING])
+
+
+@pytest.mark.parametrize("where", [(0, 0), (-1, -1)], ids=["first", "last"])
+def test_a_stored_head_that_differs_from_its_embedding_is_used_as_transformers_does(folder, where):
+    tensors = tensors_of(folder)
+    head = tensors[EMBEDDING].clone()
+    head[where] += 9
+    rewrite(folder, tensors | {HEAD: head})
+    tie(folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.testing.assert_close(reference.lm_head.weight.data, head)
+    model = load(folder)
+    tokens = list(range(50, 60))
+    logits = Driver(model, num_sequences=1, max_tokens=12).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=0, atol=1e-4)
+    torch.testing.assert_close(model.model.embed_tokens.weight.data, tensors[EMBEDDING])
+    parts = [load(folder, rank, 2).lm_head.weight.data for rank in range(2)]
+    torch.testing.assert_close(torch.cat(parts), head)
+
+
+def test_a_stored_head_of_a_wrong_shape_is_named_though_it_is_tied(folder):
+    rewrite(folder, tensors_of(folder) | {HEAD: torch.zeros(100, 32)})
+    tie(folder)
+    with pytest.raises(ValueError, match=rf"{HEAD} has shape \(100, 32\), .* \(101, 32\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("count", [1, 3, 100_000])
+def test_another_number_of_layers_than_the_checkpoint_has_is_refused_before_it_is_built(
+    folder, count
+):
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": count}
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    with pytest.raises(ValueError, match=rf"num_hidden_layers is {count}\D"):
+        LLM(folder, device="cpu")
 
 
 def test_coverage_sees_gaps_and_overlaps(model):
@@ -166,7 +229,9 @@ def test_coverage_sees_gaps_and_overlaps(model):
     with pytest.raises(AssertionError):
         loader.check_coverage(model, sources + sources[:1])
     with pytest.raises(AssertionError):
-        loader.check_coverage(model, sources + list(ColumnParallelLinear(4, 4, ParallelGroup()).weight_slices("")))
+        loader.check_coverage(
+            model, sources + list(ColumnParallelLinear(4, 4, ParallelGroup()).weight_slices(""))
+        )
 
 
 def test_dummy_weights_depend_on_the_seed_alone(model):
@@ -182,89 +247,245 @@ def test_dummy_weights_depend_on_the_seed_alone(model):
 
 
 def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
-    assert loader.resolve_model_folder(str(tmp_path)) == tmp_path
-    for name in (str(tmp_path / "absent"), "./absent", "~/absent", "a/b/c", "absent"):
+    assert hub.resolve_model_folder(str(tmp_path)) == tmp_path
+    for name in (
+        str(tmp_path / "absent"),
+        "./absent",
+        "~/absent",
+        "~nouser/x",
+        "a/b/c",
+        "absent",
+        "/" + "x" * 5000,
+    ):
         with pytest.raises(ValueError, match="no such folder"):
-            loader.resolve_model_folder(name)
+            hub.resolve_model_folder(name)
 
     def offline(*args, **kwargs):
         raise FileNotFoundError("no network")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(ValueError, match="'some/model', neither a folder here nor .* no network"):
-        loader.resolve_model_folder("some/model")
+        hub.resolve_model_folder("some/model")
 
 
 def test_config_errors_name_the_folder(tmp_path):
     with pytest.raises(ValueError, match="has no config.json"):
-        loader.load_hf_config(tmp_path)
+        hf_config.load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json cannot be read"):
-        loader.load_hf_config(tmp_path)
+        hf_config.load_hf_config(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="config.json cannot be read.*model_type"):
-        loader.load_hf_config(tmp_path)
+    with pytest.raises(ValueError, match="config.json: model_type is None: it must be a name"):
+        hf_config.load_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_configuration_that_says_all_is_what_transformers_reads_of_it(tmp_path, experts):
-    kind = Qwen3MoeConfig(head_dim=24, num_experts=6) if experts else Qwen3Config(head_dim=24, hidden_size=80)
+    kind = (
+        Qwen3MoeConfig(head_dim=24, num_experts=6)
+        if experts
+        else Qwen3Config(head_dim=24, hidden_size=80)
+    )
     kind.architectures = ["Any"]
     kind.save_pretrained(tmp_path)
-    names = (*loader.COUNTS, *loader.FLAGS, *loader.OTHERS)
-    names += (*loader.OF_EXPERTS, "norm_topk_prob", "mlp_only_layers") if experts else ()
+    names = (*hf_config.COUNTS, *hf_config.FLAGS, *hf_config.OTHERS)
+    names += (*hf_config.OF_EXPERTS, "norm_topk_prob", "mlp_only_layers") if experts else ()
     values = json.loads((tmp_path / "config.json").read_text())
     for name in names:  # releases differ in what they leave out
         values.setdefault(name, getattr(kind, name))
     (tmp_path / "config.json").write_text(json.dumps(values))
-    ours, theirs = loader.load_hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    ours, theirs = hf_config.load_hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert isinstance(ours, SimpleNamespace)
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
+    assert {name: getattr(ours, name) for name in names} == {
+        name: getattr(theirs, name) for name in names
+    }
     frequencies = [rope_frequencies(config, 24)[0].tolist() for config in (ours, theirs)]
     assert frequencies[0] == frequencies[1]
 
 
-@pytest.mark.parametrize("change", [dict(head_dim=None), dict(rope_parameters=None, rope_theta=None), dict(vocab_size="9")])
+@pytest.mark.parametrize(
+    "change",
+    [dict(head_dim=None), dict(rope_parameters=None, rope_theta=None), dict(vocab_size="9")],
+)
 def test_a_configuration_that_says_less_or_otherwise_is_left_to_transformers(change):
     values = dict(
-        model_type="qwen3", architectures=["Qwen3ForCausalLM"], vocab_size=9, hidden_size=8, intermediate_size=8,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4, max_position_embeddings=64,
-        rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=True, attention_bias=False, sliding_window=None,
-        use_sliding_window=False, rope_parameters=dict(rope_type="default", rope_theta=1e4),
-    )  # fmt: skip
-    assert loader.says_all(values)
-    assert not loader.says_all(values | change)
-    assert not loader.says_all(values | dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)))
-    assert not loader.says_all({name: value for name, value in values.items() if name != "sliding_window"})
+        model_type="qwen3",
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=9,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=True,
+        attention_bias=False,
+        sliding_window=None,
+        use_sliding_window=False,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    )
+    assert hf_config.says_all(values)
+    assert not hf_config.says_all(values | change)
+    assert not hf_config.says_all(
+        values | dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0))
+    )
+    assert not hf_config.says_all(
+        {name: value for name, value in values.items() if name != "sliding_window"}
+    )
 
 
 def test_reading_a_whole_configuration_does_not_import_transformers():
     code = (
-        "import sys; from nanovllm import TINY_MODEL; from nanovllm.weights.loader import load_hf_config; "
+        "import sys; from nanovllm import TINY_MODEL; "
+        "from nanovllm.weights.hf_config import load_hf_config; "
         "load_hf_config(TINY_MODEL); sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_scaling_beside_rope_parameters_counts(tmp_path):
-    options = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=48)
+    options = dict(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        intermediate_size=48,
+    )
     Qwen3Config(**options, head_dim=8, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     scaling = dict(rope_type="linear", factor=4.0)
     values |= dict(rope_parameters=dict(rope_type="default", rope_theta=1e4), rope_scaling=scaling)
     (tmp_path / "config.json").write_text(json.dumps(values))
-    want = ROPE_INIT_FUNCTIONS["linear"](AutoConfig.from_pretrained(tmp_path), torch.device("cpu"))[0]
-    torch.testing.assert_close(rope_frequencies(loader.load_hf_config(tmp_path), 8)[0], want)
+    want = ROPE_INIT_FUNCTIONS["linear"](AutoConfig.from_pretrained(tmp_path), torch.device("cpu"))[
+        0
+    ]
+    torch.testing.assert_close(rope_frequencies(hf_config.load_hf_config(tmp_path), 8)[0], want)
 
 
-@pytest.mark.parametrize("text", ["[]", "null", '"x"', '{"rope_parameters": [1], "model_type": "qwen3"}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "null", '"x"', '{"rope_parameters": [1], "model_type": "qwen3"}']
+)
 def test_a_configuration_of_another_form_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="config.json cannot be read"):
-        loader.load_hf_config(tmp_path)
+        hf_config.load_hf_config(tmp_path)
 
 
 def test_a_model_type_that_transformers_does_not_know_is_refused_with_those_that_run(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "nonsense", "architectures": ["Nonsense"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "nonsense", "architectures": ["Nonsense"]}'
+    )
     with pytest.raises(ValueError, match="Nonsense.*this library runs Qwen3ForCausalLM"):
-        find_model(loader.load_hf_config(tmp_path))
+        find_model(hf_config.load_hf_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "kind", [Qwen3Config, Qwen3MoeConfig, Qwen2Config, LlamaConfig, MistralConfig]
+)
+def test_a_configuration_that_says_less_is_what_transformers_makes_of_it(tmp_path, kind):
+    scaling = dict(rope_type="linear", factor=2.0)
+    config = kind(
+        hidden_size=80, num_attention_heads=8, architectures=["Any"], rope_scaling=scaling
+    )
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, theirs = hf_config.load_hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    assert ours.to_dict() | {"_name_or_path": None} == theirs.to_dict() | {"_name_or_path": None}
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "some/model-Q4.GGUF", "/nowhere/model.gguf"])
+def test_a_gguf_file_hears_how_to_convert_it(tmp_path, name):
+    with pytest.raises(
+        ValueError, match="GGUF files are not read.*from_pretrained.*save_pretrained"
+    ):
+        hub.resolve_model_folder(name)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(
+        ValueError, match="GGUF files are not read.*from_pretrained.*save_pretrained"
+    ):
+        hub.resolve_model_folder(str(tmp_path / "model.gguf"))
+    with pytest.raises(
+        ValueError, match="has no config.json.*GGUF files are not read.*save_pretrained"
+    ):
+        hf_config.load_hf_config(tmp_path)
+    with pytest.raises(ValueError, match="has no .*safetensors file: .*gguf_file.*save_pretrained"):
+        loader.open_checkpoint(tmp_path)
+
+
+def test_a_file_is_no_model_folder(saved):
+    with pytest.raises(ValueError, match="which is a file: give the folder that it lies in"):
+        hub.resolve_model_folder(str(saved / "config.json"))
+
+
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+FILES += (
+    "model.safetensors",
+    INDEX,
+    "special_tokens_map.json",
+    "additional_chat_templates/x.jinja",
+)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_or_a_device_among_the_files_is_refused_and_not_opened(folder, name):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=f"{name} is a pipe, a device or a socket: remove it"):
+        LLM(folder, device="cpu")
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=f"{name} is a pipe, a device or a socket: remove it"):
+        LLM(folder, device="cpu")
+
+
+def test_links_are_followed_and_one_that_leads_nowhere_does_no_harm(folder):
+    path = max(folder.glob("*.safetensors"))
+    path.rename(folder / "blob")
+    path.symlink_to("blob")
+    (folder / "README.md").symlink_to("gone")
+    assert hub.resolve_model_folder(str(folder)) == folder
+    load(folder)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", INDEX],
+)
+def test_values_nested_too_deep_are_an_error_that_names_the_file_and_a_remedy(folder, name):
+    if name.startswith("tokenizer"):
+        kind = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+        (folder / "tokenizer_config.json").write_text(kind)
+    (folder / name).write_text(f'{{"a": {DEEP}}}')
+    names = "its tokenizer cannot be loaded" if name == "tokenizer.json" else name
+    with pytest.raises(ValueError, match=rf"(?s){names}.*ownload it again"):
+        LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "names", [["x" * 5000], ["a\0b"], [5], [None], ["/dev/zero"], ["."]], ids=repr
+)
+def test_an_index_that_names_no_file_is_refused(folder, names):
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}})
+    )
+    with pytest.raises(
+        ValueError, match=f"{INDEX} is corrupt: download it again|which {INDEX} names: download"
+    ):
+        loader.open_checkpoint(folder)

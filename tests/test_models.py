@@ -1,17 +1,31 @@
 """Each family computes what transformers computes, in float32, on random small models."""
 
+import json
+import math
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 import plain_layers as plain
 from model_helpers import Driver, expected_logits, load, make_checkpoint
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanovllm.layers.rotary import RotaryEmbedding, rope_frequencies
-from nanovllm.models import build_model
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.rope_scaling import rope_frequencies
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models import MODELS, build_model, find_model
+from nanovllm.weights.hf_config import load_hf_config
 
 SMALL = dict(
     vocab_size=101,
@@ -24,10 +38,20 @@ SMALL = dict(
 
 GQA = dict(num_key_value_heads=2)
 LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
 )
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-MOE = dict(num_key_value_heads=2, head_dim=16, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3)
+MOE = dict(
+    num_key_value_heads=2,
+    head_dim=16,
+    moe_intermediate_size=24,
+    num_experts=8,
+    num_experts_per_tok=3,
+)
 
 FAMILIES = {
     Qwen3Config: {
@@ -80,11 +104,17 @@ def test_logits_equal_transformers(name, tmp_path):
     seen: list[list[torch.Tensor]] = [[], [], []]
 
     def step(decodes, chunks):
-        lens = {i: (driver.lens[i], driver.lens[i] + n) for i, n in [(i, 1) for i in decodes] + list(chunks.items())}
+        lens = {
+            i: (driver.lens[i], driver.lens[i] + n)
+            for i, n in [(i, 1) for i in decodes] + list(chunks.items())
+        }
         logits = driver.step(
-            {i: tokens[i][driver.lens[i]] for i in decodes}, {i: tokens[i][slice(*lens[i])] for i in chunks}
+            {i: tokens[i][driver.lens[i]] for i in decodes},
+            {i: tokens[i][slice(*lens[i])] for i in chunks},
         )
-        for (i, _), part in zip(lens.items(), logits.split([end - begin for begin, end in lens.values()])):
+        for (i, _), part in zip(
+            lens.items(), logits.split([end - begin for begin, end in lens.values()])
+        ):
             seen[i].append(part)
 
     step([], {0: 9, 1: 4})  # whole prompts
@@ -106,7 +136,9 @@ def test_logits_equal_transformers(name, tmp_path):
         dict(LLAMA3, factor=32.0, original_max_position_embeddings=8192),
         YARN,
         dict(YARN, original_max_position_embeddings=32768, beta_fast=16, beta_slow=2),
-        dict(YARN, factor=40.0, mscale=0.8, mscale_all_dim=0.5, original_max_position_embeddings=4096),
+        dict(
+            YARN, factor=40.0, mscale=0.8, mscale_all_dim=0.5, original_max_position_embeddings=4096
+        ),
         dict(YARN, attention_factor=0.7, truncate=False, original_max_position_embeddings=4096),
     ],
     ids=lambda rope: rope["rope_type"],
@@ -122,7 +154,9 @@ def test_rope_scaling_equals_transformers(rope):
     cos_sin = RotaryEmbedding.from_config(config, 128).cos_sin
     assert cos_sin.shape == (length, 128)
     angles = torch.arange(64.0)[:, None] * want
-    torch.testing.assert_close(cos_sin[:64], torch.cat((angles.cos(), angles.sin()), 1) * want_scale, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        cos_sin[:64], torch.cat((angles.cos(), angles.sin()), 1) * want_scale, rtol=0, atol=1e-4
+    )
 
 
 def test_old_and_new_forms_of_rope_settings_are_one():
@@ -137,7 +171,12 @@ def test_old_and_new_forms_of_rope_settings_are_one():
 
 
 def test_experts_result_does_not_depend_on_the_batch():
-    x, logits, gate_up, down = torch.randn(16, 8), torch.randn(16, 4), torch.randn(4, 12, 8), torch.randn(4, 8, 6)
+    x, logits, gate_up, down = (
+        torch.randn(16, 8),
+        torch.randn(16, 4),
+        torch.randn(4, 12, 8),
+        torch.randn(4, 8, 6),
+    )
     whole = plain.moe(x, logits, gate_up, down, 2, True)
     for i in range(16):
         alone = plain.moe(x[i : i + 1], logits[i : i + 1], gate_up, down, 2, True)
@@ -147,13 +186,24 @@ def test_experts_result_does_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(architectures=["GPT2LMHeadModel"]), "architectures is .*GPT2LMHeadModel.* runs Qwen3ForCausalLM, "),
+        (
+            dict(architectures=["GPT2LMHeadModel"]),
+            "architectures is .*GPT2LMHeadModel.* runs Qwen3ForCausalLM, ",
+        ),
         (dict(architectures=None), "architectures is "),
         (dict(sliding_window=32), "sliding_window is 32"),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config is set"),
-        (dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), "rope_type is 'dynamic', not implemented"),
-        (dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)), "partial_rotary"),
+        (
+            dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
+            "rope_type is 'dynamic', not implemented",
+        ),
+        (
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+            ),
+            "partial_rotary",
+        ),
     ],
 )
 def test_what_no_model_does_is_refused(options, message):
@@ -166,7 +216,7 @@ def test_what_no_model_does_is_refused(options, message):
     "values, message",
     [
         (dict(num_key_value_heads=3), "num_attention_heads is 4, num_key_value_heads is 3"),
-        (dict(num_key_value_heads=0), "num_key_value_heads is 0: it must be an integer, 1 or more"),
+        (dict(num_key_value_heads=0), "num_key_value_heads is 0: it must be an integer from 1"),
         (dict(vocab_size=-1), "vocab_size is -1"),
         (dict(num_hidden_layers="2"), "num_hidden_layers is '2'"),
         (dict(max_position_embeddings=0), "max_position_embeddings is 0"),
@@ -182,3 +232,199 @@ def test_what_describes_no_model_is_refused(values, message):
     config = Qwen3Config(**SMALL, **GQA, architectures=["Qwen3ForCausalLM"])
     with pytest.raises(ValueError, match=message):
         build_model(SimpleNamespace(**{**vars(config), **values}), ParallelGroup())
+
+
+def random_rope(r, kind, at_top):
+    """Settings of a scaling as a config.json may have them: some left out, some null."""
+    rope = {r.choice(["rope_type", "type"]): kind}
+    if at_top:
+        rope["rope_theta"] = r.choice([1e4, 5e5, 1000000])
+    if kind == "linear":
+        rope["factor"] = r.choice([2.0, 4, 8.0])
+    if kind in ("llama3", "yarn") and r.random() < 0.6:
+        rope["original_max_position_embeddings"] = r.choice([512, 1024])
+    if kind == "llama3":
+        low, high = r.choice([1.0, 2, 1]), r.choice([4.0, 8])
+        rope |= dict(factor=r.choice([2.0, 8]), low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        rope["factor"] = r.choice([2.0, 4, None])
+        optional = dict(
+            beta_fast=[16, 32.0, None],
+            beta_slow=[1, 2.0, None],
+            mscale=[0.7, 1.0, None, 0],
+            mscale_all_dim=[0.5, 1.0, None, 0],
+            attention_factor=[0.8, 1.0, None],
+            truncate=[True, False],
+        )
+        rope |= {name: r.choice(some) for name, some in optional.items() if r.random() < 0.3}
+    return rope
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_frequencies_of_random_settings_are_transformers_wherever_they_stand(tmp_path, kind):
+    r = random.Random(kind)
+    families = {
+        "llama": "LlamaForCausalLM",
+        "qwen3": "Qwen3ForCausalLM",
+        "mistral": "MistralForCausalLM",
+    }
+    for _ in range(60):
+        model_type = r.choice(list(families))
+        values = SMALL | GQA | dict(model_type=model_type, architectures=[families[model_type]])
+        values |= dict(head_dim=32, max_position_embeddings=4096, rms_norm_eps=1e-6)
+        if r.random() < 0.5:
+            values["rope_theta"] = r.choice([1e4, 5e5, 10000])
+        newer = r.random() < 0.5
+        values["rope_parameters" if newer else "rope_scaling"] = random_rope(r, kind, newer)
+        if r.random() < 0.2:  # an older one beside it, which wins
+            values["rope_scaling"] = random_rope(r, r.choice(["linear", "yarn"]), False)
+        if r.random() < 0.4:
+            values["original_max_position_embeddings"] = r.choice([256, 2048])
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+        frequencies, scale = rope_frequencies(load_hf_config(tmp_path), 32)
+        torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=2e-6, atol=0, msg=str(values))
+        assert scale == pytest.approx(theirs.attention_scaling), values
+
+
+@pytest.mark.parametrize("kind", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_an_original_context_at_the_top_of_the_configuration_wins(kind):
+    class Config:
+        rope_parameters = dict(kind, rope_theta=5e5, original_max_position_embeddings=512)
+        max_position_embeddings = 4096
+
+    class AtTop(Config):
+        original_max_position_embeddings = 1024
+
+    class Among(Config):
+        rope_parameters = Config.rope_parameters | dict(original_max_position_embeddings=1024)
+
+    torch.testing.assert_close(rope_frequencies(AtTop, 64), rope_frequencies(Among, 64))
+    assert not torch.equal(rope_frequencies(AtTop, 64)[0], rope_frequencies(Config, 64)[0])
+
+
+NO_NUMBERS = (-1, -0.5, 0, math.nan, math.inf, -math.inf, 1e39, 10**400, "8", True, [1], {"a": 1})
+WRONG_ROPES = [
+    (dict(rope_theta=value), "rope_theta|each kind of layer") for value in (*NO_NUMBERS, 0.5, 1)
+]
+WRONG_ROPES += [(dict(YARN, factor=value), "factor|each kind of layer") for value in NO_NUMBERS]
+WRONG_ROPES += [
+    (dict(YARN, attention_factor=-0.5), "attention_factor of its rope settings is -0.5"),
+    (dict(YARN, beta_fast=-1), "beta_fast of its rope settings is -1"),
+    (dict(YARN, mscale=math.nan, mscale_all_dim=1.0), "mscale of its rope settings is nan"),
+    (dict(YARN, original_max_position_embeddings=0), "original_max_position_embeddings"),
+    (dict(YARN, original_max_position_embeddings=512.0), "original_max_position_embeddings"),
+    (
+        dict(LLAMA3, high_freq_factor=1.0),
+        "high_freq_factor of its rope settings is 1.0: .* above low",
+    ),
+    (dict(rope_type="linear"), "rope_type is 'linear', which needs 'factor': add it"),
+    (dict(rope_type=["linear"]), "rope_type is .*not implemented"),
+    (
+        {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
+        "given for each kind of layer .full_attention., which is not implemented",
+    ),
+    ([1], "must be an object"),
+]
+
+
+@pytest.mark.parametrize("rope, message", WRONG_ROPES, ids=str)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_rope_settings_that_mean_nothing_are_refused(rope, message, name):
+    config = SimpleNamespace(max_position_embeddings=64, **{name: rope})
+    with pytest.raises(ValueError, match=message):
+        rope_frequencies(config, 16)
+
+
+@pytest.mark.parametrize("theta", NO_NUMBERS)
+def test_a_base_beside_the_rope_settings_is_checked_too(theta):
+    config = SimpleNamespace(max_position_embeddings=64, rope_theta=theta)
+    with pytest.raises(ValueError, match="rope_theta of its rope settings is"):
+        rope_frequencies(config, 16)
+    config = SimpleNamespace(max_position_embeddings=64, rope_theta=1e4, partial_rotary_factor=0.5)
+    with pytest.raises(ValueError, match="partial_rotary_factor is 0.5"):
+        rope_frequencies(config, 16)
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(decoder_sparse_step=0), "decoder_sparse_step is 0: it must be an integer from 1"),
+        (dict(num_experts_per_tok=0), "num_experts_per_tok is 0"),
+        (dict(num_experts_per_tok=-1), "num_experts_per_tok is -1"),
+        (
+            dict(num_experts_per_tok=9),
+            "num_experts_per_tok is 9, more than num_experts, which is 8",
+        ),
+        (dict(moe_intermediate_size=-24), "moe_intermediate_size is -24"),
+        (dict(num_experts=None), "num_experts is None"),
+        (dict(num_experts="8"), "num_experts is '8'"),
+        (dict(norm_topk_prob="false"), "norm_topk_prob is 'false': it must be true or false"),
+        (dict(mlp_only_layers=["0"]), "mlp_only_layers is .'0'.: it must be a list"),
+        (dict(head_dim=-16), "head_dim is -16"),
+        (dict(head_dim="16"), "head_dim is '16'"),
+        (dict(intermediate_size=-48), "intermediate_size is -48"),
+        (
+            dict(hidden_size=10**30),
+            "hidden_size is 10{30}: it must be an integer from 1 to 2147483647",
+        ),
+        (dict(num_hidden_layers=10**5), "num_hidden_layers is 100000: .* from 1 to 10000"),
+        (dict(attention_bias="false"), "attention_bias is 'false': it must be true or false"),
+        (dict(architectures=[["Qwen3ForCausalLM"]]), "architectures is .*this library runs"),
+        (dict(sliding_window="8", use_sliding_window=True), "sliding_window is '8'"),
+    ],
+    ids=str,
+)
+def test_a_mixture_of_experts_that_is_none_is_refused(values, message):
+    config = vars(Qwen3MoeConfig(**SMALL, **MOE))
+    config |= dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8)
+    with pytest.raises(ValueError, match=message):
+        find_model(SimpleNamespace(**{**config, **values}))
+
+
+@pytest.mark.parametrize("value", [None, "8"], ids=repr)
+@pytest.mark.parametrize("beside", [dict(), dict(num_experts=8)], ids=["alone", "beside"])
+def test_experts_under_their_other_name_count_as_in_transformers(tmp_path, value, beside):
+    config = Qwen3MoeConfig(**SMALL, **MOE, architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text()) | beside
+    (tmp_path / "config.json").write_text(json.dumps(values | {"num_local_experts": value}))
+    with pytest.raises(ValueError, match="num_experts is (None|'8')"):
+        find_model(load_hf_config(tmp_path))
+
+
+def test_any_architecture_on_any_configuration_is_built_or_refused(tmp_path):
+    kinds = (Qwen3Config, Qwen3MoeConfig, Qwen2Config, LlamaConfig, MistralConfig, GPT2Config)
+    refused = 0
+    for kind in kinds:
+        for architecture in MODELS:
+            config = kind(**SMALL) if kind is GPT2Config else kind(**SMALL, **GQA)
+            config.architectures, config.sliding_window = [architecture], None
+            config.save_pretrained(tmp_path)
+            try:
+                with torch.device("meta"):
+                    build_model(load_hf_config(tmp_path), ParallelGroup())
+            except ValueError as error:
+                refused += 1
+                assert "config.json" in str(error), (kind, architecture, error)
+    assert refused >= 10
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 10**9])
+def test_a_model_that_no_memory_holds_is_refused(size):
+    values = dict(SMALL, **GQA, vocab_size=size, hidden_size=size, head_dim=16)
+    config = SimpleNamespace(**{**vars(Qwen3Config(**SMALL)), **values})
+    config.architectures = ["Qwen3ForCausalLM"]
+    with pytest.raises(
+        ValueError, match=rf"no memory for the model .*hidden_size {size}.* smaller"
+    ):
+        build_model(config, ParallelGroup())
+
+
+def test_ranks_that_do_not_divide_hear_what_does():
+    with pytest.raises(
+        ValueError, match="num_heads is 9, .*=2 does not divide: use one of 1, 3, 9$"
+    ):
+        ParallelGroup(0, 2).shard(9, "num_heads")
+    with pytest.raises(ValueError, match="use one of 1$"):
+        ParallelGroup(0, 2).shard(10**9 + 7, "width")

@@ -22,7 +22,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
 from nanovllm.sampling.sampler import choose_over_ranks
-from nanovllm.weights.loader import load_hf_config
+from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.layers.parallel import ParallelGroup
 
 MARK = f"{uuid.uuid4()}"  # in the environment of every process started here, and so of their children

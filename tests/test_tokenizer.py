@@ -1,32 +1,61 @@
 """Text to token ids and back without transformers, where that is the same; else with it."""
 
 import json
+import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from call_helpers import make_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL
+from nanovllm.text import tokenizer as tokenizer_module
+from nanovllm.text.time_limit import run_limited
 from nanovllm.text.tokenizer import QWEN_WORDS, load_stop_ids, load_tokenizer
 
-TEXTS = ["def read(path):\n    return open(path)", "the naïve 你好 🙂 <|im_end|>the\n\nend  <think> x", "", " "]
+TEXTS = [
+    "def read(path):\n    return open(path)",
+    "the naïve 你好 🙂 <|im_end|>the\n\nend  <think> x",
+    "",
+    " ",
+]
 
 
 def save_qwen(folder, words=QWEN_WORDS):
     """A tokenizer of Qwen's kind: special tokens, and added ones that are text."""
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
-    cut, to_bytes = pre_tokenizers.Split(Regex(words), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)
+    cut, to_bytes = (
+        pre_tokenizers.Split(Regex(words), "isolated"),
+        pre_tokenizers.ByteLevel(False, use_regex=False),
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence([cut, to_bytes])
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    backend.train_from_iterator(
+        TEXTS * 3, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
-    tokenizer.chat_template = "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
+    )
     tokenizer.save_pretrained(folder)
     change_config(folder, tokenizer_class="Qwen2Tokenizer")
 
@@ -34,7 +63,9 @@ def save_qwen(folder, words=QWEN_WORDS):
 def save_bytes(folder):
     """A token for each byte."""
     make_tokenizer().save_pretrained(folder)
-    change_config(folder, tokenizer_class="PreTrainedTokenizerFast")  # which transformers 4 does not write
+    change_config(
+        folder, tokenizer_class="PreTrainedTokenizerFast"
+    )  # which transformers 4 does not write
 
 
 def change_config(folder, **values):
@@ -47,7 +78,10 @@ def assert_same(folder, *, plain: bool):
     assert (ours._plain is not None) == plain
     ids = ours.encode("prompts", TEXTS)
     assert ids == theirs(TEXTS)["input_ids"]
-    assert ours.encode("prompts", TEXTS, special_tokens=False) == theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    assert (
+        ours.encode("prompts", TEXTS, special_tokens=False)
+        == theirs(TEXTS, add_special_tokens=False)["input_ids"]
+    )
     assert ours.decode(ids) == [theirs.decode(one, skip_special_tokens=True) for one in ids]
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.has_chat_template == bool(theirs.chat_template)
@@ -59,7 +93,9 @@ def test_a_plain_tokenizer_is_read_without_transformers(tmp_path, make):
     make(tmp_path)
     tokenizer = assert_same(tmp_path, plain=True)
     chat = [{"role": "user", "content": "hello"}]
-    want = tokenizer.transformers.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    want = tokenizer.transformers.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=False
+    )
     assert tokenizer.encode_chats([chat], {}) == [want]
 
 
@@ -76,7 +112,9 @@ def add_bos(folder):
     """Something that is put before each text."""
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     bos = backend.token_to_id("<|user|>")
-    backend.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", bos)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", bos)]
+    )
     backend.save(str(folder / "tokenizer.json"))
 
 
@@ -99,7 +137,11 @@ def test_a_qwen_tokenizer_that_cuts_otherwise_is_left_to_transformers(tmp_path):
         {"pad_token": "a"},  # in the vocabulary, but no special token yet
         {"additional_special_tokens": ["<|another|>"]},
         {"split_special_tokens": True},
-        {"added_tokens_decoder": {"256": {"content": "<|end|>", "special": True, "lstrip": True, "rstrip": True}}},
+        {
+            "added_tokens_decoder": {
+                "256": {"content": "<|end|>", "special": True, "lstrip": True, "rstrip": True}
+            }
+        },
     ],
     ids=str,
 )
@@ -113,7 +155,9 @@ def test_an_older_file_of_special_tokens_is_left_to_transformers(tmp_path):
     save_bytes(tmp_path)
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|user|>"}')
     assert_same(tmp_path, plain=False)
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|end|>", "lstrip": false}}')
+    (tmp_path / "special_tokens_map.json").write_text(
+        '{"eos_token": {"content": "<|end|>", "lstrip": false}}'
+    )
     assert_same(tmp_path, plain=True)
 
 
@@ -131,11 +175,17 @@ def test_half_a_character_is_refused_by_name(tmp_path, plain):
     save_bytes(tmp_path)
     if not plain:
         change_config(tmp_path, split_special_tokens=True)
-    with pytest.raises(ValueError, match=r"prompts\[1\] is 'a\\ud800', which holds half a character: decode it with"):
+    with pytest.raises(
+        ValueError,
+        match=r"prompts\[1\] is 'a\\ud800', which holds half a character: decode it with",
+    ):
         load_tokenizer(tmp_path).encode("prompts", ["fine", "a\ud800"])
 
 
-@pytest.mark.parametrize("values", ['{"eos_token_id": "0"}', '{"eos_token_id": [1, -1]}', '{"eos_token_id": [[0]]}', "[]"])
+@pytest.mark.parametrize(
+    "values",
+    ['{"eos_token_id": "0"}', '{"eos_token_id": [1, -1]}', '{"eos_token_id": [[0]]}', "[]"],
+)
 def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, values):
     (tmp_path / "generation_config.json").write_text(values)
     with pytest.raises(ValueError, match="generation_config.json"):
@@ -156,3 +206,98 @@ with LLM(TINY_MODEL) as llm:
 
 def test_the_tiny_models_tokenizer_is_plain():
     assert_same(TINY_MODEL, plain=True)
+
+
+@pytest.mark.parametrize(
+    "model_type", [None, "qwen2", "qwen2_moe", "qwen3", "llama", "mistral", "t5"]
+)
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("make", [save_qwen, save_bytes])
+def test_ids_are_those_of_the_class_that_transformers_makes(tmp_path, make, kind, model_type):
+    make(tmp_path)
+    change_config(tmp_path, tokenizer_class=kind)
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    as_in_file = kind != "Qwen2Tokenizer" and model_type in (None, "qwen3", "llama", "mistral")
+    assert_same(tmp_path, plain=make is save_qwen or as_in_file)
+
+
+def test_a_type_that_brings_its_own_tokenizer_gives_other_ids_than_the_file(tmp_path):
+    """Or the test above would not tell one from the other."""
+    save_qwen(tmp_path, words=r"\s+")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    change_config(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    tokenizer = assert_same(tmp_path, plain=False)
+    file = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.encode("prompts", TEXTS) != [file.encode(text).ids for text in TEXTS]
+
+
+@pytest.mark.parametrize("changes", [{"end_of_word_suffix": "</w>"}, {"dropout": 0.999}], ids=str)
+def test_what_a_qwen_tokenizer_drops_of_its_file_is_left_to_transformers(tmp_path, changes):
+    save_qwen(tmp_path)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    values["model"] |= changes
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    assert_same(tmp_path, plain=False)
+
+
+def test_a_panic_of_the_tokenizers_package_is_a_value_error(tmp_path):
+    save_bytes(tmp_path)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    values["model"]["continuing_subword_prefix"] = "##"  # which no token has
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="its tokenizer cannot be loaded, download it again"):
+        load_tokenizer(tmp_path)
+
+
+ENDLESS = "{% for i in range(9999) %}" * 4 + "x" + "{% endfor %}" * 4
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def chatty(tmp_path, monkeypatch):
+    save_bytes(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "CHAT_SECONDS", 0.5)
+    return load_tokenizer(tmp_path)
+
+
+def limited_threads():
+    return [one for one in threading.enumerate() if one.name == "limited" and one.is_alive()]
+
+
+def test_a_chat_template_without_end_is_stopped_with_an_error(chatty):
+    with pytest.raises(
+        ValueError, match=r"messages\[0\] keeps .* busy without end.*0.5 s.*Shorten"
+    ):
+        chatty.encode_chats([CHAT] * 2, {"chat_template": ENDLESS})
+    assert not limited_threads()
+    assert chatty.encode_chats([CHAT], {}) == [
+        chatty.transformers.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    ]
+
+
+def test_a_chat_template_is_stopped_in_any_thread(chatty):
+    with ThreadPoolExecutor(3) as pool:
+        calls = [
+            pool.submit(chatty.encode_chats, [CHAT], {"chat_template": ENDLESS}) for _ in range(3)
+        ]
+        good = [pool.submit(chatty.encode_chats, [CHAT], {}) for _ in range(3)]
+    assert all("busy without end" in str(call.exception()) for call in calls)
+    assert len({tuple(call.result()[0]) for call in good}) == 1
+    assert not limited_threads()
+
+
+def test_ctrl_c_ends_a_chat_template_and_is_passed_on(chatty, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "CHAT_SECONDS", 60)
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        chatty.encode_chats([CHAT], {"chat_template": ENDLESS})
+    assert not limited_threads()
+
+
+def test_what_a_limited_call_returns_or_raises_comes_through():
+    assert run_limited(lambda: 5, 10) == 5
+    with pytest.raises(ZeroDivisionError):
+        run_limited(lambda: 1 / 0, 10)

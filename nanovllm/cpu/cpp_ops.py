@@ -5,6 +5,7 @@ What they compute is said by the plain layers: RMSNorm, GatedMLP and SelfAttenti
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -27,9 +28,17 @@ ARGUMENTS = {
 }
 
 
-def find_compiler() -> str | None:
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
-    return next(filter(None, map(shutil.which, names)), None)
+def find_compiler() -> list[str] | None:
+    """The command that compiles C++: CXX, which may hold options as in make, else g++ or clang++.
+
+    None if there is no such program.
+    """
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation mark without its partner
+        return None
+    commands = [chosen] if chosen else [["g++"], ["clang++"]]
+    return next((command for command in commands if shutil.which(command[0])), None)
 
 
 @cache
@@ -37,10 +46,12 @@ def load() -> ctypes.CDLL:
     """Compile and load. It takes half a second, so nothing is kept on disk. Raises ValueError if it cannot be done."""
     compiler = find_compiler()
     if compiler is None:
-        raise ValueError("kernels is 'cpp', but there is no C++ compiler: install g++, set CXX, or use 'auto'")
+        chosen = os.environ.get("CXX")
+        why = f"CXX is {chosen!r}, which names no program" if chosen else "there is no C++ compiler"
+        raise ValueError(f"kernels is 'cpp', but {why}: install g++, set CXX, or use 'auto'")
     with tempfile.TemporaryDirectory() as folder:
         library = os.path.join(folder, "cpp_ops.so")
-        command = [compiler, *FLAGS, str(Path(__file__).with_suffix(".cpp")), "-o", library]
+        command = [*compiler, *FLAGS, str(Path(__file__).with_suffix(".cpp")), "-o", library]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
             raise ValueError(f"kernels is 'cpp', but {' '.join(command)} fails: set CXX, or use 'auto'\n{run.stderr}")

@@ -21,8 +21,8 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
             pages = mmap.mmap(-1, size)
         except (OSError, OverflowError) as error:
             raise ValueError(
-                f"num_kvcache_blocks is {num_blocks} of {block_size} tokens, {size / GIB:,.1f} GiB, which this machine does "
-                f"not have: use fewer ({error})"
+                f"the KV cache of {num_blocks} blocks of {block_size} tokens takes {size / GIB:,.1f} GiB, which this machine "
+                f"does not have: set num_kvcache_blocks, or a smaller kvcache_block_size ({error})"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages

@@ -19,17 +19,21 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.distributed.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.loader import check_num_layers
 
 
 class LLMEngine:
     def __init__(self, config: Config, hf_config, folder: str) -> None:
         """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run it."""
         find_model(hf_config)  # refuse other models here: they may not even have the values read below
+        if config.load_format == "auto":
+            check_num_layers(hf_config.num_hidden_layers, folder)
         self.stop_ids: frozenset[int] = frozenset()  # drawing one of them ends a request
         self.decode: Decode | None = None  # makes text of token ids, for those who want it as it grows
         self._read_while_growing: set[Sequence] = set()
         self.vocab_size = hf_config.vocab_size
-        self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
+        self.longest_of_model = hf_config.max_position_embeddings
+        self.max_model_len = min(config.max_model_len, self.longest_of_model)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         runner_class = build_runner if config.tensor_parallel_size == 1 else TensorParallelRunner
         self.runner = runner_class(

@@ -6,6 +6,7 @@ to a real entry, and none needs masking before sampling.
 
 from collections.abc import Iterator
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -50,6 +51,11 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to.weight
+
+    def untie(self) -> None:
+        """Give the head a parameter of its own, not filled."""
+        self.tied = False
+        self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.weight)

@@ -13,6 +13,7 @@ from torch import Tensor
 # Vocabulary entries that stay together on one rank, so that sampling on several ranks equals sampling on one:
 # layers/sampler.py weighs so many entries as one.
 VOCAB_UNIT = 16
+MAX_RANKS = 64  # what an error recommends at most
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,10 @@ class ParallelGroup:
     def shard(self, total: int, what: str) -> int:
         """How many of `total` things each rank has. ValueError, which calls them `what`, if they do not divide evenly."""
         if total % self.size:
-            raise ValueError(f"{what} is {total}, which tensor_parallel_size={self.size} does not divide: choose a divisor")
+            divisors = [str(n) for n in range(1, min(total, MAX_RANKS) + 1) if total % n == 0]
+            raise ValueError(
+                f"{what} is {total}, which tensor_parallel_size={self.size} does not divide: use one of {', '.join(divisors)}"
+            )
         return total // self.size
 
     def vocab_starts(self, total: int) -> list[int]:

@@ -2,13 +2,13 @@
 
 from torch import nn
 
-from nanovllm.models.transformer import head_size
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from nanovllm.weights.loader import SIZES
-from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.transformer import head_size
+from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
 
 MODELS: dict[str, type[nn.Module]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -17,41 +17,110 @@ MODELS: dict[str, type[nn.Module]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
 }
+# Far above what any model has. With more layers Python is busy for minutes, and the product of two
+# larger sizes does not fit into 64 bits.
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
 
 
 def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> nn.Module:
-    """This rank's part of the model that `hf_config` describes, on the default device in the default dtype, not filled.
+    """This rank's part of the model that `hf_config` describes, not filled.
 
-    `max_model_len`: positions that will be asked for; None: all that the model supports.
+    Its parameters are on the default device, in the default dtype. `max_model_len`: positions that
+    will be asked for; None: all that the model supports.
+    Raises ValueError if no model here runs it, or if there is no memory for it.
     """
-    return find_model(hf_config)(hf_config, group, max_model_len)
+    model_class = find_model(hf_config)
+    try:
+        return model_class(hf_config, group, max_model_len)
+    except AttributeError as error:
+        if error.obj is not hf_config:
+            raise
+        raise ValueError(
+            f"config.json has no {error.name}, which {model_class.__name__} needs: check its "
+            "architectures and model_type"
+        ) from error
+    except RuntimeError as error:  # from an allocator: making layers does nothing but allocate
+        sizes = ", ".join(f"{name} {getattr(hf_config, name)}" for name in SIZES)
+        raise ValueError(
+            f"there is no memory for the model that config.json describes ({sizes}): choose a "
+            f"smaller one, or a device with more memory ({error})"
+        ) from error
 
 
 def find_model(hf_config) -> type[nn.Module]:
-    """The class that runs `hf_config`. What a configuration asks for and no model here does is refused, never ignored."""
+    """The class that runs `hf_config`.
+
+    Raises ValueError for what a configuration asks for and no model here does: it is never ignored.
+    """
     names = getattr(hf_config, "architectures", None) or []
-    architecture = next((name for name in names if name in MODELS), None) if isinstance(names, list) else None
-    if architecture is None:
+    names_here = [name for name in MODELS if isinstance(names, list) and name in names]
+    if not names_here:
         raise ValueError(f"architectures is {names!r}: this library runs {', '.join(MODELS)}")
+    model_class = MODELS[names_here[0]]
     check_sizes(hf_config)
+    if model_class is Qwen3MoeForCausalLM:
+        check_experts(hf_config)
     check_supported(hf_config)
-    return MODELS[architecture]
+    return model_class
 
 
 def check_sizes(hf_config) -> None:
     """Refuse a configuration that describes no model."""
     for name in SIZES:
-        value = getattr(hf_config, name, None)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"config.json: {name} is {value!r}: it must be an integer, 1 or more")
+        check_count(hf_config, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if heads % kv_heads:
-        raise ValueError(f"config.json: num_attention_heads is {heads}, num_key_value_heads is {kv_heads}: it must divide that")
+        raise ValueError(
+            f"config.json: num_attention_heads is {heads}, num_key_value_heads is {kv_heads}: it "
+            "must divide that"
+        )
+    if getattr(hf_config, "head_dim", None) is not None:
+        check_count(hf_config, "head_dim", MAX_SIZE)
     if (head_dim := head_size(hf_config)) < 2 or head_dim % 2:
-        raise ValueError(f"config.json: head_dim is {head_dim} (or hidden_size / num_attention_heads): it must be even")
-    eps = hf_config.rms_norm_eps
+        raise ValueError(
+            f"config.json: head_dim is {head_dim} (or hidden_size / num_attention_heads): it must "
+            "be even"
+        )
+    eps = getattr(hf_config, "rms_norm_eps", None)
     if type(eps) not in (int, float) or not 0 <= eps < 1:
         raise ValueError(f"config.json: rms_norm_eps is {eps!r}: it must be a number from 0 to 1")
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        check_flag(hf_config, name)
+
+
+def check_experts(hf_config) -> None:
+    """Refuse sizes that make no mixture of experts."""
+    for name in OF_EXPERTS:
+        check_count(hf_config, name, MAX_SIZE)
+    if hf_config.num_experts_per_tok > hf_config.num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {hf_config.num_experts_per_tok}, more than "
+            f"num_experts, which is {hf_config.num_experts}: check both"
+        )
+    check_flag(hf_config, "norm_topk_prob")
+    dense = getattr(hf_config, "mlp_only_layers", None)
+    if dense is not None and not (
+        isinstance(dense, list) and all(type(index) is int for index in dense)
+    ):
+        raise ValueError(
+            f"config.json: mlp_only_layers is {dense!r}: it must be a list of layers' numbers"
+        )
+
+
+def check_count(hf_config, name: str, most: int) -> None:
+    value = getattr(hf_config, name, None)
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(
+            f"config.json: {name} is {value!r}: it must be an integer from 1 to {most}"
+        )
+
+
+def check_flag(hf_config, name: str) -> None:
+    """Refuse what is neither true nor false: the text "false" would count as true."""
+    value = getattr(hf_config, name, None)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"config.json: {name} is {value!r}: it must be true or false")
 
 
 def check_supported(hf_config) -> None:
@@ -61,7 +130,13 @@ def check_supported(hf_config) -> None:
         raise ValueError(f"hidden_act is {activation!r}: only 'silu' is implemented")
     if getattr(hf_config, "quantization_config", None):
         raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
-    # Qwen's configurations keep a window's size next to a switch that turns it off; others have the size alone.
+    # Qwen's configurations keep a window's size next to a switch that turns it off; others have the
+    # size alone.
     window = getattr(hf_config, "sliding_window", None)
-    if window and window < hf_config.max_position_embeddings and getattr(hf_config, "use_sliding_window", True):
-        raise ValueError(f"sliding_window is {window}: sliding windows are not implemented, choose a model without one")
+    if not window or not getattr(hf_config, "use_sliding_window", True):
+        return
+    if type(window) is not int or window < hf_config.max_position_embeddings:
+        raise ValueError(
+            f"sliding_window is {window!r}: sliding windows are not implemented, choose a model "
+            "without one"
+        )

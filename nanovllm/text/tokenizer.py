@@ -1,29 +1,47 @@
 """The model folder's tokenizer and its end-of-sequence tokens.
 
-The token ids must be those that transformers gives. But that takes seconds to import, most of a start on a GPU: where the
-folder's tokenizer.json says all by itself, the tokenizers package reads it, until someone asks for a chat or for more.
+The token ids must be those that transformers gives. But transformers takes seconds to import, most
+of a start on a GPU. So the tokenizers package reads the folder's tokenizer.json where that file
+says all that transformers would read; transformers is imported for the other folders, and for
+whoever asks for a chat or for `Tokenizer.transformers`.
 """
 
 import json
 import re
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from nanovllm.text.time_limit import run_limited
+from nanovllm.weights.model_files import read_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Classes of transformers that add nothing to tokenizer.json but what the configuration says, and Qwen's, which cut a text
-# as Qwen's files do whatever the file says.
+# Classes of transformers that add nothing to tokenizer.json but what the configuration says, and
+# Qwen's, which cut a text as Qwen's files do whatever the file says.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+# For these, transformers makes the class that tokenizer_config.json names; for another model_type,
+# such as qwen2, it may make that type's own.
+TYPES_WITHOUT_CLASS = (None, "qwen3", "qwen3_moe", "llama", "mistral")
+CHAT_SECONDS = 30.0  # for a chat template to write one conversation: most take a millisecond
 QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SURROGATE = re.compile("[\ud800-\udfff]")
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer:
@@ -31,7 +49,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._config = _read_json(folder / "tokenizer_config.json")
+        self._config = _read_if_there(folder / "tokenizer_config.json")
         self._plain = _read_plain(folder, self._config)
         if self._plain is None:
             _ = self.transformers  # now is the time to say what is wrong with it
@@ -41,9 +59,16 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self._folder)
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise ValueError(f"{self._folder}: its tokenizer cannot be loaded, download it again ({error})") from error
+            return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        except BaseException as error:  # which one, differs from release to release
+            if not _is_failure(error):
+                raise
+            remedy = "download it again"
+            if "auto_map" in self._config:
+                remedy = "it may need the folder's Python code, which is never run: use token ids"
+            raise ValueError(
+                f"{self._folder}: its tokenizer cannot be loaded, {remedy} ({error})"
+            ) from error
 
     @property
     def eos_token_id(self) -> int | None:
@@ -57,41 +82,64 @@ class Tokenizer:
         if self._plain is None:
             return bool(self.transformers.chat_template)
         file = self._folder / "chat_template.jinja"
-        return bool(self._config.get("chat_template")) or file.exists() and bool(file.read_text())
+        return bool(self._config.get("chat_template")) or file.exists() and file.stat().st_size > 0
 
     def encode(self, name: str, texts: list[str], special_tokens: bool = True) -> list[list[int]]:
         """The token ids of each text; errors call them `name`.
 
-        `special_tokens`: with those that the tokenizer puts around a text, such as one for its beginning.
+        `special_tokens`: with those that the tokenizer puts around a text, such as one for its
+        beginning.
         """
         for i, text in enumerate(texts):
             if SURROGATE.search(text):
-                raise ValueError(f"{name}[{i}] is {text[:50]!r}, which holds half a character: decode it with errors='replace'")
+                raise ValueError(
+                    f"{name}[{i}] is {text[:50]!r}, which holds half a character: decode it with "
+                    "errors='replace'"
+                )
         if self._plain is None:
-            return self.transformers(texts, add_special_tokens=special_tokens)["input_ids"] if texts else []
-        return [encoding.ids for encoding in self._plain.encode_batch(texts, add_special_tokens=special_tokens)]
+            if not texts:
+                return []
+            return self.transformers(texts, add_special_tokens=special_tokens)["input_ids"]
+        encodings = self._plain.encode_batch(texts, add_special_tokens=special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, outputs: list[list[int]]) -> list[str]:
         """The text of each list of token ids, special tokens left out."""
-        if (plain := self._plain or getattr(self.transformers, "backend_tokenizer", None)) is not None:
-            return plain.decode_batch(outputs, skip_special_tokens=True)  # in threads, where transformers goes one by one
+        plain = self._plain or getattr(self.transformers, "backend_tokenizer", None)
+        if plain is not None:  # it works in threads, where transformers goes one by one
+            return plain.decode_batch(outputs, skip_special_tokens=True)
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return [self.transformers.decode(ids, **options) for ids in outputs]
 
     def encode_chats(self, chats: list[list[dict]], options: dict[str, Any]) -> list[list[int]]:
-        """The token ids of each conversation by the tokenizer's chat template, ready for the assistant's turn."""
+        """The token ids of each conversation, written by the tokenizer's chat template.
+
+        They end where the assistant's turn begins. Raises ValueError for a conversation that the
+        template refuses, or that it is not done with after CHAT_SECONDS.
+        """
         texts = []
+        options = {"add_generation_prompt": True, **options, "tokenize": False}
+        tokenizer = self.transformers
         for i, chat in enumerate(chats):
             try:
-                wishes = {"add_generation_prompt": True, **options, "tokenize": False}
-                texts.append(self.transformers.apply_chat_template(chat, **wishes))
+                render = partial(tokenizer.apply_chat_template, chat, **options)
+                texts.append(run_limited(render, CHAT_SECONDS))
+            except TimeoutError as error:
+                raise ValueError(
+                    f"messages[{i}] keeps the model's chat template busy without end: {error}. "
+                    "Shorten the conversation, or give another template in "
+                    "chat_template_kwargs['chat_template']"
+                ) from error
             except Exception as error:  # a template raises whatever it likes
-                raise ValueError(f"messages[{i}] does not fit the model's chat template: {error}") from error
-        return self.encode("messages", texts, special_tokens=False)  # the template has written those that are needed
+                raise ValueError(
+                    f"messages[{i}] does not fit the model's chat template: {error}"
+                ) from error
+        # The template has written the special tokens that are needed.
+        return self.encode("messages", texts, special_tokens=False)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer, or None where it has none: then prompts are token ids and outputs have no text."""
+    """The folder's tokenizer. None if it has none: then prompts are token ids, without any text."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return Tokenizer(folder) if any((folder / name).exists() for name in names) else None
 
@@ -104,7 +152,9 @@ def _read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | 
         plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         if not _says_all(plain, folder, config):
             return None
-    except Exception:  # noqa: BLE001 - of whatever kind: transformers will say what is wrong
+    except BaseException as error:  # of whatever kind: transformers will say what is wrong
+        if not _is_failure(error):
+            raise
         return None
     plain.no_truncation()
     plain.no_padding()
@@ -115,16 +165,27 @@ def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any])
     changes_more = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")
     if "eos_token" not in config or any(config.get(name) for name in changes_more):
         return False
-    if config["tokenizer_class"] in QWEN_CLASSES and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
+    model_type = _read_if_there(folder / "config.json").get("model_type")
+    takes_file = config["tokenizer_class"] in PLAIN_CLASSES and model_type in TYPES_WITHOUT_CLASS
+    if not takes_file and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
         return False
     added = plain.get_added_tokens_decoder()
     for i, wanted in config.get("added_tokens_decoder", {}).items():
-        if int(i) not in added or any(getattr(added[int(i)], name, value) != value for name, value in wanted.items()):
+        if int(i) not in added or any(
+            getattr(added[int(i)], name, value) != value for name, value in wanted.items()
+        ):
             return False
-    if any(plain.token_to_id(token) != i for token, i in _read_json(folder / "added_tokens.json").items()):
+    if any(
+        plain.token_to_id(token) != i
+        for token, i in _read_if_there(folder / "added_tokens.json").items()
+    ):
         return False
-    older = _read_json(folder / "special_tokens_map.json")
-    if any(_content(older[name]) != _content(config.get(name)) for name in NAMED_TOKENS if name in older):
+    older = _read_if_there(folder / "special_tokens_map.json")
+    if any(
+        _content(older[name]) != _content(config.get(name))
+        for name in NAMED_TOKENS
+        if name in older
+    ):
         return False
     named = [config.get(name) for name in NAMED_TOKENS]
     for values in (config, older):
@@ -135,44 +196,66 @@ def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any])
 
 
 def _cuts_like_qwen(plain: tokenizers.Tokenizer) -> bool:
-    words = {"type": "Split", "pattern": {"Regex": QWEN_WORDS}, "behavior": "Isolated", "invert": False}
+    """Whether transformers' class for Qwen gives the same ids as the file itself.
+
+    That class takes the vocabulary and the merges of a file, and has its own idea of the rest.
+    """
+    model = plain.model
+    if not isinstance(model, tokenizers.models.BPE) or model.dropout or model.end_of_word_suffix:
+        return False
+    words = {
+        "type": "Split",
+        "pattern": {"Regex": QWEN_WORDS},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     parts = plain.normalizer, plain.pre_tokenizer, plain.decoder
     match [json.loads(part.__getstate__()) if part else {} for part in parts]:
         case [
             {"type": "NFC"},
-            {"pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]},
+            {
+                "pretokenizers": [
+                    split,
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ]
+            },
             {"type": "ByteLevel"},
         ]:
             return split == words
     return False
 
 
+def _is_failure(error: BaseException) -> bool:
+    """Whether `error` tells of a failure. Ctrl-C does not; a panic in the tokenizers package does.
+
+    Neither of them is an Exception.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def _content(token: "str | dict[str, Any] | None") -> str | None:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The values of a file that need not be there. What is wrong in it, transformers says."""
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
 
 
 def load_stop_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end a sequence: generation_config.json's (config.json's where that has none) and the tokenizer's."""
+    """The tokens that end a sequence: the tokenizer's, and those that the folder's files name.
+
+    The files are generation_config.json and, where that names none, config.json.
+    """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        try:
-            eos = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        eos = _read_if_there(path).get("eos_token_id")
         if eos is not None:
             eos = eos if isinstance(eos, list) else [eos]
             if any(type(i) is not int or i < 0 for i in eos):
-                raise ValueError(f"{path}: eos_token_id is {eos}: it must be a token id or a list of them")
+                raise ValueError(
+                    f"{path}: eos_token_id is {eos}: it must be a token id or a list of them"
+                )
             ids.update(eos)
             break
     if tokenizer is not None and tokenizer.eos_token_id is not None:

@@ -1,1 +1,3 @@
-"""From a model's name to filled parameters."""
+"""From a model's name to filled parameters: hub.py finds the folder, hf_config.py reads
+config.json, loader.py the rest.
+"""

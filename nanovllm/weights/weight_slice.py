@@ -1,8 +1,9 @@
 """Where a piece of a parameter comes from: what layers tell the loader.
 
-A layer that has parameters has a method `weight_slices(path)`, `path` being its dotted name in the model, that yields one
-WeightSlice for each checkpoint tensor it needs. So a layer alone knows how it is split over the ranks and under which names
-a checkpoint stores it, and the loader alone knows files.
+A layer that has parameters has a method `weight_slices(path)`, where `path` is its dotted name in
+the model. It yields a WeightSlice for each checkpoint tensor that the layer needs. So a layer alone
+knows how it is split over the ranks and under which names a checkpoint stores it, and the loader
+alone knows files.
 """
 
 from dataclasses import dataclass

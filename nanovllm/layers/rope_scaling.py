@@ -1,0 +1,160 @@
+"""Rotary frequencies: how far each pair of a head's elements turns from one position to the next.
+
+Knows how a Hugging Face configuration names the base and the scaling, in the older form
+(rope_theta, rope_scaling) and in the newer one (rope_parameters), and computes what transformers
+computes from them. The table of cosines and sines that is made of the frequencies is
+layers/rotary.py.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+LARGEST = 3e38  # of a setting: frequencies are float32
+# Settings of the scalings. Each is a number above 0; null, or 0 where it says so, means that it is
+# not given.
+NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor")
+NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
+    """The angle that a position adds to each pair, [head_dim / 2] float32 on the CPU, and the
+    factor on cosines and sines.
+
+    Raises ValueError for settings that no scaling here implements, or that describe none.
+    """
+    rope = rope_parameters(config)
+    scale = SCALINGS.get(rope["rope_type"]) if isinstance(rope["rope_type"], str) else None
+    if scale is None:
+        names = ", ".join(SCALINGS)
+        raise ValueError(
+            f"rope_type is {rope['rope_type']!r}, not implemented: choose a model with one of "
+            f"{names}"
+        )
+    if rope["partial_rotary_factor"] != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor is {rope['partial_rotary_factor']!r}: only 1.0 is implemented"
+        )
+    check_settings(rope)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    try:
+        return scale(1.0 / float(rope["rope_theta"]) ** exponents, rope)
+    except KeyError as error:
+        raise ValueError(
+            f"rope_type is {rope['rope_type']!r}, which needs {error}: add it to config.json"
+        ) from error
+
+
+def rope_parameters(config) -> dict:
+    """The configuration's rope settings in one form. A setting that is null is absent."""
+    scaling, newer = (
+        getattr(config, name, None) or {} for name in ("rope_scaling", "rope_parameters")
+    )
+    if not isinstance(scaling, dict) or not isinstance(newer, dict):
+        raise ValueError(
+            f"config.json: rope_scaling or rope_parameters is {scaling or newer!r}: it must be an "
+            "object"
+        )
+    rope = {name: value for name, value in (scaling or newer).items() if value is not None}
+    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(
+            "config.json: the rope settings are given for each kind of layer "
+            f"({', '.join(map(str, nested))}), which is "
+            "not implemented: choose a model whose layers share them"
+        )
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
+        beside = getattr(config, name, None), newer.get(name)
+        rope.setdefault(name, next((value for value in beside if value is not None), default))
+    original = "original_max_position_embeddings"
+    # At the top level it wins over the one among the rope settings, as in transformers.
+    top = getattr(config, original, None)
+    rope[original] = rope.get(original, config.max_position_embeddings) if top is None else top
+    rope["max_position_embeddings"] = config.max_position_embeddings
+    return rope
+
+
+def check_settings(rope: dict) -> None:
+    """Refuse settings that are no usable numbers."""
+
+    def refuse(name: str, must: str) -> None:
+        raise ValueError(
+            f"config.json: {name} of its rope settings is {rope[name]!r}: it must be {must}"
+        )
+
+    for name in NUMBERS:
+        if name in rope and not (type(rope[name]) in (int, float) and 0 < rope[name] < LARGEST):
+            refuse(name, "a finite number above 0")
+    for name in NUMBERS_OR_ZERO:
+        if name in rope and not (type(rope[name]) in (int, float) and 0 <= rope[name] < LARGEST):
+            refuse(name, "a finite number, 0 or more")
+    if rope["rope_theta"] <= 1:
+        refuse("rope_theta", "above 1")
+    original = rope["original_max_position_embeddings"]
+    if type(original) is not int or not 0 < original < LARGEST:
+        refuse("original_max_position_embeddings", "an integer, 1 or more")
+    if rope.get("high_freq_factor", math.inf) <= rope.get("low_freq_factor", 0):
+        refuse("high_freq_factor", f"above low_freq_factor, {rope['low_freq_factor']}")
+
+
+# Each scaling takes the unscaled frequencies and the settings, and returns the scaled ones and the
+# factor on cosines and sines. A setting that it needs and does not find is a KeyError.
+
+
+def _default(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
+    return frequencies, 1.0
+
+
+def _linear(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
+    """Position interpolation (Chen et al. 2023): every angle is `factor` times smaller."""
+    return frequencies / rope["factor"], 1.0
+
+
+def _llama3(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
+    """Llama 3.1: keep the pairs that turn often in the original context, interpolate those that
+    turn seldom, and blend.
+    """
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / rope["factor"], 1.0
+
+
+def _yarn(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): interpolate slow pairs, keep fast ones, and sharpen attention by a
+    factor on q and k.
+    """
+    pairs, original = len(frequencies), rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or rope["max_position_embeddings"] / original
+
+    def pair_that_turns(times: float) -> float:
+        """The (fractional) pair that turns so many times in the original context."""
+        return pairs * math.log(original / (times * 2 * math.pi)) / math.log(rope["rope_theta"])
+
+    low, high = (
+        pair_that_turns(rope.get("beta_fast") or 32),
+        pair_that_turns(rope.get("beta_slow") or 1),
+    )
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    ramp = torch.arange(pairs, dtype=torch.float32, device="cpu")
+    kept = 1 - ((ramp - low) / (high - low or 0.001)).clamp(0, 1)
+    return kept * frequencies + (1 - kept) * frequencies / factor, _yarn_attention_factor(
+        rope, factor
+    )
+
+
+def _yarn_attention_factor(rope: dict, factor: float) -> float:
+    def sharpening(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if "attention_factor" in rope:
+        return rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return sharpening(rope["mscale"]) / sharpening(rope["mscale_all_dim"])
+    return sharpening(1.0)
+
+
+SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

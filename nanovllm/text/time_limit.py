@@ -1,0 +1,55 @@
+"""Run code that may never end, such as a model folder's chat template, for a limited time."""
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class _Stop(SystemExit):
+    """Raised inside a call whose time is over. No `except Exception` of the code that runs catches
+    it.
+    """
+
+
+def run_limited(function: Callable[[], Any], seconds: float) -> Any:
+    """What `function()` returns or raises. Raises TimeoutError if it takes longer than `seconds`,
+    and ends it then.
+
+    It runs in a thread of its own: so this works in any thread, where a signal would need the main
+    one, and what ends it can hit nothing else. Only a single operation of the interpreter, such as
+    the power of two huge numbers, is not interrupted.
+    """
+    outcome: list[tuple[bool, Any]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((True, function()))
+        except _Stop:
+            pass
+        except BaseException as error:  # noqa: BLE001 - to be raised where the caller is
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=run, name="limited", daemon=True)
+    thread.start()
+    try:
+        thread.join(seconds)
+    finally:  # after Ctrl-C, too
+        if thread.is_alive():
+            _stop(thread)
+    if not outcome:
+        raise TimeoutError(f"it was not done after {seconds:g} s")
+    succeeded, value = outcome[0]
+    if not succeeded:
+        raise value
+    return value
+
+
+def _stop(thread: threading.Thread) -> None:
+    for _ in range(10):  # it may be where an exception is swallowed, as in a destructor
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
+        )
+        thread.join(0.1)
+        if not thread.is_alive():
+            break

@@ -1,0 +1,87 @@
+"""What a model folder's config.json says: the model's sizes and options, under the names that
+transformers gives them.
+
+Knows which values models read. Which of them make a model that runs here, nanovllm/models says.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+# What models read of a configuration, by type; OF_EXPERTS where there are experts. Qwen3's files
+# hold all of it.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+COUNTS = (*SIZES, "head_dim")
+FLAGS = ("tie_word_embeddings", "attention_bias", "use_sliding_window")
+OTHERS = ("architectures", "rms_norm_eps", "hidden_act", "sliding_window")
+OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+
+
+def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
+    """The folder's configuration. Raises ValueError if there is none, or if it cannot be read.
+
+    Transformers, which takes seconds to import, adds its defaults where config.json does not hold
+    all that models read. No code of the folder is run: a configuration is an object of a class of
+    transformers, or of none.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        only_gguf = any(Path(folder).glob("*.gguf"))
+        hint = f". GGUF files are not read: {TO_SAFETENSORS}" if only_gguf else ""
+        raise ValueError(
+            f"{folder} has no config.json: give the folder of a Hugging Face model{hint}"
+        )
+    values = read_json(path)
+    if says_all(values):
+        return SimpleNamespace(**values)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise ValueError(f"{path}: model_type is {model_type!r}: it must be a name such as 'qwen3'")
+    from transformers import CONFIG_MAPPING, PretrainedConfig
+
+    try:
+        # One that transformers does not know may still say enough: whoever builds models says which
+        # ones run.
+        kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PretrainedConfig
+        return kind.from_dict(values)
+    except Exception as error:  # every release raises other ones
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def says_all(values: dict[str, Any]) -> bool:
+    """Whether models find all that they read among a configuration's values, so that no default is
+    needed.
+    """
+    counts, flags, others = COUNTS, FLAGS, OTHERS
+    if "moe" in f"{values.get('model_type')} {values.get('architectures')}".lower():
+        # Transformers knows the number of experts under two names.
+        other_name = values.get("num_local_experts", values.get("num_experts"))
+        if (
+            other_name != values.get("num_experts")
+            or type(values.get("mlp_only_layers")) is not list
+        ):
+            return False
+        counts, flags = COUNTS + OF_EXPERTS, (*FLAGS, "norm_topk_prob")
+    rope = values.get("rope_parameters") or values  # newer transformers' form, or the older one
+    return (
+        all(type(values.get(name)) is int for name in counts)
+        and all(type(values.get(name)) is bool for name in flags)
+        and all(name in values for name in others)
+        and isinstance(rope, dict)
+        and type(rope.get("rope_theta")) in (int, float)
+        and values.get("rope_scaling") is None
+        and rope.get("rope_type", "default") == "default"
+    )

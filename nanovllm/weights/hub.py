@@ -1,0 +1,66 @@
+"""From a model's name to the folder that holds it. Knows the Hugging Face hub, and nothing of what
+the files say.
+"""
+
+import os
+from pathlib import Path
+
+from nanovllm.weights.model_files import TO_SAFETENSORS, check_regular_files
+
+DOWNLOADS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
+NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
+
+
+def resolve_model_folder(model: str) -> Path:
+    """The folder of `model`: itself if it is one, else a download of the hub's repository of that
+    name.
+
+    Raises ValueError if there is no such folder or repository, or if opening the folder's files
+    could block.
+    """
+    folder = find_folder(model)
+    try:
+        check_regular_files(folder)
+    except OSError as error:
+        raise ValueError(
+            f"model is {model!r}, a folder that cannot be read: check its permissions ({error})"
+        ) from error
+    return folder
+
+
+def find_folder(model: str) -> Path:
+    try:
+        folder = Path(model).expanduser()
+    except RuntimeError as error:  # there is no such user, or this one has no home
+        raise ValueError(f"model is {model!r}: there is no such folder ({error})") from error
+    if os.path.isdir(folder):  # False for a name that is too long, where Path.is_dir raises
+        return folder
+    if model.lower().endswith(".gguf"):
+        raise ValueError(
+            f"model is {model!r}: GGUF files are not read, give a folder of safetensors. "
+            f"{TO_SAFETENSORS}"
+        )
+    if os.path.exists(folder):
+        raise ValueError(f"model is {model!r}, which is a file: give the folder that it lies in")
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ValueError(
+            f"model is {model!r}: there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B"
+        )
+    return download(model)
+
+
+def download(model: str) -> Path:
+    # huggingface_hub takes long to import: a model that lies in a folder does without it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(
+            snapshot_download(model, allow_patterns=DOWNLOADS, ignore_patterns=NOT_DOWNLOADED)
+        )
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ValueError(
+            f"model is {model!r}, neither a folder here nor to be had from the Hugging Face hub: "
+            "check the name, "
+            f"the network and your access to it, or give a folder ({type(error).__name__}: {error})"
+        ) from error
