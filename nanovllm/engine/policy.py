@@ -25,14 +25,14 @@ class SchedulingPolicy:
             def key(self, seq):
                 return seq.num_prompt_tokens
 
-    An engine keeps one policy for all of its life, and asks it in every step: be quick.
+    An engine keeps one policy for all of its life. All but `key` is asked in every step: be quick.
     """
 
     def key(self, seq: Sequence) -> Any:
         """Sequences start in the order of their keys, the smallest first.
 
         Equal keys start in order of arrival. When KV blocks run out, the running sequence with the
-        largest key is preempted. The key of a waiting sequence must not change.
+        largest key is preempted. Asked once, when the sequence arrives.
         """
         return seq.id
 
@@ -62,10 +62,9 @@ class SchedulingPolicy:
 
 
 class WaitingQueue:
-    """Waiting sequences in the order in which they start: preempted ones, then by policy."""
+    """Waiting sequences in the order in which they start: preempted ones first."""
 
-    def __init__(self, policy: SchedulingPolicy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._sequences: list[Sequence] = []
         self.num_tokens_left = 0  # that they and their forks may yet generate
 
@@ -74,15 +73,12 @@ class WaitingQueue:
         return self._sequences[0]
 
     def add(self, seq: Sequence) -> None:
-        insort(self._sequences, seq, key=self._order)
+        insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
         self.num_tokens_left += seq.num_tokens_left_with_forks
 
     def remove(self, seq: Sequence) -> None:
         self._sequences.remove(seq)
         self.num_tokens_left -= seq.num_tokens_left_with_forks
-
-    def _order(self, seq: Sequence) -> tuple[bool, Any, int]:
-        return seq.num_preemptions == 0, self._policy.key(seq), seq.id
 
     def __len__(self) -> int:
         return len(self._sequences)

@@ -36,7 +36,7 @@ class Scheduler:
         # Blocks to leave free when a sequence starts beside others, lest one be preempted at once.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue()
         self.prefilling: Sequence | None = None  # the one whose prompt is computed in part
         self.running: list[Sequence] = []  # decoding, unless their last token is in flight
         self.num_preemptions = 0
@@ -45,7 +45,9 @@ class Scheduler:
         self._in_flight: deque[list[Sequence]] = deque()
 
     def add(self, seq: Sequence) -> None:
-        self.sequences.update((one.id, one) for one in (seq, *seq.forks))
+        for one in (seq, *seq.forks):
+            self.sequences[one.id] = one
+            one.order = self.policy.key(one), one.id
         self.waiting.add(seq)
 
     def has_unfinished(self) -> bool:
@@ -77,7 +79,7 @@ class Scheduler:
             if self._in_flight:
                 return False
             candidates = self.running + ([self.prefilling] if self.prefilling else [])
-            self._preempt(max(candidates, key=lambda seq: (self.policy.key(seq), seq.id)))
+            self._preempt(max(candidates, key=lambda seq: seq.order))
         return True
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
@@ -199,9 +201,10 @@ class Scheduler:
             if sampling[i].status is not Status.FINISHED:
                 sampling[i].logprobs.append(of_token)
         sampled, ended = [], []
-        block_size = self.blocks.block_size
+        # Looked up once and not for each token.
+        block_size, finished = self.blocks.block_size, Status.FINISHED
         for seq, token in zip(sampling, tokens):
-            if seq.status is Status.FINISHED:
+            if seq.status is finished:
                 continue
             if token == INVALID_TOKEN:
                 raise FloatingPointError(

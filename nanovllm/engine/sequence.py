@@ -5,6 +5,7 @@ Knows no tensor and no policy: the scheduler changes it, the block manager lends
 
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from nanovllm.engine.batch import Fork, PrefillChunk
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
@@ -48,7 +49,8 @@ class Sequence:
     siblings: "tuple[Sequence, ...]" = ()
     forks: "tuple[Sequence, ...]" = ()  # the siblings, as long as they wait for that
 
-    # Where it runs.
+    # When and where it runs.
+    order: tuple[Any, int] = field(init=False)  # its place in line: the policy's key, then its id
     batch_slot: int = field(init=False)
     block_table: list[int] = field(init=False)
     capacity: int = field(init=False)  # tokens that the block table has room for

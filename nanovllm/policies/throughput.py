@@ -48,12 +48,12 @@ class ThroughputPolicy(SharedPrefixPolicy):
         return (False, 0) if seq.interactive else (True, -max_new_tokens)
 
     def running_limit(self, scheduler: Scheduler) -> int:
-        num_free_slots = scheduler.max_num_seqs - scheduler.num_running
-        if num_free_slots < self._group_size(scheduler):
+        group = self._group_size(scheduler)
+        if scheduler.num_running + group > scheduler.max_num_seqs:
             return scheduler.num_running
         if scheduler.waiting.first.interactive:
             return scheduler.max_num_seqs
-        return self._paced_limit(scheduler)
+        return self._paced_limit(scheduler, group)
 
     def started(self, seq: Sequence) -> None:
         self._uncached_part = 1 - seq.num_computed / seq.num_tokens
@@ -81,7 +81,7 @@ class ThroughputPolicy(SharedPrefixPolicy):
                 break
         return size
 
-    def _paced_limit(self, scheduler: Scheduler) -> int:
+    def _paced_limit(self, scheduler: Scheduler, group: int) -> int:
         """As many as spread all tokens evenly over the longest one's steps, or `min_running`.
 
         More if the next ones would otherwise end after the longest.
@@ -91,7 +91,7 @@ class ThroughputPolicy(SharedPrefixPolicy):
         longest = max(left, default=first.num_tokens_left)
         tokens_left = sum(left) + scheduler.waiting.num_tokens_left
         even = max(self.min_running, -(-tokens_left // longest))
-        with_group = scheduler.num_running + self._group_size(scheduler)
+        with_group = scheduler.num_running + group
         if first.num_tokens_left >= longest:  # it would end last, however soon it starts
             return max(even, with_group)
         return even if with_group <= even else scheduler.num_running
