@@ -49,7 +49,9 @@ def test_invalid_logits_end_the_call_with_an_error_and_leave_the_engine_usable(
 
 def test_invalid_logits_name_the_request_by_the_id_that_it_was_given(make_llm):
     llm = make_llm()
-    llm.add_request([1, 2, 3], greedy(9))
+    llm.add_request([1, 2, 3], greedy(1))
+    while llm.has_unfinished():
+        llm.step()
     second = llm.add_request([4, 5], greedy(9))
     break_step(llm, 2, invalidate_last)
     llm.step()
