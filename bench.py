@@ -379,18 +379,21 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence
+    from nanovllm.policies.throughput import ThroughputPolicy
 
     for count in counts:
         blocks = BlockManager(count * 8, 256)
-        scheduler = Scheduler(blocks, max_num_seqs=count, max_num_batched_tokens=max(16384, count))
+        budget = max(16384, count)
+        scheduler = Scheduler(
+            blocks, ThroughputPolicy(), max_num_seqs=count, max_num_batched_tokens=budget
+        )
         r = Random(0)
         for i in range(count):
             prompt = [r.randrange(VOCAB) for _ in range(r.randint(100, 300))]
             scheduler.add(Sequence(i, prompt, SamplingParams(max_tokens=1024), max_len=len(prompt) + 1024))
         while len(scheduler.running) < count:
             batch = scheduler.schedule()
-            drawing = len(batch.decode_slots) + sum(chunk.is_last for chunk in batch.prefills)
-            scheduler.commit([1] * drawing)
+            scheduler.commit([1] * (len(batch.decode_slots) + len(batch.first_samples)))
         tokens, seconds = [1] * count, []
         for _ in range(steps):
             begin = time.perf_counter()

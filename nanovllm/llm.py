@@ -24,6 +24,7 @@ from nanovllm.inputs import (
     spread_params,
 )
 from nanovllm.engine.sequence import Sequence
+from nanovllm.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.hub import resolve_model_folder
@@ -51,7 +52,7 @@ class LLM:
         hf_config = load_hf_config(folder)
         with ThreadPoolExecutor(1) as beside:  # reading a tokenizer can take seconds, and so does reading the weights
             tokenizer = beside.submit(load_tokenizer, folder)
-            self.engine: LLMEngine | None = LLMEngine(config, hf_config, folder)
+            self.engine: LLMEngine | None = LLMEngine(config, hf_config, folder, ThroughputPolicy())
         try:
             self._tokenizer = tokenizer.result()
             self.engine.stop_ids = load_stop_ids(folder, self._tokenizer)
@@ -122,7 +123,7 @@ class LLM:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._check("prompts", self._encode([prompt]), sampling_params)
         with self._lock:
-            request = self._open_engine().add(token_ids, params)
+            request = self._open_engine().add(token_ids, params, interactive=True)
             self._requests[request.id] = request
         return request.id
 
@@ -245,10 +246,8 @@ class LLM:
         with self._lock, closing(bar), self._running() as (engine, ours):
             engine.last_call = Metrics()
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
-            # Who may run longest starts first, so that the fewest run alone at the end (Graham 1969).
-            longest_first = sorted(range(len(requests)), key=lambda i: -requests[i][1].max_tokens)
-            added = {i: engine.add(*requests[i], patient=True) for i in longest_first}
-            ours.update((request.id, request) for request in added.values())
+            added = [engine.add(token_ids, params) for token_ids, params in requests]
+            ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
             while ours:
                 finished = [request for request in self._step() if ours.pop(request.id, None)]
@@ -264,7 +263,7 @@ class LLM:
                         refresh=False,
                     )
                     bar.update(len(finished))
-        return [outputs[added[i].id] for i in range(len(requests))]
+        return [outputs[request.id] for request in added]
 
     def _stream(
         self, requests: list[tuple[list[int], SamplingParams]]
@@ -273,7 +272,7 @@ class LLM:
             # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
             with self._lock:
                 engine.last_call = Metrics()
-                sequences = [engine.add(ids, params, streams=True) for ids, params in requests]
+                sequences = [engine.add(ids, params, streams=True, interactive=True) for ids, params in requests]
                 ours.update(enumerate(sequences))
             num_seen = [seq.num_prompt_tokens for seq in sequences]
             while ours:

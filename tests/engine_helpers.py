@@ -120,5 +120,5 @@ def assert_empty(llm: LLM) -> None:
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_unfinished() and not scheduler.waiting and not scheduler.running
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and not any(scheduler.blocks.ref_counts)
-    assert len(scheduler._free_slots) == scheduler.max_num_seqs
+    assert scheduler.num_running == 0
     assert llm.engine._in_flight is None and not scheduler._in_flight

@@ -1,8 +1,9 @@
 """A device without tensors: its KV cache remembers which tokens each slot was computed from.
 
-It runs batches as the model runner does, on rows of a running state, and draws each token as a function of all tokens
-before it. Before it answers it proves the batch right: whatever a step reads through a block table holds what that
-sequence's own tokens demand, and nothing is written into a block that the sequence got from another.
+It runs batches as the model runner does, with a running state for each batch slot, and samples each
+token as a function of all tokens before it. Before it answers it proves the batch right: whatever a
+step reads through a block table holds what that sequence's own tokens demand, and nothing is
+written into a block that the sequence got from another.
 """
 
 import os
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 from nanovllm.engine.batch import Batch, Fork, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 
@@ -24,15 +26,17 @@ def fingerprint(tokens: list[int]) -> int:
     return value
 
 
-def draw(tokens: list[int], seed: int) -> int:
+def sample(tokens: list[int], seed: int) -> int:
     """The model: the token that follows."""
     return (fingerprint([seed, *tokens]) >> 7) % VOCABULARY
 
 
-def output_alone(prompt: list[int], max_len: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0) -> list[int]:
+def output_alone(
+    prompt: list[int], max_len: int, stop_ids: frozenset[int] = frozenset(), seed: int = 0
+) -> list[int]:
     tokens = list(prompt)
     while len(tokens) < max_len:
-        tokens.append(draw(tokens, seed))
+        tokens.append(sample(tokens, seed))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
@@ -44,13 +48,23 @@ def check_blocks(scheduler: Scheduler) -> None:
     tables = [seq.block_table for seq in scheduler.sequences.values()]
     references = [sum(block in table for table in tables) for block in range(blocks.num_blocks)]
     assert blocks.ref_counts == references
-    assert sorted(blocks._free) == [block for block, count in enumerate(references) if count == 0]
-    assert scheduler.num_waiting_tokens == sum(
-        one.num_left for seq in scheduler.waiting for one in (seq, *seq.forks)
+    assert blocks.num_free == references.count(0)
+    assert scheduler.waiting.num_tokens_left == sum(
+        one.num_tokens_left for seq in scheduler.waiting for one in (seq, *seq.forks)
     )
     for seq in scheduler.sequences.values():
         assert len(set(seq.block_table)) == len(seq.block_table)
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
+
+
+def check_empty(scheduler: Scheduler) -> None:
+    """Nothing is left, and nothing has leaked."""
+    assert not scheduler.has_unfinished()
+    assert not scheduler.running and not scheduler.waiting and scheduler.prefilling is None
+    assert scheduler.waiting.num_tokens_left == 0
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+    assert not any(scheduler.blocks.ref_counts)
+    assert scheduler.num_running == 0
 
 
 class WatchedBlocks(BlockManager):
@@ -64,33 +78,41 @@ class WatchedBlocks(BlockManager):
 
 
 class WatchedScheduler(Scheduler):
-    """Records each admission: what it shares, and the order of the first ones."""
+    """Records each start of a sequence: what it shares, and the order of the first starts."""
 
     blocks: WatchedBlocks
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, **budgets: int) -> None:
-        super().__init__(WatchedBlocks(num_blocks, block_size, caching), **budgets)
-        self.first_admissions: list[int] = []
-        self.num_admissions: dict[int, int] = {}
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        policy: SchedulingPolicy | None = None,
+        **budgets: int,
+    ) -> None:
+        policy = policy or SchedulingPolicy()
+        super().__init__(WatchedBlocks(num_blocks, block_size, caching), policy, **budgets)
+        self.first_starts: list[int] = []
+        self.num_starts: dict[int, int] = {}
         self.shared: dict[int, frozenset[int]] = {}
+        self._policy_started, policy.started = policy.started, self._watch
 
-    def _admit(self) -> Sequence | None:
+    def _watch(self, seq: Sequence) -> None:
+        if seq.id not in self.num_starts:
+            self.first_starts.append(seq.id)
+        for one, shared in zip((seq, *seq.forks), self.blocks.shared, strict=True):
+            self.num_starts[one.id] = self.num_starts.get(one.id, 0) + 1
+            self.shared[one.id] = frozenset(shared)
         self.blocks.shared.clear()
-        seq = super()._admit()
-        if seq is not None:
-            if seq.id not in self.num_admissions:
-                self.first_admissions.append(seq.id)
-            for one, shared in zip((seq, *seq.forks), self.blocks.shared, strict=True):
-                self.num_admissions[one.id] = self.num_admissions.get(one.id, 0) + 1
-                self.shared[one.id] = frozenset(shared)
-        return seq
+        self._policy_started(seq)
 
 
 @dataclass
-class Row:
-    """What the device keeps of a running sequence."""
+class RunningState:
+    """What the device keeps for a batch slot."""
 
-    admission: tuple[int, int]  # which sequence, and which time it was admitted
+    start: tuple[int, int]  # of which sequence, and for which time
     length: int  # tokens whose K and V are there
     table: list[int]
     seed: int
@@ -100,85 +122,94 @@ class SimulatedDevice:
     def __init__(self, scheduler: WatchedScheduler) -> None:
         self.scheduler = scheduler
         self.block_size = scheduler.blocks.block_size
-        self.slots: dict[int, int] = {}  # slot -> fingerprint of the tokens up to the one whose K and V lie there
-        self.rows: dict[int, Row] = {}
-        self.tokens: dict[int, list[int]] = {}  # of each sequence, with those drawn and not yet committed
+        # KV slot -> fingerprint of the tokens up to the one whose K and V lie there
+        self.kv_cache: dict[int, int] = {}
+        self.states: dict[int, RunningState] = {}  # by batch slot
+        self.tokens: dict[int, list[int]] = {}  # of each sequence, with those not yet committed
 
     def launch(self, batch: Batch) -> list[int]:
-        """Run a step at once. The tokens it draws are for a commit now or later."""
-        owners = {seq.batch_slot: seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING}
-        for number, index, block in batch.new_blocks:
-            assert number in batch.decode_slots
-            row = self.rows[number]
-            assert index == len(row.table) < -(-owners[number].max_len // self.block_size)
-            row.table.append(block)
-        tables = [self.rows[number].table for number in batch.decode_slots]
-        if len(tables) > 1:  # one row shares with nobody
-            assert batch.shared_blocks == len(os.path.commonprefix(tables))
-        lengths = [self.rows[number].length for number in batch.decode_slots]
-        assert lengths == sorted(lengths, reverse=True), "what takes longest comes first"
+        """Run a step at once. The tokens that it samples are for a commit now or later."""
+        running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
+        owners = {seq.batch_slot: seq for seq in running}
+        for slot, index, block in batch.new_blocks:
+            assert slot in batch.decode_slots
+            state = self.states[slot]
+            assert index == len(state.table) < -(-owners[slot].max_len // self.block_size)
+            state.table.append(block)
+        tables = [self.states[slot].table for slot in batch.decode_slots]
+        assert batch.shared_blocks <= len(os.path.commonprefix(tables))
         # A layer writes all K and V of a step before any token attends.
-        for number in batch.decode_slots:
-            self._write_decode(number, owners[number])
+        for slot in batch.decode_slots:
+            self._write_decode(slot, owners[slot])
         for chunk in batch.prefills:
             self._write_chunk(chunk, owners[chunk.batch_slot])
-        numbers = [*batch.decode_slots, *(chunk.batch_slot for chunk in batch.prefills)]
-        assert len(set(numbers)) == len(numbers), "a row runs once a step"
-        for number in numbers:
-            self._check_reads(self.rows[number], self.tokens[owners[number].id])
+        slots = [*batch.decode_slots, *(chunk.batch_slot for chunk in batch.prefills)]
+        assert len(set(slots)) == len(slots), "a sequence runs once a step"
+        for slot in slots:
+            self._check_reads(self.states[slot], self.tokens[owners[slot].id])
         for chunk in batch.prefills:
             for fork in chunk.forks:
                 self._fork(chunk, fork, owners[fork.batch_slot])
-        drawing = [*batch.decode_slots, *(one.batch_slot for one in batch.first_samples)]
-        drawn = [draw(self.tokens[owners[number].id], self.rows[number].seed) for number in drawing]
-        for number, token in zip(drawing, drawn):
-            self.tokens[owners[number].id].append(token)
-        return drawn
+        sampling = [*batch.decode_slots, *(one.batch_slot for one in batch.first_samples)]
+        sampled = [
+            sample(self.tokens[owners[slot].id], self.states[slot].seed) for slot in sampling
+        ]
+        for slot, token in zip(sampling, sampled):
+            self.tokens[owners[slot].id].append(token)
+        return sampled
 
-    def _write_decode(self, number: int, seq: Sequence) -> None:
-        row, tokens = self.rows[number], self.tokens[seq.id]
-        assert row.admission == self._admission(seq), "a row decodes the sequence whose prompt it ran"
-        assert row.length == len(tokens) - 1, "all but the last drawn token are in the cache"
-        self._write(row, row.length, row.length + 1, tokens)
+    def _write_decode(self, slot: int, seq: Sequence) -> None:
+        state, tokens = self.states[slot], self.tokens[seq.id]
+        assert state.start == self._start_of(seq), "a slot decodes the sequence whose prompt it ran"
+        assert state.length == len(tokens) - 1, "all but the last sampled token are in the cache"
+        self._write(state, state.length, state.length + 1, tokens)
 
     def _write_chunk(self, chunk: PrefillChunk, seq: Sequence) -> None:
         tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
         assert chunk.token_ids and chunk.token_ids == tokens[chunk.start : chunk.end]
         assert chunk.is_last == (chunk.end == len(tokens))
-        row = self.rows.get(chunk.batch_slot)
-        if row is None or row.admission != self._admission(seq):
-            row = self.rows[chunk.batch_slot] = Row(self._admission(seq), chunk.start, list(chunk.block_table), chunk.seed)
-        assert (row.length, row.table) == (chunk.start, chunk.block_table), "a chunk goes on where the last one ended"
-        self._write(row, max(chunk.start, chunk.write_from), chunk.end, tokens)
-        row.length = chunk.end
+        state = self.states.get(chunk.batch_slot)
+        if state is None or state.start != self._start_of(seq):
+            state = RunningState(
+                self._start_of(seq), chunk.start, list(chunk.block_table), chunk.seed
+            )
+            self.states[chunk.batch_slot] = state
+        assert state.length == chunk.start, "a chunk goes on where the last one ended"
+        assert state.table == chunk.block_table
+        self._write(state, max(chunk.start, chunk.write_from), chunk.end, tokens)
+        state.length = chunk.end
 
     def _fork(self, chunk: PrefillChunk, fork: Fork, seq: Sequence) -> None:
-        """What a prompt fills, its completions share; each has a copy of a last block that it fills only in part."""
+        """Completions share the blocks that a prompt fills; of a part of a block, each has a copy."""
         tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
         assert chunk.is_last and fork.end == chunk.end == len(tokens)
-        self.rows[fork.batch_slot] = row = Row(self._admission(seq), fork.end, list(fork.block_table), fork.seed)
+        state = RunningState(self._start_of(seq), fork.end, list(fork.block_table), fork.seed)
+        self.states[fork.batch_slot] = state
         for position in range(fork.end - fork.end % self.block_size, fork.end):
-            slot = self._slot(row, position)
-            assert slot != self._slot(self.rows[chunk.batch_slot], position)
-            self.slots[slot] = self.slots[self._slot(self.rows[chunk.batch_slot], position)]
-        self._check_reads(row, tokens)
+            copy = self._kv_slot(state, position)
+            source = self._kv_slot(self.states[chunk.batch_slot], position)
+            assert copy != source
+            self.kv_cache[copy] = self.kv_cache[source]
+        self._check_reads(state, tokens)
 
-    def _write(self, row: Row, start: int, end: int, tokens: list[int]) -> None:
+    def _write(self, state: RunningState, start: int, end: int, tokens: list[int]) -> None:
         for position in range(start, end):
-            block = row.table[position // self.block_size]
-            assert block not in self.scheduler.shared[row.admission[0]], "a shared block is never written"
-            self.slots[self._slot(row, position)] = fingerprint(tokens[: position + 1])
-        row.length = end
+            block = state.table[position // self.block_size]
+            shared = self.scheduler.shared[state.start[0]]
+            assert block not in shared, "a shared block is never written"
+            self.kv_cache[self._kv_slot(state, position)] = fingerprint(tokens[: position + 1])
+        state.length = end
 
-    def _check_reads(self, row: Row, tokens: list[int]) -> None:
+    def _check_reads(self, state: RunningState, tokens: list[int]) -> None:
         expected = 0
-        for position in range(row.length):
+        for position in range(state.length):
             expected = hash((expected, tokens[position]))
-            found = self.slots.get(self._slot(row, position))
-            assert found == expected, f"sequence {row.admission[0]} reads wrongly at position {position}"
+            found = self.kv_cache.get(self._kv_slot(state, position))
+            assert found == expected, f"sequence {state.start[0]} reads wrongly at {position}"
 
-    def _slot(self, row: Row, position: int) -> int:
-        return row.table[position // self.block_size] * self.block_size + position % self.block_size
+    def _kv_slot(self, state: RunningState, position: int) -> int:
+        block = state.table[position // self.block_size]
+        return block * self.block_size + position % self.block_size
 
-    def _admission(self, seq: Sequence) -> tuple[int, int]:
-        return seq.id, self.scheduler.num_admissions[seq.id]
+    def _start_of(self, seq: Sequence) -> tuple[int, int]:
+        return seq.id, self.scheduler.num_starts[seq.id]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from call_helpers import check_empty, generate, make_folder, make_llm, random_prompts
-from simulated_device import check_blocks
+from simulated_device import check_blocks, check_empty as check_nothing_left
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
@@ -20,9 +20,17 @@ def folder(tmp_path_factory):
 def mixed_params(count, seed=0):
     """Of every length and number of completions, some special."""
     r = random.Random(seed)
-    options = [dict(), dict(top_k=20), dict(repetition_penalty=1.3), dict(logprobs=2), dict(stop=["th", "q"])]
+    options = [
+        dict(),
+        dict(top_k=20),
+        dict(repetition_penalty=1.3),
+        dict(logprobs=2),
+        dict(stop=["th", "q"]),
+    ]
     return [
-        SamplingParams(n=r.randint(1, 5), seed=100 * i, max_tokens=r.randint(1, 30), **r.choice(options))
+        SamplingParams(
+            n=r.randint(1, 5), seed=100 * i, max_tokens=r.randint(1, 30), **r.choice(options)
+        )
         for i in range(count)
     ]
 
@@ -30,9 +38,13 @@ def mixed_params(count, seed=0):
 def one_by_one(llm, prompts, params):
     """The same completions, each a request of its own with its own seed."""
     singles = [
-        [SamplingParams(**{**as_dict(one), "n": 1, "seed": one.seed + i}) for i in range(one.n)] for one in params
+        [SamplingParams(**{**as_dict(one), "n": 1, "seed": one.seed + i}) for i in range(one.n)]
+        for one in params
     ]
-    return [[generate(llm, [prompt], single)[0] for single in one] for prompt, one in zip(prompts, singles)]
+    return [
+        [generate(llm, [prompt], single)[0] for single in one]
+        for prompt, one in zip(prompts, singles)
+    ]
 
 
 def as_dict(params):
@@ -54,8 +66,12 @@ def expected(folder):
         dict(),
         dict(overlap=True),
         dict(enable_prefix_caching=False, overlap=True),
-        dict(max_num_batched_tokens=16, overlap=True),  # prompts come in chunks, forks wait for the last
-        dict(num_kvcache_blocks=9, overlap=True),  # forks are preempted, before and after they go their own way
+        dict(
+            max_num_batched_tokens=16, overlap=True
+        ),  # prompts come in chunks, forks wait for the last
+        dict(
+            num_kvcache_blocks=9, overlap=True
+        ),  # forks are preempted, before and after they go their own way
         dict(num_kvcache_blocks=8, max_num_batched_tokens=20, enable_prefix_caching=False),
         dict(max_num_seqs=5, overlap=True),
         dict(tensor_parallel_size=2, device="cpu"),
@@ -67,13 +83,14 @@ def test_completions_are_what_their_seeds_give_alone(folder, expected, options):
     with make_llm(folder, **options) as llm:
         outputs = generate(llm, PROMPTS, params)
         scheduler = llm.engine.scheduler
-        assert not scheduler.has_unfinished() and not any(scheduler.blocks.ref_counts)
-        assert len(scheduler._free_slots) == scheduler.max_num_seqs
+        check_nothing_left(scheduler)
         if "num_kvcache_blocks" in options:
             assert scheduler.num_preemptions > 0
     for output, one, alone in zip(outputs, params, expected):
         completions = output.pop("completions", [output])
-        assert [without_logprobs(completion) for completion in completions] == [without_logprobs(one) for one in alone]
+        assert [without_logprobs(completion) for completion in completions] == [
+            without_logprobs(one) for one in alone
+        ]
         assert output == completions[0]
         if one.logprobs is not None:
             assert [len(completion["logprobs"]) for completion in completions] == [
@@ -91,7 +108,11 @@ def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(folder):
         assert len(output["completions"]) == 6
         assert llm.engine.num_prefill_tokens == 40
         metrics = llm.metrics()["total"]
-        assert (metrics["requests"], metrics["prompt_tokens"], metrics["output_tokens"]) == (1, 40, 18)
+        assert (metrics["requests"], metrics["prompt_tokens"], metrics["output_tokens"]) == (
+            1,
+            40,
+            18,
+        )
         assert metrics["kv_cache_use"] == (2 + 6) / 128
 
 
@@ -122,20 +143,26 @@ def test_too_many_completions_are_refused(folder):
     with make_llm(folder, num_kvcache_blocks=4) as llm:
         with pytest.raises(ValueError, match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower"):
             generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
-        with pytest.raises(ValueError, match=r"n is 4 for prompts\[0\], which takes 5 KV blocks.*there are 4"):
+        with pytest.raises(
+            ValueError, match=r"n is 4 for prompts\[0\], which takes 5 KV blocks.*there are 4"
+        ):
             generate(llm, [[1] * 20], SamplingParams(n=4, max_tokens=9))
-        assert len(generate(llm, [[1] * 32], SamplingParams(n=8, max_tokens=3))[0]["completions"]) == 8
+        assert (
+            len(generate(llm, [[1] * 32], SamplingParams(n=8, max_tokens=3))[0]["completions"]) == 8
+        )
         with pytest.raises(ValueError, match=r"sampling_params\[0\].n is 2: stream one"):
             llm.stream([[1]], SamplingParams(n=2))
         check_empty(llm)
 
 
 def test_blocks_of_forks_are_counted_at_every_step():
-    """Random requests under a scheduler alone; whoever draws is told a random token, some of which end a sequence."""
+    """Random requests under a scheduler alone; who samples is told a random token, some of which end a sequence."""
     for seed in range(60):
         r = random.Random(seed)
         scheduler = Scheduler(
-            BlockManager(r.randint(6, 14), 4, r.random() < 0.7), max_num_seqs=6, max_num_batched_tokens=r.randint(6, 20)
+            BlockManager(r.randint(6, 14), 4, r.random() < 0.7),
+            max_num_seqs=6,
+            max_num_batched_tokens=r.randint(6, 20),
         )
         sequences, in_flight, overlap = [], [], r.random() < 0.5
         for _ in range(r.randint(1, 8)):
@@ -144,7 +171,11 @@ def test_blocks_of_forks_are_counted_at_every_step():
             n = r.randint(1, min(6, scheduler.blocks.num_blocks - 3))
             first, *forks = [
                 Sequence(
-                    len(sequences) + i, prompt, params, max_len=len(prompt) + r.randint(1, 8), stop_ids=frozenset({5})
+                    len(sequences) + i,
+                    prompt,
+                    params,
+                    max_len=len(prompt) + r.randint(1, 8),
+                    stop_ids=frozenset({5}),
                 )
                 for i in range(n)
             ]
@@ -161,6 +192,10 @@ def test_blocks_of_forks_are_counted_at_every_step():
             if in_flight and (not overlap or batch is None or len(in_flight) > 1):
                 scheduler.commit([r.randrange(6) for _ in range(in_flight.pop(0))])
                 check_blocks(scheduler)
-        assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and len(scheduler._free_slots) == 6
+        check_nothing_left(scheduler)
         for seq in sequences:
-            assert len(seq.token_ids) == seq.max_len if seq.finish_reason == "length" else seq.token_ids[-1] == 5
+            assert (
+                len(seq.token_ids) == seq.max_len
+                if seq.finish_reason == "length"
+                else seq.token_ids[-1] == 5
+            )

@@ -7,9 +7,19 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import VOCABULARY, SimulatedDevice, WatchedScheduler, check_blocks, output_alone
+from simulated_device import (
+    VOCABULARY,
+    SimulatedDevice,
+    WatchedScheduler,
+    check_blocks,
+    check_empty,
+    output_alone,
+)
 
+from nanovllm.engine.batch import INVALID_TOKEN
+from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -21,28 +31,46 @@ class Request:
     arrival: int = 0  # step before which it is added
     patience: int | None = None  # steps after which it is aborted
     completions: int = 1
-    patient: bool = False
+    interactive: bool = False
 
 
 def make_sequence(
-    id: int, prompt: list[int], max_tokens: int, stop_ids=frozenset(), completions: int = 1, patient: bool = False
+    id: int,
+    prompt: list[int],
+    max_tokens: int,
+    stop_ids=frozenset(),
+    completions: int = 1,
+    interactive: bool = False,
 ) -> Sequence:
     """Of several completions, the first; its siblings' ids are 100, 200, ... more, and seeds 1, 2, ..."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     seq, *siblings = [
         Sequence(
-            id + 100 * i, prompt, params, max_len=len(prompt) + max_tokens, seed=i, stop_ids=frozenset(stop_ids),
-            patient=patient,
+            id + 100 * i,
+            prompt,
+            params,
+            max_len=len(prompt) + max_tokens,
+            seed=i,
+            stop_ids=frozenset(stop_ids),
+            interactive=interactive,
         )
         for i in range(completions)
-    ]  # fmt: skip
+    ]
     seq.siblings = seq.forks = tuple(siblings)
+    for sibling in siblings:
+        sibling.parent = seq
     return seq
 
 
-def make_scheduler(num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **options):
+def make_scheduler(
+    num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, **options
+):
     return WatchedScheduler(
-        num_blocks, block_size, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **options
+        num_blocks,
+        block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        **options,
     )
 
 
@@ -77,13 +105,17 @@ class Server:
             check_blocks(self.scheduler)
 
     def check_budgets(self, batch):
-        num_rows = len(batch.decode_slots) + len(batch.prefills) + sum(len(chunk.forks) for chunk in batch.prefills)
-        assert 0 < len(batch.decode_slots) + batch.num_prefill_tokens <= self.scheduler.max_num_batched_tokens
-        assert num_rows <= self.scheduler.max_num_seqs
+        num_tokens = len(batch.decode_slots) + batch.num_prefill_tokens
+        assert 0 < num_tokens <= self.scheduler.max_num_batched_tokens
+        forks = [fork for chunk in batch.prefills for fork in chunk.forks]
+        num_slots = len(batch.decode_slots) + len(batch.prefills) + len(forks)
+        assert num_slots <= self.scheduler.max_num_seqs
         running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
         assert len(running) <= self.scheduler.max_num_seqs
 
-    def run(self, delay: bool = False, until=lambda server: not server.scheduler.has_unfinished()) -> None:
+    def run(
+        self, delay: bool = False, until=lambda server: not server.scheduler.has_unfinished()
+    ) -> None:
         for _ in range(1000):
             if until(self) and not self.in_flight:
                 return
@@ -115,7 +147,9 @@ def streams(draw):
         prompt = family[: draw(st.sampled_from([20, 0, 4, 8]))] + draw(st.lists(token, max_size=5))
         prompt = prompt[: room - draw(st.integers(0, room - 1))] or [0]
         completions = min(
-            draw(st.sampled_from([1, 1, 1, 2, 4])), sizes["max_num_seqs"], sizes["max_num_batched_tokens"]
+            draw(st.sampled_from([1, 1, 1, 2, 4])),
+            sizes["max_num_seqs"],
+            sizes["max_num_batched_tokens"],
         )
         while completions > 1 and len(prompt) // block_size + completions > num_blocks:
             completions -= 1
@@ -123,27 +157,58 @@ def streams(draw):
             Request(
                 prompt,
                 max_tokens=min(draw(st.sampled_from([16, 1, 2, 7])), room + 1 - len(prompt)),
-                stop_ids=draw(st.sampled_from([frozenset(), frozenset(), frozenset({0}), frozenset({1, 2, 3})])),
+                stop_ids=draw(
+                    st.sampled_from(
+                        [frozenset(), frozenset(), frozenset({0}), frozenset({1, 2, 3})]
+                    )
+                ),
                 arrival=draw(st.sampled_from([0, 0, 1, 4, 9])),
                 patience=draw(st.sampled_from([None, None, None, 1, 6])),
                 completions=completions,
-                patient=draw(st.booleans()),
+                interactive=draw(st.booleans()),
             )
         )
-    delays = draw(st.one_of(st.just([True]), st.just([False]), st.lists(st.booleans(), min_size=1, max_size=6)))
+    requests.sort(key=lambda request: request.arrival)  # ids are numbered as sequences come
+    delays = draw(
+        st.one_of(
+            st.just([True]), st.just([False]), st.lists(st.booleans(), min_size=1, max_size=6)
+        )
+    )
     return sizes, requests, delays
 
 
-@settings(max_examples=600)
+class Shuffled(SchedulingPolicy):
+    """An order that has nothing to do with arrival or length."""
+
+    def key(self, seq):
+        return hash((seq.id, seq.num_prompt_tokens)) % 3
+
+
+class OneAtATime(SchedulingPolicy):
+    def running_limit(self, scheduler):
+        return 1
+
+
+POLICIES = {
+    "first come, first served": SchedulingPolicy,
+    "throughput": lambda: ThroughputPolicy(min_running=2),
+    "throughput in small groups": lambda: ThroughputPolicy(min_running=1, group_tokens=4),
+    "shuffled": Shuffled,
+    "one at a time": OneAtATime,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=250)
 @given(streams())
-def test_any_stream_of_requests_is_served_right(stream):
-    """Each answer is the one the request gets alone; each step reads what it should; no block leaks; none starves."""
+def test_any_stream_of_requests_is_served_right(policy, stream):
+    """Whatever the policy: each answer is the one the request gets alone; each step reads what it
+    should; no block leaks; none starves."""
     sizes, requests, delays = stream
-    server = Server(make_scheduler(**sizes))
+    server = Server(make_scheduler(**sizes, policy=POLICIES[policy]()))
     scheduler = server.scheduler
-    scheduler.FULL_ROWS = 2
     last_arrival = max(request.arrival for request in requests)
-    # A step that plans nothing commits, and any other gets the oldest sequence on by a token at least.
+    # A step that plans nothing commits, and any other gets some sequence on by a token at least.
     bound = last_arrival + 2 * sum(
         request.completions * (len(request.prompt) + request.max_tokens + 1) for request in requests
     )
@@ -154,7 +219,12 @@ def test_any_stream_of_requests_is_served_right(stream):
         for id, request in enumerate(requests):
             if request.arrival == step:
                 sequences[id] = server.add(
-                    id, request.prompt, request.max_tokens, request.stop_ids, request.completions, request.patient
+                    id,
+                    request.prompt,
+                    request.max_tokens,
+                    request.stop_ids,
+                    request.completions,
+                    request.interactive,
                 )
                 added.append(id)
             elif request.patience is not None and request.arrival + request.patience == step:
@@ -170,16 +240,18 @@ def test_any_stream_of_requests_is_served_right(stream):
         for i, seq in enumerate(sequences[id].completions):
             alone = output_alone(request.prompt, seq.max_len, request.stop_ids, seed=i)
             if seq.finish_reason == "abort":
-                assert request.patience is not None and seq.output_ids == alone[: len(seq.output_ids)]
+                assert (
+                    request.patience is not None and seq.output_ids == alone[: len(seq.output_ids)]
+                )
             else:
                 assert seq.output_ids == alone
                 assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
-    admitted = scheduler.first_admissions
-    assert admitted == [id for id in added if id in admitted], "first come, first served"
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
-    assert sorted(scheduler._free_slots) == list(range(scheduler.max_num_seqs))
-    assert not scheduler.running and not scheduler.waiting and scheduler.prefilling is None
-    assert server.batches == server.as_planned, "a plan never changes: it may run in another process, or later"
+    if policy == "first come, first served":
+        assert scheduler.first_starts == [id for id in added if id in scheduler.first_starts]
+    check_empty(scheduler)
+    assert server.batches == server.as_planned, (
+        "a plan never changes: it may run in another process, or later"
+    )
 
 
 def test_the_random_streams_reach_what_they_are_meant_for():
@@ -192,7 +264,14 @@ def test_the_random_streams_reach_what_they_are_meant_for():
         sizes, requests, delays = stream
         server = Server(make_scheduler(**sizes))
         for id, request in enumerate(requests):
-            server.add(id, request.prompt, request.max_tokens, request.stop_ids, request.completions, request.patient)
+            server.add(
+                id,
+                request.prompt,
+                request.max_tokens,
+                request.stop_ids,
+                request.completions,
+                request.interactive,
+            )
         server.run(delays[0])
         if server.scheduler.num_preemptions:
             seen.add(("preemption", delays[0]))
@@ -201,14 +280,18 @@ def test_the_random_streams_reach_what_they_are_meant_for():
             if any(chunk.write_from > chunk.start for chunk in batch.prefills):
                 seen.add("fully cached")
             block_size = sizes["block_size"]
-            seen.update(("fork", fork.end % block_size > 0) for chunk in batch.prefills for fork in chunk.forks)
+            seen.update(
+                ("fork", fork.end % block_size > 0)
+                for chunk in batch.prefills
+                for fork in chunk.forks
+            )
 
     look()
     wanted = {("chunk", False), ("chunk", True), "fully cached", ("fork", False), ("fork", True)}
     assert seen >= wanted | {("preemption", False), ("preemption", True)}
 
 
-def test_requests_are_admitted_in_order_of_arrival():
+def test_sequences_start_in_order_of_arrival():
     server = Server(make_scheduler(num_blocks=4, block_size=4))
     server.add(0, [1] * 9, 4)
     server.add(1, [2] * 9, 4)  # does not fit beside the first
@@ -216,7 +299,7 @@ def test_requests_are_admitted_in_order_of_arrival():
     server.step()
     assert [seq.id for seq in server.scheduler.waiting] == [1, 2]
     server.run()
-    assert server.scheduler.first_admissions == [0, 1, 2]
+    assert server.scheduler.first_starts == [0, 1, 2]
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
@@ -267,7 +350,9 @@ def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode(complet
     assert server.scheduler.prefilling is third and server.scheduler.blocks.num_free == 0
     server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
-    assert [seq.id for seq in server.scheduler.waiting] == [2] and server.scheduler.prefilling is None
+    assert [seq.id for seq in server.scheduler.waiting] == [
+        2
+    ] and server.scheduler.prefilling is None
     server.run()
     assert [seq.output_ids for seq in third.completions] == [
         output_alone([2] * 8, 11, seed=i) for i in range(completions)
@@ -330,10 +415,12 @@ def test_without_prefix_caching_nothing_is_shared():
     server.run()
     server.add(3, [1] * 16, 3)
     server.run()
-    assert all(chunk.start == 0 == chunk.write_from for batch in server.batches for chunk in batch.prefills)
+    assert all(
+        chunk.start == 0 == chunk.write_from for batch in server.batches for chunk in batch.prefills
+    )
 
 
-def test_blocks_filled_by_drawn_tokens_are_shared_too():
+def test_blocks_filled_by_sampled_tokens_are_shared_too():
     server = Server(make_scheduler())
     seq = server.add(0, [1, 2, 3], 10)
     server.run()
@@ -359,104 +446,14 @@ def test_a_sequence_that_stopped_while_a_step_was_in_flight_drops_that_steps_tok
     seq = server.add(0, prompt, 5, stop_ids={output[0]})
     other = server.add(1, [4], 5)
     server.run(delay=True)
-    assert len(server.batches[1].decode_slots) == 2, "the step after the stop was launched with the sequence in it"
+    assert len(server.batches[1].decode_slots) == 2, (
+        "the step after the stop was launched with the sequence in it"
+    )
     assert seq.output_ids == output[:1] and seq.finish_reason == "stop"
     assert other.output_ids == output_alone([4], 6)
 
 
-def test_admission_beside_running_sequences_waits_for_a_group_of_free_rows():
-    server = Server(make_scheduler(num_blocks=200, max_num_seqs=32))
-    for id in range(32):
-        server.add(id, [id], 3 if id == 0 else 9)
-    for id in range(32, 36):
-        server.add(id, [id], 3)
-    for _ in range(4):
-        server.step()
-    assert len(server.scheduler.running) == 31 and len(server.scheduler.waiting) == 4, "one free row is no group"
-    server.run()
-
-
-@pytest.mark.parametrize("length, group", [(1, 4), (10, 2), (30, 1)])
-def test_a_group_is_of_fewer_sequences_where_prompts_are_long(length, group):
-    server = Server(make_scheduler(num_blocks=2000, max_num_seqs=64, max_num_batched_tokens=4000))
-    server.scheduler.GROUP_TOKENS = 20
-    for id in range(64):
-        server.add(id, [id % VOCABULARY], 5 + id)
-    for id in range(64, 70):
-        server.add(id, [id % VOCABULARY] * length, 3)
-    server.step()
-    while len(server.scheduler.waiting) == 6:
-        server.step()
-    assert len(server.scheduler.waiting) == 6 - group, "a row comes free with each step"
-    server.run()
-
-
-def test_a_group_counts_no_tokens_that_are_cached():
-    server = Server(make_scheduler(num_blocks=4000, block_size=4, max_num_seqs=64, max_num_batched_tokens=4000))
-    server.scheduler.GROUP_TOKENS = 20
-    common = [1, 2, 3, 4] * 8
-    for id in range(64):
-        server.add(id, [*common, id % VOCABULARY], 5 + id)
-    for id in range(64, 70):
-        server.add(id, [*common, id % VOCABULARY], 3)
-    server.step()
-    while len(server.scheduler.waiting) == 6:
-        server.step()
-    assert len(server.scheduler.waiting) == 2, "a group of 4, as of short prompts"
-    server.run()
-
-
-def lengths_and_rows(patient: bool, lengths: list[int], full_rows: int = 8) -> tuple[list[int], list[int]]:
-    """After which step each sequence ended, and how many rows decoded in each; longest first, as `generate` adds them."""
-    server = Server(make_scheduler(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256))
-    server.scheduler.FULL_ROWS = full_rows
-    sequences = [
-        server.add(id, [id % VOCABULARY], length, patient=patient)
-        for id, length in enumerate(sorted(lengths, reverse=True))
-    ]
-    ends = {}
-    while server.scheduler.has_unfinished():
-        server.step()
-        ends.update({seq.id: len(server.batches) for seq in sequences if seq.finish_reason and seq.id not in ends})
-    assert all(seq.output_ids == output_alone([seq.id % VOCABULARY], seq.max_len) for seq in sequences)
-    return list(ends.values()), [len(batch.decode_slots) for batch in server.batches]
-
-
-def test_patient_sequences_spread_over_the_longest_ones_steps():
-    lengths = [60 * i // 32 for i in range(4, 33)]
-    ends, rows = lengths_and_rows(False, lengths)
-    assert max(ends) == 60 and max(rows) == 29, "all start at once"
-    ends, rows = lengths_and_rows(True, lengths)
-    assert max(ends) <= 64, "late starters must not make the whole any longer than a group's wait"
-    assert max(rows) <= 21 and min(rows[8:52]) >= 11, "16 or 17 rows at a time hold the same tokens"
-
-
-def test_patient_sequences_of_one_length_all_start_at_once():
-    _, rows = lengths_and_rows(True, [40] * 40)
-    assert max(rows) == 40
-
-
-def test_patient_sequences_fill_all_rows_when_there_are_more_than_rows():
-    _, rows = lengths_and_rows(True, [10 + i % 5 for i in range(150)])
-    assert rows[1:10] == [64] * 9
-
-
-def test_the_completions_of_a_patient_request_count_for_each():
-    server = Server(make_scheduler(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256))
-    server.scheduler.FULL_ROWS = 8
-    for id in range(24):  # as many tokens as 38 rows hold over the longest one's steps
-        server.add(id, [id % VOCABULARY], 30 - id, completions=3, patient=True)
-    server.run()
-    assert max(len(batch.decode_slots) for batch in server.batches[:10]) >= 36
-    assert len(server.batches) <= 36, "none waits until the longest has ended"
-
-
-def test_few_patient_sequences_do_not_wait():
-    _, rows = lengths_and_rows(True, [100, *[10] * 30], full_rows=32)
-    assert rows[1] == 31, "a step of so few rows takes no longer for one more"
-
-
-def test_admission_beside_running_sequences_leaves_blocks_for_these_to_grow():
+def test_a_start_beside_running_sequences_leaves_blocks_for_these_to_grow():
     server = Server(make_scheduler(num_blocks=128, block_size=1, max_num_batched_tokens=200))
     server.add(0, [1], 100)
     server.step()
@@ -469,3 +466,108 @@ def test_admission_beside_running_sequences_leaves_blocks_for_these_to_grow():
     server.step()
     server.step()
     assert not server.scheduler.waiting, "alone, a request may take the whole cache"
+
+
+class ShortestPromptFirst(SchedulingPolicy):
+    def key(self, seq):
+        return seq.num_prompt_tokens
+
+
+def test_a_policy_of_one_method_changes_the_order():
+    server = Server(make_scheduler(max_num_seqs=1, policy=ShortestPromptFirst()))
+    for id, length in enumerate([3, 9, 1, 3]):
+        server.add(id, [id] * length, 2)
+    server.run()
+    assert server.scheduler.first_starts == [2, 0, 3, 1], "equal keys start in order of arrival"
+
+
+class Priority(SchedulingPolicy):
+    """Even numbers are important."""
+
+    def key(self, seq):
+        return seq.id % 2
+
+
+def test_the_one_that_the_policy_puts_last_is_preempted_and_goes_first_in_line():
+    server = Server(make_scheduler(num_blocks=5, block_size=2, max_num_seqs=3, policy=Priority()))
+    server.add(1, [1, 1], 8)
+    server.step()
+    for id in (2, 3, 4):
+        server.add(id, [id, id], 8)
+    server.run_until_preemption()
+    assert [seq.id for seq in server.scheduler.running] == [2, 4]
+    assert [seq.id for seq in server.scheduler.waiting] == [1, 3]
+    server.add(6, [6], 8)
+    assert [seq.id for seq in server.scheduler.waiting] == [1, 6, 3], "whatever its key"
+    server.run()
+
+
+def test_an_important_prompt_is_not_preempted_for_others():
+    server = Server(
+        make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=5, policy=Priority())
+    )
+    server.add(1, [1, 2], 8)
+    server.add(3, [1, 3], 8)
+    server.step()
+    server.step()
+    important = server.add(4, [2] * 8, 3)
+    server.step()
+    assert server.scheduler.prefilling is important and server.scheduler.blocks.num_free == 0
+    server.run_until_preemption()
+    assert [seq.id for seq in server.scheduler.waiting] == [3]
+    server.run()
+    assert important.output_ids == output_alone([2] * 8, 11)
+
+
+def test_a_policy_is_asked_once_a_step_how_many_may_run():
+    class Two(SchedulingPolicy):
+        asked = 0
+
+        def running_limit(self, scheduler):
+            self.asked += 1
+            return 2
+
+    policy = Two()
+    server = Server(make_scheduler(policy=policy))
+    for id in range(5):
+        server.add(id, [id], 4)
+    server.step()
+    assert policy.asked == 1 and server.scheduler.num_running == 2
+    server.run()
+    assert max(len(batch.decode_slots) for batch in server.batches) == 2
+
+
+def test_a_policy_that_says_nothing_of_shared_prefixes_shares_none():
+    server = Server(make_scheduler())
+    for id in range(3):
+        server.add(id, [1] * 16, 3)
+    server.run()
+    assert not any(batch.shared_blocks for batch in server.batches)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_invalid_logits_raise_and_name_the_request(delay):
+    server = Server(make_scheduler())
+    server.add(7, [4], 5)
+    server.add(8, list(range(20)), 5, completions=2)
+    batch = server.scheduler.schedule()
+    assert len(batch.first_samples) == 3
+    if delay:
+        server.scheduler.schedule()
+    message = (
+        r"^request 8 \(prompt \[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]\) has NaN or infinite logits "
+        r"after 20 tokens: try another dtype, such as bfloat16 .* checkpoint's weights$"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        server.scheduler.commit([1, 1, INVALID_TOKEN])
+
+
+def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():
+    """It ran one step too far, perhaps on tokens that make no sense."""
+    server = Server(make_scheduler())
+    ended, other = server.add(0, [1], 5, stop_ids={3}), server.add(1, [2], 5)
+    server.scheduler.schedule()
+    server.scheduler.schedule()
+    server.scheduler.commit([3, 4])
+    sampled, _ = server.scheduler.commit([INVALID_TOKEN, 5])
+    assert sampled == [other] and ended.output_ids == [3] and other.output_ids == [4, 5]

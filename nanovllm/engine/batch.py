@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 from nanovllm.sampling_params import SamplingMetadata
 
+INVALID_TOKEN = -1  # answered for a sequence whose logits are NaN or infinite
+
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A sequence that begins where another's prompt ends: it draws from the same hidden state, and goes its own way.
+    """A sequence that goes on where another's prompt ends: it samples from the same hidden state.
 
-    It shares the blocks that the prompt fills; the last one, if only part of it is filled, must be copied to its own.
+    It shares the blocks that the prompt fills. If the prompt's last block is filled only in part,
+    its content must be copied to the last block of the fork's own table.
     """
 
     batch_slot: int
@@ -26,18 +29,21 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive tokens of one sequence whose values are known: a prompt, a part of one, or a preempted sequence."""
+    """Consecutive tokens of one sequence whose values are known.
 
-    batch_slot: int  # of the running state on the device
+    That is a prompt, a part of one, or a preempted sequence that is computed anew.
+    """
+
+    batch_slot: int
     token_ids: list[int]
     start: int  # position of the first token
-    write_from: int  # the K and V of earlier positions lie in shared blocks already: they must not be written
+    write_from: int  # K and V of earlier positions are in shared blocks: they must not be written
     block_table: list[int]  # all blocks the sequence holds
-    is_last: bool  # the chunk reaches the sequence's end, so a token is drawn after it
+    is_last: bool  # the chunk reaches the sequence's end, so a token is sampled after it
     temperature: float
     seed: int
-    sampling: SamplingMetadata | None = None  # what else decides the draw; None: nothing does
-    forks: tuple[Fork, ...] = ()  # of a chunk that draws
+    sampling: SamplingMetadata | None = None  # what else decides the sample; None: nothing does
+    forks: tuple[Fork, ...] = ()  # only if `is_last`
 
     @property
     def end(self) -> int:
@@ -47,8 +53,10 @@ class PrefillChunk:
 class StepResult(NamedTuple):
     """What a step answers."""
 
-    tokens: list[int]
-    logprobs: dict[int, dict[int, float]] = {}  # by index among the tokens, of those who asked: token id -> log-probability
+    tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
+    logprobs: dict[
+        int, dict[int, float]
+    ] = {}  # index among `tokens` -> token id -> log-probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +73,25 @@ class RunnerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Decoding rows first, one token each, then the prefill chunks.
+    """Decoding sequences first, one token each, then the prefill chunks.
 
-    The step draws one token for each decoding row and each of `first_samples`, and answers them in that order.
+    The step samples a token for each decoding sequence and each of `first_samples`, in that order.
     """
 
     decode_slots: tuple[int, ...] = ()
-    new_blocks: tuple[tuple[int, int, int], ...] = ()  # (row, index in its table, block) of decoding rows that grew
-    shared_blocks: int = 0  # blocks with which the tables of all decoding rows begin
+    # (batch slot, index in its block table, block) of decoding sequences that grow by a block
+    new_blocks: tuple[tuple[int, int, int], ...] = ()
+    shared_blocks: int = (
+        0  # leading blocks that the tables of all decoding sequences have in common
+    )
     prefills: tuple[PrefillChunk, ...] = ()
 
     @property
     def first_samples(self) -> list[PrefillChunk | Fork]:
-        """What starts to draw with this step: chunks that reach the end of what is known, then what forks from them."""
-        return [chunk for chunk in self.prefills if chunk.is_last] + [fork for chunk in self.prefills for fork in chunk.forks]
+        """What samples without decoding: chunks that reach their sequence's end, then forks."""
+        chunks = [chunk for chunk in self.prefills if chunk.is_last]
+        forks = [fork for chunk in self.prefills for fork in chunk.forks]
+        return chunks + forks
 
     @property
     def num_prefill_tokens(self) -> int:

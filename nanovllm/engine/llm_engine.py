@@ -1,6 +1,7 @@
 """Requests in, outputs out: the loop that schedules, launches and commits.
 
-With overlap, step N + 1 is launched before step N's tokens are read, so the device never waits for Python.
+With overlap, step N + 1 is launched before step N's tokens are read, so the device never waits for
+Python.
 """
 
 import itertools
@@ -14,6 +15,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.text.detokenizer import Decode, TextStream, extend_texts
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.distributed.tensor_parallel import RemoteTokens, TensorParallelRunner
@@ -23,13 +25,20 @@ from nanovllm.weights.loader import check_num_layers
 
 
 class LLMEngine:
-    def __init__(self, config: Config, hf_config, folder: str) -> None:
-        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run it."""
-        find_model(hf_config)  # refuse other models here: they may not even have the values read below
+    def __init__(
+        self,
+        config: Config,
+        hf_config,
+        folder: str,
+        policy: SchedulingPolicy = SchedulingPolicy(),
+    ) -> None:
+        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run."""
+        find_model(hf_config)  # refuse other models first: they may not have what is read below
         if config.load_format == "auto":
             check_num_layers(hf_config.num_hidden_layers, folder)
-        self.stop_ids: frozenset[int] = frozenset()  # drawing one of them ends a request
-        self.decode: Decode | None = None  # makes text of token ids, for those who want it as it grows
+        self.policy = policy
+        self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
+        self.decode: Decode | None = None  # makes text of token ids, for those who read it as it grows
         self._read_while_growing: set[Sequence] = set()
         self.vocab_size = hf_config.vocab_size
         self.longest_of_model = hf_config.max_position_embeddings
@@ -39,7 +48,9 @@ class LLMEngine:
         self.runner = runner_class(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )
-        self.overlap = self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        self.overlap = (
+            self.runner.device.type != "cpu" if config.overlap is None else config.overlap
+        )
         self._config = config
         self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # computed so far
@@ -47,7 +58,7 @@ class LLMEngine:
         self.total = Metrics()
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.steps: list[StepRecord] | None = None  # a list here is added to at each step
-        # The step launched and not committed, and whether some of its rows may draw their first token.
+        # The step that is launched and not committed, and whether it brings any first tokens.
         self._in_flight: tuple[SampledTokens | RemoteTokens, bool] | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -55,7 +66,10 @@ class LLMEngine:
     def _make_scheduler(self) -> Scheduler:
         config = self._config
         return Scheduler(
-            BlockManager(self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            BlockManager(
+                self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+            ),
+            self.policy,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
@@ -66,13 +80,22 @@ class LLMEngine:
         return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
 
     def add(
-        self, prompt: list[int], params: SamplingParams, *, streams: bool = False, patient: bool = False
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        streams: bool = False,
+        interactive: bool = False,
     ) -> Sequence:
         """Queue a request that has been checked; returns its first completion.
 
-        `streams`: text is read as it grows. `patient`: it may start late if that helps the rest.
+        `streams`: its text is read as it grows. `interactive`: somebody waits for this request, not
+        only for the whole batch it came in, so a policy should not hold it back for the others.
         """
-        seq, *siblings = [self._make_sequence(prompt, params, i, streams, patient) for i in range(params.n)]
+        sequences = [
+            self._make_sequence(prompt, params, i, streams, interactive) for i in range(params.n)
+        ]
+        seq, *siblings = sequences
         seq.siblings = seq.forks = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq
@@ -80,16 +103,26 @@ class LLMEngine:
         return seq
 
     def _make_sequence(
-        self, prompt: list[int], params: SamplingParams, completion: int, streams: bool, patient: bool
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        completion: int,
+        streams: bool,
+        interactive: bool,
     ) -> Sequence:
+        if params.seed is None:
+            seed = self._seeds.getrandbits(63)
+        else:
+            seed = (params.seed + completion) % 2**63
+        stop_ids = frozenset() if params.ignore_eos else self.stop_ids
         seq = Sequence(
             next(self._ids),
             prompt,
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
-            seed=self._seeds.getrandbits(63) if params.seed is None else (params.seed + completion) % 2**63,
-            stop_ids=(frozenset() if params.ignore_eos else self.stop_ids).union(params.stop_token_ids),
-            patient=patient,
+            seed=seed,
+            stop_ids=stop_ids.union(params.stop_token_ids),
+            interactive=interactive,
         )
         seq.added_at = perf_counter()
         if self.decode is not None and (streams or params.stop):
@@ -103,7 +136,8 @@ class LLMEngine:
     def step(self) -> tuple[list[Sequence], list[Sequence]]:
         """Launch the next step and commit one: the last with overlap, else this one.
 
-        Returns the sequences that got a token, and those among them that are finished.
+        Returns the sequences that got a token, and those among them that are finished. Raises
+        FloatingPointError if the model computed NaN or infinite logits: `reset` is needed then.
         """
         batch = self.scheduler.schedule()
         launched = None
@@ -124,12 +158,13 @@ class LLMEngine:
         return sampled, ended
 
     def _extend_texts(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
-        """Bring texts up to date; a sequence whose text has come to a stop string joins those that `ended`."""
+        """Bring texts up to date. Sequences that came to a stop string join those that `ended`."""
         growing = [seq for seq in sampled if seq.text is not None]
-        extend_texts([(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing], self.decode)
+        news = [(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing]
+        extend_texts(news, self.decode)
         for seq in growing:
             if seq.text.stopped:
-                if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
+                if seq.finish_reason is None:  # it ran one step too far, as with end-of-sequence
                     self.scheduler.abort(seq)
                     ended.append(seq)
                 seq.finish_reason = "stop"
@@ -171,10 +206,10 @@ class LLMEngine:
         self._settle()
 
     def reset(self) -> None:
-        """Drop every request, as after an error or an interrupt: the next call finds an empty engine.
+        """Drop every request, as after an error or interrupt: the next call finds an empty engine.
 
-        It may have come between any two steps of the scheduler's, so that gives way to a new one, and another interrupt
-        may come in here.
+        It may have come between any two lines of the scheduler's, so a new scheduler takes its
+        place. Another interrupt may come in here.
         """
         dropped = self.scheduler.sequences
         self.scheduler, self._in_flight = self._make_scheduler(), None

@@ -1,6 +1,6 @@
-"""What a run was like: requests, tokens, cache, and how long users waited.
+"""What a run was like: requests, tokens, cache use, and how long users waited.
 
-Knows sequences that have ended, and takes a few numbers of each: nothing is paid for a token.
+Takes a few numbers of each sequence that has ended, so that a token costs nothing.
 """
 
 import math
@@ -13,10 +13,10 @@ LATEST = 65536  # requests that the percentiles look back on
 
 
 class StepRecord(NamedTuple):
-    """One step as it was launched: what a picture of a run is drawn from."""
+    """One step when it was launched. A picture of a run is made of these."""
 
     time: float  # of time.perf_counter
-    running: int  # sequences that hold a row
+    running: int  # sequences that hold a batch slot
     waiting: int
     prefill_tokens: int
     decode_tokens: int
@@ -52,7 +52,7 @@ class Metrics:
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens,
-            "prefix_cache_hit_rate": self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            "prefix_cache_hit_rate": self.cached_tokens / max(1, self.prompt_tokens),
             "kv_cache_use": self.peak_blocks / num_blocks,
             "preemptions": self.preemptions,
             "time_to_first_token": percentiles(self.seconds_to_first_token),
@@ -61,8 +61,15 @@ class Metrics:
 
 
 def percentiles(values: deque[float]) -> dict[str, float] | None:
-    """Median and 99th percentile: the least value that as many do not exceed. None of no values."""
+    """Median and 99th percentile, or None of no values.
+
+    A percentile is the smallest value that at least as many of the values do not exceed.
+    """
     if not values:
         return None
     ordered = sorted(values)
-    return {name: ordered[math.ceil(part * len(ordered)) - 1] for name, part in (("median", 0.5), ("p99", 0.99))}
+
+    def at(part: float) -> float:
+        return ordered[math.ceil(part * len(ordered)) - 1]
+
+    return {"median": at(0.5), "p99": at(0.99)}

@@ -1,86 +1,92 @@
-"""One request while it is served: its tokens, its blocks, its status.
+"""One sequence while it is served: its tokens, its KV blocks, its status.
 
 Knows no tensor and no policy: the scheduler changes it, the block manager lends it blocks.
 """
 
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
+from typing import Any
 
+from nanovllm.engine.batch import Fork, PrefillChunk
+from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 from nanovllm.text.detokenizer import TextStream
-from nanovllm.sampling_params import SamplingParams, SamplingMetadata
 
 
 class Status(Enum):
-    WAITING = auto()  # no row, no blocks: new, or preempted
-    RUNNING = auto()  # holds a row on the device and blocks
+    WAITING = auto()  # no batch slot, no blocks: new, or preempted
+    RUNNING = auto()  # holds a batch slot and blocks
     FINISHED = auto()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """`token_ids` holds the tokens whose values are known; `num_tokens` counts those in flight too.
 
-    A step may be scheduled before the last one's tokens are read back, so the scheduler works with `num_tokens`
-    alone, and `num_tokens - len(token_ids)` is 0 or 1 between steps.
+    A step may be scheduled before the last one's tokens are read back, so the scheduler works with
+    `num_tokens` alone, and `num_tokens - len(token_ids)` is 0 or 1 between steps.
     """
 
-    __slots__ = (
-        "id", "params", "seed", "stop_ids", "token_ids", "num_prompt_tokens", "max_len", "num_tokens", "num_computed",
-        "status", "finish_reason", "batch_slot", "block_table", "capacity", "num_hashed_blocks", "last_hash", "logprobs",
-        "text", "patient", "parent", "siblings", "forks", "added_at", "first_token_at", "num_cached_tokens", "num_preemptions",
-    )  # fmt: skip
+    id: int  # sequences are numbered as they come
+    prompt: InitVar[list[int]]
+    params: SamplingParams
+    _: KW_ONLY
+    max_len: int  # prompt and output together
+    seed: int = 0  # of the sampling noise
+    stop_ids: frozenset[int] = frozenset()  # sampling one of these ends the sequence
+    interactive: bool = False  # somebody waits for this one, not only for its whole batch
 
-    def __init__(
-        self,
-        id: int,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        max_len: int,
-        seed: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
-        patient: bool = False,
-    ) -> None:
-        self.id = id
-        self.params = params
-        self.seed = seed  # of the sampling noise
-        self.stop_ids = stop_ids  # drawing one of these ends the sequence
-        self.patient = patient  # nobody waits for its first token: only when all of a call have ended counts
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    status: Status = Status.WAITING
+    finish_reason: str | None = None
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token, if asked
+    text: TextStream | None = None  # if the text is read as it grows
+
+    # Of n completions of a prompt, the first computes it and the others fork from it: they get
+    # batch slots and blocks when it does, and start to decode when its prompt is computed.
+    parent: "Sequence | None" = None
+    siblings: "tuple[Sequence, ...]" = ()
+    forks: "tuple[Sequence, ...]" = ()  # the siblings, as long as they wait for that
+
+    # When and where it runs.
+    order: tuple[Any, int] = field(init=False)  # its place in line: the policy's key, then its id
+    batch_slot: int = field(init=False)
+    block_table: list[int] = field(init=False)
+    capacity: int = field(init=False)  # tokens that the block table has room for
+    num_computed: int = field(init=False)  # tokens whose K and V are written by now, or in flight
+    num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
+    prefix_id: int = field(init=False)  # of the last of those blocks
+
+    # What is reported of it.
+    num_preemptions: int = 0
+    num_cached_tokens: int | None = None  # found in the prefix cache when it first started
+    added_at: float = 0.0  # by the clock that the engine reads
+    first_token_at: float | None = None
+
+    def __post_init__(self, prompt: list[int]) -> None:
         self.token_ids = list(prompt)
-        self.num_prompt_tokens = len(prompt)
-        self.max_len = max_len  # prompt and output together
-        self.num_tokens = len(prompt)
-        self.status = Status.WAITING
-        self.finish_reason: str | None = None
-        self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
-        self.text: TextStream | None = None  # for those whose text is read as it grows
-        # Of n completions of a prompt, the first computes it and the others fork from it: they get rows and blocks when it
-        # is admitted, and start to decode when its prompt is computed.
-        self.parent: Sequence | None = None
-        self.siblings: tuple[Sequence, ...] = ()
-        self.forks: tuple[Sequence, ...] = ()  # the siblings, as long as they wait for that
-        self.added_at = 0.0  # by the clock that the engine reads
-        self.first_token_at: float | None = None
-        self.num_cached_tokens: int | None = None  # found in the prefix cache when the sequence was first admitted
-        self.num_preemptions = 0
+        self.num_tokens = self.num_prompt_tokens = len(prompt)
         self.reset()
 
     def reset(self) -> None:
         """Forget where the sequence ran: it must be computed anew."""
-        self.num_computed = 0  # tokens whose K and V are written, or will be by a step in flight
         self.batch_slot = -1
-        self.block_table: list[int] = []
-        self.capacity = 0  # tokens that the block table has room for
-        self.num_hashed_blocks = 0  # leading blocks that the prefix cache knows
-        self.last_hash = 0  # of those blocks
+        self.block_table = []
+        self.capacity = 0
+        self.num_computed = 0
+        self.num_registered_blocks = 0
+        self.prefix_id = 0
 
     @property
-    def num_left(self) -> int:
-        """Tokens that it may yet draw, beside those in flight."""
+    def num_tokens_left(self) -> int:
+        """Tokens that it may yet generate, beside those in flight."""
         return self.max_len - self.num_tokens
 
     @property
-    def num_left_with_forks(self) -> int:
-        """The same of all that begin with it."""
-        return self.num_left * (1 + len(self.forks))
+    def num_tokens_left_with_forks(self) -> int:
+        """The same of all sequences that start with it."""
+        return self.num_tokens_left * (1 + len(self.forks))
 
     @property
     def output_ids(self) -> list[int]:
@@ -100,9 +106,42 @@ class Sequence:
         """Whether all completions have."""
         return all([seq.finish_reason is not None for seq in self.completions])
 
-    def sampling_metadata(self) -> SamplingMetadata | None:
-        """What the runner must know to draw the sequence's next tokens, beyond temperature and seed."""
+    def describe(self) -> str:
+        """For an error: which request it is, by its id and the beginning of its prompt."""
+        first = ", ".join(map(str, self.token_ids[: min(8, self.num_prompt_tokens)]))
+        dots = ", ..." if self.num_prompt_tokens > 8 else ""
+        return f"request {self.request.id} (prompt [{first}{dots}])"
+
+    def prefill_chunk(self, start: int, end: int, write_from: int) -> PrefillChunk:
+        """What the runner must know to compute the tokens from `start` to `end`."""
+        is_last = end == self.num_tokens
+        return PrefillChunk(
+            batch_slot=self.batch_slot,
+            token_ids=self.token_ids[start:end],
+            start=start,
+            write_from=write_from,
+            block_table=self.block_table.copy(),
+            is_last=is_last,
+            temperature=self.params.temperature,
+            seed=self.seed,
+            sampling=self._sampling_metadata() if is_last else None,
+            forks=tuple([fork._as_fork() for fork in self.forks]) if is_last else (),
+        )
+
+    def _as_fork(self) -> Fork:
+        return Fork(
+            batch_slot=self.batch_slot,
+            end=self.num_tokens,
+            block_table=self.block_table.copy(),
+            temperature=self.params.temperature,
+            seed=self.seed,
+            sampling=self._sampling_metadata(),
+        )
+
+    def _sampling_metadata(self) -> SamplingMetadata | None:
+        """What decides the next tokens beside temperature and seed; None: nothing does."""
         params = self.params
         if params.is_plain:
             return None
-        return SamplingMetadata(params, self.stop_ids, self.num_prompt_tokens, list(self.token_ids) if params.penalizes else [])
+        counted = self.token_ids.copy() if params.penalizes else []
+        return SamplingMetadata(params, self.stop_ids, self.num_prompt_tokens, counted)

@@ -1,0 +1,87 @@
+"""Who is next, and how many may run: what the scheduler leaves to a policy.
+
+The scheduler alone sees to batch slots, the token budget and KV blocks. A policy can therefore be
+unfair or slow, but it cannot break anything.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.engine.scheduler import Scheduler
+
+
+class SchedulingPolicy:
+    """First come, first served, as many as fit. A subclass overrides what it wants otherwise.
+
+    Shortest prompt first, for example, is one method:
+
+        class ShortestPromptFirst(SchedulingPolicy):
+            def key(self, seq):
+                return seq.num_prompt_tokens
+
+    An engine keeps one policy for all of its life. All but `key` is asked in every step: be quick.
+    """
+
+    def key(self, seq: Sequence) -> Any:
+        """Sequences start in the order of their keys, the smallest first.
+
+        Equal keys start in order of arrival. When KV blocks run out, the running sequence with the
+        largest key is preempted. Asked once, when the sequence arrives.
+        """
+        return seq.id
+
+    def running_limit(self, scheduler: Scheduler) -> int:
+        """How many sequences may hold a batch slot: waiting ones start until there are so many.
+
+        Asked once in each step in which sequences wait, before any of them starts. Fewer start if
+        slots, tokens or blocks run out. None start if it is `scheduler.num_running`.
+        """
+        return scheduler.max_num_seqs
+
+    def started(self, seq: Sequence) -> None:
+        """Told that a sequence got its slot and blocks; `seq.num_computed` tokens were cached."""
+
+    def order_decodes(self, running: list[Sequence]) -> None:
+        """Sort the decoding sequences, in place, as the steps should run them.
+
+        Called when some have joined. Each step adds one token to every one of them.
+        """
+
+    def shared_prefix_blocks(self, decoding: list[Sequence]) -> int:
+        """How many leading KV blocks all decoding sequences have in common. 0 is always right.
+
+        Asked in every step. Attention may read such blocks once for all sequences.
+        """
+        return 0
+
+
+class WaitingQueue:
+    """Waiting sequences in the order in which they start: preempted ones first."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self.num_tokens_left = 0  # that they and their forks may yet generate
+
+    @property
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
+        self.num_tokens_left += seq.num_tokens_left_with_forks
+
+    def remove(self, seq: Sequence) -> None:
+        self._sequences.remove(seq)
+        self.num_tokens_left -= seq.num_tokens_left_with_forks
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)

@@ -1,0 +1,86 @@
+"""The engine's loop around scheduler and runner: seeds, and steps that fail."""
+
+import pytest
+from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
+
+from nanovllm import SamplingParams
+from nanovllm.engine.batch import INVALID_TOKEN, StepResult
+
+
+class Answer:
+    """A step whose sampled tokens were changed on their way."""
+
+    def __init__(self, step, change):
+        self.step, self.change = step, change
+
+    def wait(self) -> StepResult:
+        tokens, logprobs = self.step.wait()
+        return StepResult(self.change(tokens), logprobs)
+
+
+def break_step(llm, number: int, change) -> None:
+    """Let `change` have the tokens of the step of this number from now, and no other's."""
+    launch, count = llm.engine.runner.launch, 0
+
+    def broken_launch(batch):
+        nonlocal count
+        step, count = launch(batch), count + 1
+        return Answer(step, change) if count == number else step
+
+    llm.engine.runner.launch = broken_launch
+
+
+def invalidate_last(tokens: list[int]) -> list[int]:
+    return [*tokens[:-1], INVALID_TOKEN]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("number", [1, 3])
+def test_invalid_logits_end_the_call_with_an_error_and_leave_the_engine_usable(
+    make_llm, checkpoint, overlap, number
+):
+    llm = make_llm(overlap=overlap)
+    break_step(llm, number, invalidate_last)
+    with pytest.raises(FloatingPointError, match=r"^request \d+ \(prompt \[.*try another dtype"):
+        llm.generate(PROMPTS, greedy(24), use_tqdm=False)
+    assert_empty(llm)
+    assert_greedy(llm, checkpoint)
+
+
+def test_invalid_logits_name_the_request_by_the_id_that_it_was_given(make_llm):
+    llm = make_llm()
+    llm.add_request([1, 2, 3], greedy(1))
+    while llm.has_unfinished():
+        llm.step()
+    second = llm.add_request([4, 5], greedy(9))
+    break_step(llm, 2, invalidate_last)
+    llm.step()
+    with pytest.raises(
+        FloatingPointError, match=rf"^request {second} \(prompt \[4, 5\]\) .* after 3 "
+    ):
+        llm.step()
+    assert not llm.has_unfinished()
+    assert_empty(llm)
+
+
+def test_invalid_logits_end_a_stream_with_an_error(make_llm, checkpoint):
+    llm = make_llm(overlap=True)
+    break_step(llm, 4, invalidate_last)
+    with pytest.raises(FloatingPointError, match="NaN or infinite"):
+        list(llm.stream(PROMPTS, greedy(24)))
+    assert_empty(llm)
+    assert_greedy(llm, checkpoint)
+
+
+def test_requests_without_a_seed_get_the_llms_in_the_order_in_which_they_come(make_llm):
+    """However many tokens each may generate, and so whichever starts first."""
+
+    def outputs(lengths: list[int]) -> list[list[int]]:
+        params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+        outputs = make_llm(seed=7).generate([PROMPTS[4]] * 4, params, use_tqdm=False)
+        return [output["token_ids"] for output in outputs]
+
+    even = outputs([20, 20, 20, 20])
+    assert len(set(map(tuple, even))) == 4
+    for lengths in ([5, 10, 15, 20], [20, 15, 10, 5], [7, 20, 9, 1]):
+        assert outputs(lengths) == [whole[:length] for whole, length in zip(even, lengths)]

@@ -1,0 +1,181 @@
+"""The throughput policy starts sequences when that makes the whole end sooner, and finds what prompts share."""
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import VOCABULARY, output_alone
+from test_scheduler import Server, make_scheduler, make_sequence, streams
+
+from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
+from nanovllm.policies.throughput import GROUP_TOKENS, ThroughputPolicy
+
+
+def make_server(min_running: int = 8, group_tokens: int = GROUP_TOKENS, **sizes) -> Server:
+    return Server(make_scheduler(policy=ThroughputPolicy(min_running, group_tokens), **sizes))
+
+
+def test_longest_outputs_start_first_and_interactive_ones_before_all():
+    server = make_server(max_num_seqs=1)
+    for id, (max_tokens, interactive) in enumerate(
+        [(3, False), (9, False), (2, True), (9, False), (5, True)]
+    ):
+        server.add(id, [id], max_tokens, interactive=interactive)
+    server.run()
+    assert server.scheduler.first_starts == [2, 4, 1, 3, 0]
+
+
+def test_decoding_sequences_run_longest_first():
+    server = make_server(num_blocks=300)
+    for id, length in enumerate([3, 30, 7, 1, 50]):
+        server.add(id, [id] * length, 12 - id)
+    while server.scheduler.has_unfinished():
+        server.step()
+        lengths = [seq.num_tokens for seq in server.scheduler.running]
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_starting_beside_running_sequences_waits_for_a_group_of_free_slots():
+    server = make_server(num_blocks=200, max_num_seqs=32)
+    for id in range(32):
+        server.add(id, [id], 3 if id == 0 else 9, interactive=True)
+    for id in range(32, 36):
+        server.add(id, [id], 3, interactive=True)
+    for _ in range(4):
+        server.step()
+    assert len(server.scheduler.running) == 31, "one free slot is no group"
+    assert len(server.scheduler.waiting) == 4
+    server.run()
+
+
+def waiting_when_the_first_of_6_start(prompt_of, later_prompt_of) -> int:
+    """64 sequences run and end one by one; how many of 6 others still wait when some of them start."""
+    server = make_server(
+        group_tokens=20, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=4000
+    )
+    for id in range(64):
+        server.add(id, prompt_of(id), 5 + id, interactive=True)
+    for id in range(64, 70):
+        server.add(id, later_prompt_of(id), 3, interactive=True)
+    server.step()
+    while len(server.scheduler.waiting) == 6:
+        server.step()
+    left = len(server.scheduler.waiting)
+    server.run()
+    return left
+
+
+@pytest.mark.parametrize("length, group", [(1, 4), (10, 2), (30, 1)])
+def test_a_group_is_of_fewer_sequences_where_prompts_are_long(length, group):
+    left = waiting_when_the_first_of_6_start(
+        lambda id: [id % VOCABULARY], lambda id: [id % VOCABULARY] * length
+    )
+    assert left == 6 - group
+
+
+def test_a_group_counts_no_tokens_that_are_cached():
+    def prompt(id):
+        return [1, 2, 3, 4] * 8 + [id % VOCABULARY]
+
+    assert waiting_when_the_first_of_6_start(prompt, prompt) == 2, "a group of 4, as of short ones"
+
+
+def lengths_and_decodes(lengths: list[int], min_running: int = 8, interactive: bool = False):
+    """After which step each sequence ended, and how many sequences decoded in each step."""
+    server = make_server(min_running, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256)
+    sequences = [
+        server.add(id, [id % VOCABULARY], length, interactive=interactive)
+        for id, length in enumerate(lengths)
+    ]
+    ends = {}
+    while server.scheduler.has_unfinished():
+        server.step()
+        ended = [seq.id for seq in sequences if seq.finish_reason and seq.id not in ends]
+        ends.update(dict.fromkeys(ended, len(server.batches)))
+    for seq in sequences:
+        assert seq.output_ids == output_alone([seq.id % VOCABULARY], seq.max_len)
+    return list(ends.values()), [len(batch.decode_slots) for batch in server.batches]
+
+
+def test_sequences_spread_over_the_steps_of_the_longest():
+    lengths = [60 * i // 32 for i in range(4, 33)]
+    ends, decodes = lengths_and_decodes(lengths, interactive=True)
+    assert max(ends) == 60 and max(decodes) == 29, "all start at once"
+    ends, decodes = lengths_and_decodes(lengths)
+    assert max(ends) <= 64, "late starters make the whole no longer than by a group's wait"
+    assert max(decodes) <= 21 and min(decodes[8:52]) >= 11, "16 or 17 at a time hold all tokens"
+
+
+def test_the_example_of_the_docstring():
+    """At a tenth: one request of 100 tokens, and 49 others of 50 each."""
+    ends, decodes = lengths_and_decodes([50] * 49 + [100])
+    assert max(decodes) <= 30 and max(ends) <= 110
+
+
+def test_sequences_of_one_length_all_start_at_once():
+    _, decodes = lengths_and_decodes([40] * 40)
+    assert max(decodes) == 40
+
+
+def test_all_slots_are_taken_when_more_sequences_wait():
+    _, decodes = lengths_and_decodes([10 + i % 5 for i in range(150)])
+    assert decodes[1:10] == [64] * 9
+
+
+def test_all_completions_of_a_request_count():
+    server = make_server(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256)
+    for id in range(24):  # as many tokens as 38 sequences hold over the longest one's steps
+        server.add(id, [id % VOCABULARY], 30 - id, completions=3)
+    server.run()
+    assert max(len(batch.decode_slots) for batch in server.batches[:10]) >= 36
+    assert len(server.batches) <= 36, "none waits until the longest has ended"
+
+
+def test_a_few_sequences_do_not_wait():
+    _, decodes = lengths_and_decodes([100, *[10] * 30], min_running=32)
+    assert decodes[1] == 31, "so few take no longer for one more"
+
+
+@pytest.mark.parametrize(
+    "tables, count",
+    [
+        ([], 0),
+        ([[1, 2], [1, 2, 3], [1, 2, 4]], 2),
+        ([[1, 2, 3], [1, 2], [1, 5, 3]], 1),
+        ([[1, 2], [2, 1]], 0),
+    ],
+)
+def test_common_blocks_are_counted(tables, count):
+    assert count_common_blocks(tables) == count
+
+
+@settings(max_examples=200)
+@given(streams(), st.booleans())
+def test_the_shared_prefix_is_known_in_every_step(stream, throughput):
+    """Though it is counted only when other sequences decode than in the step before."""
+    sizes, requests, delays = stream
+    policy = ThroughputPolicy(min_running=2) if throughput else SharedPrefixPolicy()
+    server = Server(make_scheduler(**sizes, policy=policy))
+    for id, request in enumerate(requests):
+        server.add(id, request.prompt, request.max_tokens, request.stop_ids, request.completions)
+    for step in range(1000):
+        if not server.scheduler.has_unfinished():
+            return
+        num_batches = len(server.batches)
+        server.step(delays[step % len(delays)])
+        if len(server.batches) > num_batches:
+            batch, states = server.batches[-1], server.device.states
+            tables = [states[slot].table for slot in batch.decode_slots]
+            if len(tables) > 1:
+                assert batch.shared_blocks == len(os.path.commonprefix(tables))
+
+
+def test_a_sequence_that_took_anothers_slot_is_not_taken_for_it():
+    policy = SharedPrefixPolicy()
+    first, second, third = [make_sequence(id, [1], 5) for id in range(3)]
+    for seq, table in ((first, [1, 2]), (second, [1, 2]), (third, [1, 3])):
+        seq.block_table = table
+    first.batch_slot, second.batch_slot, third.batch_slot = 0, 1, 1
+    assert policy.shared_prefix_blocks([first, second]) == 2
+    assert policy.shared_prefix_blocks([first, third]) == 1
