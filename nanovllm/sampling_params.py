@@ -6,6 +6,7 @@ from dataclasses import KW_ONLY, dataclass
 
 ABOVE_ZERO = math.ulp(0.0)
 MAX_LOGPROBS = 20
+INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
 
 
 @dataclass(frozen=True, slots=True)

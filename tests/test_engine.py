@@ -4,7 +4,8 @@ import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 
 from nanovllm import SamplingParams
-from nanovllm.engine.batch import INVALID_TOKEN, StepResult
+from nanovllm.engine.batch import StepResult
+from nanovllm.sampling_params import INVALID_TOKEN
 
 
 class Answer:

@@ -183,7 +183,7 @@ def test_a_prefix_that_all_sequences_share_is_read_once_and_changes_nothing(smal
     for options in (dict(), dict(enforce_eager=True), dict(kvcache_block_size=16, num_kvcache_blocks=2000)):
         with LLM(folder, dtype="float32", **{"num_kvcache_blocks": 100} | options) as llm:
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-            assert llm.engine.runner.shared_len.item() == 600 // llm.engine.runner.block_size * llm.engine.runner.block_size
+            assert llm.engine.runner._shared_len.item() == 600 // llm.engine.runner.block_size * llm.engine.runner.block_size
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

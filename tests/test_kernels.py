@@ -19,6 +19,7 @@ from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_lar
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import sample
+from nanovllm.sampling_params import INVALID_TOKEN
 
 # The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -214,7 +215,7 @@ def test_a_row_with_logits_that_are_no_numbers_samples_no_token(sampler_under_te
     at = torch.arange(9, device=DEVICE)
     temperatures = torch.full((9,), temperature, device=DEVICE)
     tokens, values = sampler_under_test(logits, temperatures, at, at, vocab_start)
-    assert tokens[:6].tolist() == [sampler.INVALID] * 6
+    assert tokens[:6].tolist() == [INVALID_TOKEN] * 6
     assert values[:6].tolist() == [torch.inf] * 4 + [-torch.inf, torch.inf]
     assert (tokens[6:] >= vocab_start).all() and tokens[6] >= vocab_start + 2000 and values[6:].isfinite().all()
 

@@ -16,7 +16,7 @@ from simulated_device import (
     output_alone,
 )
 
-from nanovllm.engine.batch import INVALID_TOKEN
+from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.policies.throughput import ThroughputPolicy

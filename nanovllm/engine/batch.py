@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from nanovllm.sampling_params import SamplingMetadata
 
-INVALID_TOKEN = -1  # answered for a sequence whose logits are NaN or infinite
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ Works on lengths, never on token values, so a step can be planned while the last
 
 from collections import deque
 
-from nanovllm.engine.batch import INVALID_TOKEN, Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.sampling_params import INVALID_TOKEN
 
 
 class Scheduler:

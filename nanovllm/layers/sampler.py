@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanovllm.layers.parallel import VOCAB_UNIT as CELL
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.sampling_params import INVALID_TOKEN
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is taken for 0, as by vLLM: dividing by it would overflow
-INVALID = -1  # the "token" of a row whose logits are NaN or infinite
 LOW_WORD = 0xFFFFFFFF
 
 
@@ -31,7 +31,7 @@ def sample(
     logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary; temperatures [B] float32,
     seeds [B] int64, positions [B] int64 (of the token being sampled). Returns (tokens [B] int64, their values [B]
     float32). The lowest index wins a tie. A logit of -inf is a token that must not be sampled. A row whose maximum is
-    no finite number gets INVALID; its value is infinity, which no other rank exceeds, unless all logits here are -inf.
+    no finite number gets INVALID_TOKEN; its value is infinity, which no other rank exceeds, unless all logits here are -inf.
     """
     logits = logits.float()
     random = (temperatures >= GREEDY_BELOW).unsqueeze(1)
@@ -41,7 +41,7 @@ def sample(
         values, tokens = logits.max(dim=1)
         tokens += vocab_start
     peak = logits.amax(dim=1)  # NaN if there is one
-    tokens = tokens.masked_fill(~peak.isfinite(), INVALID)
+    tokens = tokens.masked_fill(~peak.isfinite(), INVALID_TOKEN)
     return tokens, values.masked_fill(peak.isnan() | (peak == torch.inf), torch.inf)
 
 
@@ -74,7 +74,7 @@ def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Ten
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) | (LOW_WORD - (tokens & LOW_WORD))
     tokens = LOW_WORD - (group.maximum(keys) & LOW_WORD)
-    return tokens.int().long()  # INVALID is -1 again
+    return tokens.int().long()  # INVALID_TOKEN is -1 again
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, index: Tensor, stream: int) -> Tensor:

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.sampler import GREEDY_BELOW, INVALID
-from nanovllm.sampling_params import SamplingMetadata, SamplingParams
+from nanovllm.layers.sampler import GREEDY_BELOW
+from nanovllm.sampling_params import INVALID_TOKEN, SamplingMetadata, SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.batch_state import BatchState
@@ -191,7 +191,7 @@ class Resampler:
             logits = logits.masked_fill(~kept, -torch.inf)
         tokens, _ = self._sample_tokens(logits, part.temperatures, seeds[part.slots], positions)
         # A filter may have hidden that logits were no numbers.
-        tokens = torch.where(output.tokens[part.at] == INVALID, INVALID, tokens)
+        tokens = torch.where(output.tokens[part.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
         if part.penalizes:
             self._history[part.slots, positions] = tokens.int().clamp(min=0)
         output.tokens[part.at] = tokens

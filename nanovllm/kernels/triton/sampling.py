@@ -13,9 +13,10 @@ from torch import Tensor
 from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
 from nanovllm.layers import sampler
 from nanovllm.layers.sampler import CELL
+from nanovllm.sampling_params import INVALID_TOKEN
 
 GREEDY_BELOW = tl.constexpr(sampler.GREEDY_BELOW)
-INVALID = tl.constexpr(sampler.INVALID)
+INVALID = tl.constexpr(INVALID_TOKEN)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
