@@ -216,7 +216,8 @@ class ModelRunner:
             kv_slots = table[positions // self.block_size].astype(np.int64) * self.block_size
             kv_slots += positions % self.block_size
             kv_slots[: max(0, chunk.write_from - chunk.start)] = -1
-            tokens[:, starts_q[i] : starts_q[i + 1]] = chunk.token_ids, positions, kv_slots
+            here = slice(starts_q[i], starts_q[i + 1])
+            tokens[0, here], tokens[1, here], tokens[2, here] = chunk.token_ids, positions, kv_slots
 
         ends = np.array([seq.end for seq in sequences])
         starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))
