@@ -163,8 +163,12 @@ class TransformersEngine:
 
         self.torch, cuda = torch, torch.cuda.is_available()
         dtype, self.device = (torch.bfloat16, "cuda") if cuda else (torch.float32, "cpu")
-        make = AutoModelForCausalLM.from_config if dummy else AutoModelForCausalLM.from_pretrained
-        self.model = make(AutoConfig.from_pretrained(model) if dummy else model).to(self.device, dtype).eval()
+        if dummy:
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+            loaded = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
+        self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
     def run(self, work: Work, temperature: float) -> int:

@@ -229,7 +229,7 @@ def test_what_cannot_be_split_is_refused_before_a_process_starts(tmp_path, monke
     Qwen3Config(**{**SMALL, **changes, "architectures": ["Qwen3ForCausalLM"]}).save_pretrained(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=message):
-        LLM(tmp_path, **OPTIONS, tensor_parallel_size=size)
+        LLM(tmp_path, **OPTIONS, tensor_parallel_size=size, load_format="dummy")
 
 
 def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):

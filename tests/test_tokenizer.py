@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -252,6 +253,7 @@ def test_a_panic_of_the_tokenizers_package_is_a_value_error(tmp_path):
 
 ENDLESS = "{% for i in range(9999) %}" * 4 + "x" + "{% endfor %}" * 4
 CHAT = [{"role": "user", "content": "hello"}]
+HANGS = [CHAT[0] | {"hangs": True}]
 
 
 @pytest.fixture
@@ -267,9 +269,12 @@ def limited_threads():
 
 def test_a_chat_template_without_end_is_stopped_with_an_error(chatty):
     with pytest.raises(
-        ValueError, match=r"messages\[0\] keeps .* busy without end.*0.5 s.*Shorten"
+        ValueError, match=r"messages\[1\] keeps .* busy without end.*0.5 s.*Shorten"
     ):
-        chatty.encode_chats([CHAT] * 2, {"chat_template": ENDLESS})
+        chatty.encode_chats(
+            [CHAT, HANGS, CHAT],
+            {"chat_template": "{% if messages[0].hangs %}" + ENDLESS + "{% endif %}"},
+        )
     assert not limited_threads()
     assert chatty.encode_chats([CHAT], {}) == [
         chatty.transformers.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
@@ -298,6 +303,18 @@ def test_ctrl_c_ends_a_chat_template_and_is_passed_on(chatty, monkeypatch):
 
 
 def test_what_a_limited_call_returns_or_raises_comes_through():
-    assert run_limited(lambda: 5, 10) == 5
+    assert run_limited(lambda: 5, 10, progress=int) == 5
     with pytest.raises(ZeroDivisionError):
-        run_limited(lambda: 1 / 0, 10)
+        run_limited(lambda: 1 / 0, 10, progress=int)
+
+
+def test_a_call_that_gets_on_may_take_longer_than_the_limit():
+    beats = []
+
+    def beat():
+        for _ in range(5):
+            time.sleep(0.5)
+            beats.append(None)
+        return "done"
+
+    assert run_limited(beat, 1.0, progress=lambda: len(beats)) == "done"

@@ -22,7 +22,7 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"the KV cache of {num_blocks} blocks of {block_size} tokens takes {size / GIB:,.1f} GiB, which this machine "
-                f"does not have: set num_kvcache_blocks, or a smaller kvcache_block_size ({error})"
+                f"does not have: set num_kvcache_blocks or kvcache_block_size lower ({error})"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages

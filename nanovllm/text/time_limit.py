@@ -12,13 +12,14 @@ class _Stop(SystemExit):
     """
 
 
-def run_limited(function: Callable[[], Any], seconds: float) -> Any:
-    """What `function()` returns or raises. Raises TimeoutError if it takes longer than `seconds`,
-    and ends it then.
+def run_limited(function: Callable[[], Any], seconds: float, progress: Callable[[], Any]) -> Any:
+    """What `function()` returns or raises, as long as it gets on.
 
-    It runs in a thread of its own: so this works in any thread, where a signal would need the main
-    one, and what ends it can hit nothing else. Only a single operation of the interpreter, such as
-    the power of two huge numbers, is not interrupted.
+    Raises TimeoutError, and ends it, when `progress()` has stayed the same for so many seconds.
+
+    It runs in a thread of its own. So this works in any thread, where a signal would need the main
+    one, and what ends the call can hit nothing else. Only a single operation of the interpreter,
+    such as a power of two huge numbers, is not interrupted.
     """
     outcome: list[tuple[bool, Any]] = []
 
@@ -31,14 +32,17 @@ def run_limited(function: Callable[[], Any], seconds: float) -> Any:
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, name="limited", daemon=True)
-    thread.start()
     try:
-        thread.join(seconds)
+        thread.start()
+        seen = object()  # equal to nothing that `progress` says
+        while thread.is_alive() and (now := progress()) != seen:
+            seen = now
+            thread.join(seconds)
     finally:  # after Ctrl-C, too
         if thread.is_alive():
             _stop(thread)
     if not outcome:
-        raise TimeoutError(f"it was not done after {seconds:g} s")
+        raise TimeoutError(f"it did not get on for {seconds:g} s")
     succeeded, value = outcome[0]
     if not succeeded:
         raise value

@@ -8,7 +8,7 @@ whoever asks for a chat or for `Tokenizer.transformers`.
 
 import json
 import re
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,25 +115,26 @@ class Tokenizer:
         """The token ids of each conversation, written by the tokenizer's chat template.
 
         They end where the assistant's turn begins. Raises ValueError for a conversation that the
-        template refuses, or that it is not done with after CHAT_SECONDS.
+        template refuses, or with which it is not done after CHAT_SECONDS.
         """
-        texts = []
         options = {"add_generation_prompt": True, **options, "tokenize": False}
-        tokenizer = self.transformers
-        for i, chat in enumerate(chats):
-            try:
-                render = partial(tokenizer.apply_chat_template, chat, **options)
-                texts.append(run_limited(render, CHAT_SECONDS))
-            except TimeoutError as error:
-                raise ValueError(
-                    f"messages[{i}] keeps the model's chat template busy without end: {error}. "
-                    "Shorten the conversation, or give another template in "
-                    "chat_template_kwargs['chat_template']"
-                ) from error
-            except Exception as error:  # a template raises whatever it likes
-                raise ValueError(
-                    f"messages[{i}] does not fit the model's chat template: {error}"
-                ) from error
+        tokenizer, texts = self.transformers, []
+
+        def write() -> None:
+            for chat in chats:
+                texts.append(tokenizer.apply_chat_template(chat, **options))
+
+        try:
+            run_limited(write, CHAT_SECONDS, progress=lambda: len(texts))
+        except TimeoutError as error:
+            raise ValueError(
+                f"messages[{len(texts)}] keeps the model's chat template busy without end: {error}."
+                " Shorten it, or give another template in chat_template_kwargs['chat_template']"
+            ) from error
+        except Exception as error:  # a template raises whatever it likes
+            raise ValueError(
+                f"messages[{len(texts)}] does not fit the model's chat template: {error}"
+            ) from error
         # The template has written the special tokens that are needed.
         return self.encode("messages", texts, special_tokens=False)
 

@@ -68,11 +68,10 @@ def says_all(values: dict[str, Any]) -> bool:
     counts, flags, others = COUNTS, FLAGS, OTHERS
     if "moe" in f"{values.get('model_type')} {values.get('architectures')}".lower():
         # Transformers knows the number of experts under two names.
-        other_name = values.get("num_local_experts", values.get("num_experts"))
-        if (
-            other_name != values.get("num_experts")
-            or type(values.get("mlp_only_layers")) is not list
-        ):
+        experts = values.get("num_experts")
+        if values.get("num_local_experts", experts) != experts:
+            return False
+        if type(values.get("mlp_only_layers")) is not list:
             return False
         counts, flags = COUNTS + OF_EXPERTS, (*FLAGS, "norm_topk_prob")
     rope = values.get("rope_parameters") or values  # newer transformers' form, or the older one
