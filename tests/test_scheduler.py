@@ -258,7 +258,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
     """Preemption, chunks, cached prompts, and forks with and without a block to copy do happen in the streams above."""
     seen = set()
 
-    @settings(max_examples=150, database=None, derandomize=True)
+    @settings(max_examples=400, database=None, derandomize=True)
     @given(streams())
     def look(stream):
         sizes, requests, delays = stream
@@ -378,7 +378,7 @@ def test_preemption_waits_until_nothing_is_in_flight():
 
 def test_a_preempted_sequence_shares_what_is_left_of_its_blocks():
     server = Server(make_scheduler(num_blocks=6, block_size=2))
-    server.add(0, [0, 1], 9)
+    server.add(0, [0, 1], 4)
     server.add(1, [1, 2, 3, 4, 5], 6)
     server.run()
     assert server.scheduler.num_preemptions
