@@ -180,7 +180,7 @@ class SimulatedDevice:
         state.length = chunk.end
 
     def _fork(self, chunk: PrefillChunk, fork: Fork, seq: Sequence) -> None:
-        """Completions share the blocks that a prompt fills; of a part of a block, each has a copy."""
+        """Completions share the blocks that a prompt fills, and each copies a last one in part."""
         tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
         assert chunk.is_last and fork.end == chunk.end == len(tokens)
         state = RunningState(self._start_of(seq), fork.end, list(fork.block_table), fork.seed)

@@ -1,4 +1,4 @@
-"""Blocks are never leaked, freed twice or shared wrongly, and a hit is the longest prefix there is."""
+"""Blocks are never leaked, freed twice or shared wrongly; a hit is the longest prefix there is."""
 
 import random
 
@@ -216,7 +216,7 @@ def test_without_prefix_caching_nothing_is_known():
 
 @pytest.mark.parametrize("bits", [0, 1])
 def test_colliding_hashes_change_no_greedy_output(monkeypatch, make_llm, checkpoint, bits):
-    """One prompt cannot put its K and V under another: blocks of 16 tokens, two of which collide."""
+    """One prompt cannot put its K and V under another, even if their first blocks collide."""
     weaken_hashes(monkeypatch, bits)
     rng = random.Random(5)
     first, second, third, end = ([rng.randrange(VOCAB) for _ in range(16)] for _ in range(4))

@@ -4,7 +4,8 @@ import random
 
 import pytest
 from call_helpers import check_empty, generate, make_folder, make_llm, random_prompts
-from simulated_device import check_blocks, check_empty as check_nothing_left
+from simulated_device import check_blocks
+from simulated_device import check_empty as check_nothing_left
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
@@ -156,7 +157,7 @@ def test_too_many_completions_are_refused(folder):
 
 
 def test_blocks_of_forks_are_counted_at_every_step():
-    """Random requests under a scheduler alone; who samples is told a random token, some of which end a sequence."""
+    """Random requests and random tokens, some of which end a sequence, in a scheduler alone."""
     for seed in range(60):
         r = random.Random(seed)
         scheduler = Scheduler(

@@ -122,7 +122,7 @@ def test_requests_of_one_step_share_their_prefix_without_changing_output(checkpo
 def test_a_preempted_request_hits_its_own_prefix_without_changing_output(checkpoint, make_llm, overlap):
     llm = make_llm(num_kvcache_blocks=9, overlap=overlap)
     prompts = [PROMPTS[5], PROMPTS[6]]  # 33 and 64 tokens: 3 and 4 blocks, and soon more
-    assert_greedy(llm, checkpoint, prompts, max_tokens=60)
+    assert_greedy(llm, checkpoint, prompts, max_tokens=31)  # the first one needs no block of it
     assert llm.engine.scheduler.num_preemptions == 1
     assert llm.engine.num_prefill_tokens < 33 + 64 + 64, "the second one was not computed from its start again"
 

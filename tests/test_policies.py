@@ -1,4 +1,4 @@
-"""The throughput policy starts sequences when that makes the whole end sooner, and finds what prompts share."""
+"""The throughput policy starts sequences when all end sooner for it, and finds what they share."""
 
 import os
 
@@ -50,7 +50,7 @@ def test_starting_beside_running_sequences_waits_for_a_group_of_free_slots():
 
 
 def waiting_when_the_first_of_6_start(prompt_of, later_prompt_of) -> int:
-    """64 sequences run and end one by one; how many of 6 others still wait when some of them start."""
+    """64 sequences end one by one: how many of 6 others wait on when the first of these start."""
     server = make_server(
         group_tokens=20, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=4000
     )

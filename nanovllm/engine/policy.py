@@ -1,7 +1,7 @@
 """Who is next, and how many may run: what the scheduler leaves to a policy.
 
-The scheduler alone sees to batch slots, the token budget and KV blocks. A policy can therefore be
-unfair or slow, but it cannot break anything.
+The scheduler alone sees to batch slots, the token budget and KV blocks. A policy can therefore make
+answers late but not wrong, as long as what it says of shared prefixes is true.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class SchedulingPolicy:
         """How many sequences may hold a batch slot: waiting ones start until there are so many.
 
         Asked once in each step in which sequences wait, before any of them starts. Fewer start if
-        slots, tokens or blocks run out. None start if it is `scheduler.num_running`.
+        slots, tokens or blocks run out. None start if it is `scheduler.num_running`, but one may
+        always run.
         """
         return scheduler.max_num_seqs
 

@@ -108,7 +108,7 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
         forks: list[Sequence] = []
-        limit = self.policy.running_limit(self) if self.waiting else 0
+        limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         while budget > 0:
             seq = self.prefilling
             if seq is None and self.num_running < limit:
