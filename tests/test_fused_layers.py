@@ -7,8 +7,10 @@ import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import plain_layers as plain
 import pytest
 import torch
+import torch.nn.functional as F
 from model_helpers import Driver, load, make_checkpoint
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -16,6 +18,7 @@ pytest.importorskip("triton")
 
 from nanovllm.cpu.layers import speed_up  # noqa: E402
 from nanovllm.distributed import overlapped_decoder  # noqa: E402
+from nanovllm.gpu import fused_layers  # noqa: E402
 from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse  # noqa: E402
 from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend  # noqa: E402
 from nanovllm.kernels.triton import attention  # noqa: E402
@@ -140,8 +143,12 @@ class ThreadGroup(ParallelGroup):
         return SimpleNamespace(wait=lambda: x.copy_(self.all_reduce(own)))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
+    for name in ("rms_norm", "add_rms_norm", "qk_norm_rope_store", "gated_linear"):
+        monkeypatch.setattr(fused_layers, name, getattr(plain, name))  # the interpreter knows no threads
+    monkeypatch.setattr(fused_layers, "linear", lambda x, weight, bias, spare=None: F.linear(x, weight, bias))
+    monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
+    monkeypatch.setattr(overlapped_decoder, "add_rms_norm", plain.add_rms_norm)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)
     monkeypatch.setattr(overlapped_decoder, "MICRO_BATCH_ROWS", 4)
     size = 2

@@ -78,7 +78,7 @@ class FusedRowParallelLinear(RowParallelLinear):
 
 class FusedLMHead(ParallelLMHead):
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight)
+        return linear(hidden, self.weight, None)
 
 
 class FusedSelfAttention(SelfAttention):
