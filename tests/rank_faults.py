@@ -1,4 +1,4 @@
-"""Runners that ranks run instead of ModelRunner in tests: ones that fail on purpose, and one that has no model.
+"""Runners that ranks run instead of ModelRunner in tests: some fail, one has no model.
 
 A module of its own, since the processes of the ranks import it.
 """
@@ -18,7 +18,10 @@ from nanovllm.distributed.collectives import DistributedGroup
 
 
 def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
-    """Let `rank` "kill" itself, "raise" or "hang" at its first `where`: "start", "prefill" or "decode"."""
+    """Let `rank` fail at its first `where`, "start", "prefill" or "decode".
+
+    `action`: "kill" itself, "raise" a RuntimeError, "raise EOFError", or "hang".
+    """
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
     monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", FaultyRunner)
 
@@ -41,6 +44,8 @@ class FaultyRunner(ModelRunner):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "raise":
             raise RuntimeError("the planted error")
+        if self.action == "raise EOFError":
+            raise EOFError("the planted end")
         time.sleep(1000)
 
 
@@ -91,3 +96,11 @@ class EchoRunner:
 
     def synchronize(self):
         pass
+
+
+class FlagsRunner(EchoRunner):
+    """Says as its attention backend how its interpreter was started."""
+
+    def __init__(self, *args, group, **options):
+        super().__init__(*args, group=group, **options)
+        self.info = replace(self.info, attention=f"{sys.flags}")
