@@ -37,7 +37,8 @@ class Config:
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
     symmetric_memory: let ranks read each other's GPU memory, which makes their sums faster, where they can.
-    step_timeout: seconds after which ranks that give no sign count as hung.
+    start_timeout: seconds within which all ranks must have loaded the model.
+    step_timeout: seconds within which the ranks must answer a step.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Config:
     overlap: bool | None = None
     seed: int | None = None
     symmetric_memory: bool = True
+    start_timeout: float = 1800.0
     step_timeout: float = 60.0
 
     @classmethod
@@ -89,10 +91,8 @@ class Config:
             raise TypeError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}: use a number such as 0.9")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: use a fraction above 0, at most 1")
-        if not isinstance(self.step_timeout, (int, float)) or isinstance(self.step_timeout, bool):
-            raise TypeError(f"step_timeout is {self.step_timeout!r}: use a number of seconds")
-        if not 0 < self.step_timeout <= 1e6:
-            raise ValueError(f"step_timeout is {self.step_timeout}: use a number of seconds above 0, at most 1e6")
+        self._check_seconds("start_timeout")
+        self._check_seconds("step_timeout")
         for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "overlap"):
             if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
                 raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")
@@ -109,6 +109,13 @@ class Config:
             raise TypeError(f"{name} is {value!r}: use an integer")
         if value < least:
             raise ValueError(f"{name} is {value}: use {least} or more")
+
+    def _check_seconds(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}: use a number of seconds")
+        if not 0 < value <= 1e6:
+            raise ValueError(f"{name} is {value}: use a number of seconds above 0, at most 1e6")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

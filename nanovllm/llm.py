@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
+from nanovllm.cpu.forked import keep_clear_of_lost_threads
 from nanovllm.gpu.device import begin_driver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+class ClosedError(ValueError):
+    """The LLM was used after `close`, or closed while the call ran."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is closed: make a new one")
+
+
 class LLM:
     """A model that generates.
 
@@ -41,19 +49,26 @@ class LLM:
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
 
     See `nanovllm.config.Config` for every option. An LLM holds memory until `close`, which `with LLM(...) as llm` calls.
-    Calls from several threads wait for each other.
+    Calls from several threads wait for each other. A forked process cannot use the LLM.
     """
 
     def __init__(self, model: str | os.PathLike, **options: Any) -> None:
-        self._lock = RLock()  # held while the engine works: one call may come within another, in the same thread
+        keep_clear_of_lost_threads()
+        self._pid = os.getpid()
+        # Held while the engine works. A call may come within another of the same thread.
+        self._lock = RLock()
+        self._is_closed = False
+        self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
+        self.engine: LLMEngine | None = None
         config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
         folder = resolve_model_folder(config.model)
         begin_driver(config.device)
         hf_config = load_hf_config(folder)
-        with ThreadPoolExecutor(1) as beside:  # reading a tokenizer can take seconds, and so does reading the weights
-            tokenizer = beside.submit(load_tokenizer, folder)
-            self.engine: LLMEngine | None = LLMEngine(config, hf_config, folder, ThroughputPolicy())
         try:
+            # Reading a tokenizer can take seconds, and so does reading the weights.
+            with ThreadPoolExecutor(1) as beside:
+                tokenizer = beside.submit(load_tokenizer, folder)
+                self.engine = LLMEngine(config, hf_config, folder, ThroughputPolicy())
             self._tokenizer = tokenizer.result()
             self.engine.stop_ids = load_stop_ids(folder, self._tokenizer)
         except BaseException:
@@ -123,12 +138,13 @@ class LLM:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._check("prompts", self._encode([prompt]), sampling_params)
         with self._lock:
-            request = self._open_engine().add(token_ids, params, interactive=True)
+            request = self._settled_engine().add(token_ids, params, interactive=True)
             self._requests[request.id] = request
         return request.id
 
     def step(self) -> list[dict[str, Any]]:
         """Run one step. Returns the outputs, as `generate`'s with an "id" each, of requests that have finished."""
+        self._open_engine()
         with self._lock:
             with self._running():
                 self._step()
@@ -138,12 +154,14 @@ class LLM:
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
+        self._open_engine()
         with self._lock:
+            engine = self._settled_engine()
             if not isinstance(request_id, int) or request_id not in self._requests:
                 raise ValueError(
                     f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned"
                 )
-            self._open_engine().abort(self._requests.pop(request_id))
+            engine.abort(self._requests.pop(request_id))
 
     def has_unfinished(self) -> bool:
         """Whether there is a request whose output `step` has yet to return."""
@@ -178,10 +196,19 @@ class LLM:
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise."""
-        if self.engine is not None:
-            self.engine.close()
-            self.engine = None
+        """Give the memory back. Further calls raise ClosedError.
+
+        Any thread may close, and more than once. If another thread is in a call, that call raises
+        ClosedError after the step it is in, and this one waits for that. In a forked process it
+        does nothing: the memory is its parent's.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._is_closed = True  # which a call in another thread sees before its next step
+        with self._lock:
+            if self.engine is not None:
+                self.engine.close()
+                self.engine = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -190,9 +217,29 @@ class LLM:
         self.close()
 
     def _open_engine(self) -> LLMEngine:
-        if self.engine is None:
-            raise ValueError("this LLM is closed: make a new one")
-        return self.engine
+        """The engine, if it may be used. Takes no lock: in a forked process nobody may hold it."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"this LLM belongs to process {self._pid}, which forked this one, {os.getpid()}: "
+                "call it there, or make an LLM in a process that multiprocessing's 'spawn' starts"
+            )
+        engine = self.engine
+        if engine is None or self._is_closed:
+            raise ClosedError
+        return engine
+
+    def _settled_engine(self) -> LLMEngine:
+        """The engine, reset if an error or interrupt has left a step unfinished. Needs the lock.
+
+        An interrupt may come in here too: the next call resets the engine then.
+        """
+        engine = self._open_engine()
+        if self._is_unsettled:
+            self._requests.clear()
+            self._finished.clear()
+            engine.reset()
+            self._is_unsettled = False
+        return engine
 
     def _check(
         self, name: str, prompts: SequenceOf[Any], sampling_params: Any
@@ -244,7 +291,7 @@ class LLM:
         """Run requests to their end; returns their outputs in order."""
         bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True)
         with self._lock, closing(bar), self._running() as (engine, ours):
-            engine.last_call = Metrics()
+            self._settled_engine().last_call = Metrics()
             start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
@@ -271,11 +318,12 @@ class LLM:
         with self._running() as (engine, ours):
             # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
             with self._lock:
-                engine.last_call = Metrics()
+                self._settled_engine().last_call = Metrics()
                 sequences = [engine.add(ids, params, streams=True, interactive=True) for ids, params in requests]
                 ours.update(enumerate(sequences))
             num_seen = [seq.num_prompt_tokens for seq in sequences]
             while ours:
+                self._open_engine()
                 with self._lock:
                     self._step()
                 for i, seq in list(ours.items()):
@@ -291,28 +339,36 @@ class LLM:
     def _running(self) -> Iterator[tuple[LLMEngine, dict[int, Sequence]]]:
         """The engine, and a dict for a call's unfinished sequences: those still there when the call is closed are aborted.
 
-        An error or Ctrl-C empties the engine: nobody knows how far the step has come.
+        An error or Ctrl-C resets the engine, since nobody knows how far the step has come.
         """
         engine = self._open_engine()
         ours: dict[int, Sequence] = {}
         try:
             yield engine, ours
         except GeneratorExit:
-            with self._lock:
-                for seq in ours.values() if self.engine is not None else ():
-                    engine.abort(seq)
+            if os.getpid() == self._pid:
+                with self._lock, suppress(ClosedError):
+                    engine = self._settled_engine()
+                    for seq in ours.values():
+                        engine.abort(seq)
             raise
-        except BaseException:
-            with self._lock:
-                self._requests.clear()
-                self._finished.clear()
-                if self.engine is not None:
-                    engine.reset()
+        except BaseException as error:
+            if os.getpid() == self._pid:
+                with self._lock, suppress(ClosedError):
+                    self._is_unsettled = True
+                    self._settled_engine()
+            if self._is_closed and isinstance(error, Exception):
+                # If a signal handler closed the LLM in the middle of a step, it may be any error.
+                if not isinstance(error, ClosedError):
+                    raise ClosedError from error
             raise
 
     def _step(self) -> list[Sequence]:
-        """Run one step; returns the requests of which the last completion has ended."""
-        _, ended = self._open_engine().step()
+        """Run one step; returns the requests whose last completion has ended. Needs the lock."""
+        engine = self._settled_engine()
+        self._is_unsettled = True  # until the step is done
+        _, ended = engine.step()
+        self._is_unsettled = False
         finished = [request for request in dict.fromkeys(seq.request for seq in ended) if request.has_ended]
         self._finished += [request for request in finished if request.id in self._requests]
         return finished

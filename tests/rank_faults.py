@@ -1,4 +1,4 @@
-"""Runners that ranks run instead of ModelRunner in tests: ones that fail on purpose, and one that has no model.
+"""Runners that ranks run instead of ModelRunner in tests: some fail, one has no model.
 
 A module of its own, since the processes of the ranks import it.
 """
@@ -19,7 +19,10 @@ CPU = torch.device("cpu")
 
 
 def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
-    """Let `rank` "kill" itself, "raise" or "hang" at its first `where`: "start", "prefill" or "decode"."""
+    """Let `rank` fail at its first `where`, "start", "prefill" or "decode".
+
+    `action`: "kill" itself, "raise" a RuntimeError, "raise EOFError", or "hang".
+    """
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
     monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", FaultyRunner)
 
@@ -42,6 +45,8 @@ class FaultyRunner(ModelRunner):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.action == "raise":
             raise RuntimeError("the planted error")
+        if self.action == "raise EOFError":
+            raise EOFError("the planted end")
         time.sleep(1000)
 
 
@@ -67,3 +72,11 @@ class EchoRunner:
 
     def synchronize(self):
         pass
+
+
+class FlagsRunner(EchoRunner):
+    """Says as its attention backend how its interpreter was started."""
+
+    def __init__(self, *args, group, **options):
+        super().__init__(*args, group=group, **options)
+        self.info = replace(self.info, attention=f"{sys.flags}")

@@ -1,14 +1,17 @@
 """A model on several ranks draws the tokens it draws on one, and no failure leaves a process behind."""
 
 import gc
+import ipaddress
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,11 @@ from model_helpers import make_checkpoint
 from rank_faults import EchoRunner, StarvedRunner, set_fault
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
+from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner, open_store_file
 from nanovllm.layers.sampler import best_over_ranks
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.layers.parallel import ParallelGroup
@@ -210,6 +214,53 @@ def test_an_interrupted_call_leaves_the_llm_usable(llms):
     assert run(llms[2], prompts, temperature=0) == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_port_listens_beyond_the_loopback_interface(folder, monkeypatch, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    # What a cluster's environment says of its network does not concern ranks on one host.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    before = leftovers()
+    with LLM(folder, **OPTIONS | dict(device=device), tensor_parallel_size=2) as llm:
+        run(llm, [[1, 2, 3]])
+        ranks = {int(line.split()[0]) for line in set(leftovers()) - set(before)}
+        assert len(ranks) >= 2
+        ports = open_ports({*ranks, os.getpid()})
+    assert ports and {address for _, address in ports} <= {"127.0.0.1", "::1"}
+
+
+def open_ports(pids: set[int]) -> list[tuple[str, str]]:
+    """Protocol and address of each socket on which these processes wait for whoever comes."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                inodes.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for protocol, awaiting in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
+        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == awaiting and rest[5] in inodes:
+                words = bytes.fromhex(local.partition(":")[0])
+                words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.append((protocol, str(ipaddress.ip_address(words))))
+    return found
+
+
+def test_nothing_is_pickled_between_ranks():
+    """Who pretends to be a rank could have the others run any code. Objects go through the engine's channel alone."""
+    for path in Path(nanovllm.__file__).parent.rglob("*.py"):
+        if path.name != "channel.py":
+            assert not re.search(r"\w+_object(_list)?\(|pickle\.", path.read_text()), path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")
+def test_no_name_leads_to_the_file_through_which_ranks_meet():
+    with open_store_file() as store:
+        assert os.fstat(store.fileno()).st_nlink == 0 and store.fileno() > 2
+
+
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
     monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", StarvedRunner)
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
@@ -251,7 +302,8 @@ def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):
         (0, "prefill", "kill", r"rank 0 of 2 died: it was killed by SIGKILL"),
         (1, "decode", "kill", r"rank 1 of 2 died: it was killed by SIGKILL"),
         (1, "decode", "raise", r"rank 1 of 2 raised:(.|\n)*in fail_at(.|\n)*RuntimeError: the planted error"),
-        (1, "prefill", "hang", r"gave no sign for 3 s"),
+        (1, "decode", "raise EOFError", r"rank 1 of 2 raised:(.|\n)*EOFError: the planted end"),
+        (1, "prefill", "hang", r"gave no sign for 3 s; .* raise step_timeout"),
     ],
 )
 def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, capfd, rank, where, action, message):

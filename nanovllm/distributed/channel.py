@@ -1,11 +1,12 @@
-"""What the engine and the process of a rank say to each other, and the channel between them.
+"""The messages between the engine and the process of a rank, and the channel that carries them.
 
-Messages are frozen dataclasses that cross whole; a channel keeps their order and sets no limit to their length.
+Messages are frozen dataclasses. A channel delivers them whole and in order, whatever their length.
 """
 
 import pickle
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,10 @@ from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To a rank, first of all: what to be. Rank 0 chooses a port and answers Listening; then each answers Ready."""
+    """To every rank, first of all: join the others and build the runner. Answered by Ready."""
 
-    rank: int
-    size: int
-    port: int | None  # where rank 0 listens for the others
+    size: int  # number of ranks
+    store_path: str  # of the file through which the ranks find each other
     runner_class: type
     config: Config
     hf_config: Any
@@ -30,7 +30,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To a rank: start this step. Answered by Done, which on rank 0 has the step's result; on others it says: launched."""
+    """To every rank: start this step.
+
+    Answered by Done: by rank 0 with the step's result, by the others once it is launched.
+    """
 
     step: int
     batch: Batch
@@ -38,14 +41,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """To a rank: finish what was launched, and forget the tokens not yet sent. Answered by Done."""
+    """To every rank: finish what was launched, and drop the results not yet sent.
+
+    Answered by Done.
+    """
 
     step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    port: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """From a rank: the command of this number is done."""
+
     step: int
     result: StepResult | None = None
 
@@ -67,15 +70,21 @@ class Failed:
 
     error: str
     traceback: str
-    is_users: bool  # a ValueError: what was asked for is wrong
+    is_users: bool  # a ValueError: the user asked for something that cannot be
+
+
+class ChannelClosed(Exception):
+    """The other end of the channel is closed."""
 
 
 class Channel:
-    """One end of a socket pair. `timeout`: seconds that the other end may take to send the rest of a message, or to
-    take more of one; None: any.
+    """One end of a socket pair.
 
-    Ctrl-C never cuts a message in two. It can come between any two steps of Python's, but not within a call of C's, so
-    the bytes that a call moves are counted in that same call.
+    `timeout`: seconds that the other end may take to send the rest of a message, or to accept more
+    of one; None: without limit.
+
+    An interrupt (Ctrl-C) never cuts a message in two. Python raises it between two bytecodes, but
+    not inside a call into C, so each call into C both moves bytes and records how many it moved.
     """
 
     HEADER = struct.Struct("<Q")
@@ -87,7 +96,7 @@ class Channel:
 
     @classmethod
     def frame(cls, message: Any) -> memoryview:
-        """A message as it goes over the wire: made once for all who get it."""
+        """The bytes of a message on the wire. One frame serves all who get the message."""
         body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         return memoryview(cls.HEADER.pack(len(body)) + body)
 
@@ -97,22 +106,25 @@ class Channel:
             pass
 
     def send_some(self, frame: memoryview, sent: list[int]) -> bool:
-        """Send some of what the frame has left, and add its bytes to the counts in `sent`. Whether there is still more."""
+        """Send some of what is left of a frame; whether there is still more.
+
+        `sent` lists the bytes that each call has sent of it, and grows by this call's.
+        """
         sent.extend(map(self.sock.send, (frame[sum(sent) :],)))
         return sum(sent) < len(frame)
 
     def receive(self) -> Any:
-        """Wait for the next message, and take no byte of the one after. EOFError: the other end is closed."""
+        """Wait for the next message. Raises ChannelClosed if the other end is closed."""
         while missing := self._missing():
             self._parts.extend(map(self.sock.recv, (missing,)))
             if not self._parts[-1]:
-                raise EOFError("the other end of the channel is closed")
+                raise ChannelClosed
         data = b"".join(self._parts)
         self._parts.clear()
         return pickle.loads(memoryview(data)[self.HEADER.size :])
 
     def _missing(self) -> int:
-        """Bytes that the message's header lacks or, once it is there, the message."""
+        """Bytes still to come: of the header or, once that is complete, of the message."""
         have = sum(map(len, self._parts))
         if have < self.HEADER.size:
             return self.HEADER.size - have
@@ -120,4 +132,7 @@ class Channel:
         return self.HEADER.size + length - have
 
     def close(self) -> None:
+        """Close the channel for both ends, also where a forked process holds a copy of this one."""
+        with suppress(OSError):  # the other end is gone
+            self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

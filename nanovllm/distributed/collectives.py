@@ -1,7 +1,7 @@
 """The ranks a model is split over, as its layers see them. The one owner of torch.distributed.
 
 Knows collectives and how ranks find each other. Knows nothing about processes: who starts the ranks, commands them and
-notices their death is engine/tensor_parallel.py. A process is one rank of one group for all its life.
+notices their death is distributed/tensor_parallel.py. A process is one rank of one group for all its life.
 """
 
 import os
@@ -20,30 +20,37 @@ if TYPE_CHECKING:
     from nanovllm.distributed.symmetric_memory import SymmetricMemorySum
     from nanovllm.kernels.triton.allreduce_norm import SharedRows
 
-HOST = "127.0.0.1"
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-ENVIRONMENT = {  # unless the user set something else
+# All ranks of a model are on one host, so nothing that they open listens beyond it.
+LOOPBACK_ONLY = {
     "GLOO_SOCKET_IFNAME": LOOPBACK,
     "NCCL_SOCKET_IFNAME": LOOPBACK,
-    # NVLink multicast stays off: a process that dies while it uses it can put all GPUs of the host out of order.
+}
+ENVIRONMENT = {  # unless the user set something else
+    "NCCL_RAS_ENABLE": "0",  # a service that tells every user of the host about the ranks
+    # NVLink multicast stays off: a process that dies while it uses it can put all GPUs of the
+    # host out of order.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # A sum that runs beside a product gets the next processors that come free, not those that the product leaves.
+    # An all-reduce that runs beside a product gets the next multiprocessors that come free, not
+    # those that the product leaves.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # To record each collective's stack took the host 20 of the 50 us of a launch. The other name is an older one.
+    # Recording each collective's stack took the host 20 of the 50 us of a launch. The second name
+    # is an older one.
     "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"),
 }
 # The same function under its name since PyTorch 2.13, or the one before.
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# Ranks wait for each other while they load, however long that takes: who is late or dead is the engine's to judge.
-PATIENCE = timedelta(hours=1)
+# Ranks wait for each other as long as the engine lets them: start_timeout is at most so long.
+PATIENCE = timedelta(days=12)
 
 
 @dataclass(frozen=True)
 class DistributedGroup(ParallelGroup):
     """A ParallelGroup of several processes, by torch.distributed: NCCL between GPUs, gloo between CPUs."""
 
-    symmetric: "SymmetricMemorySum | None" = None  # faster sums of small tensors, where GPUs can read each other's memory
+    device: torch.device = torch.device("cpu")  # of the tensors that the backend exchanges
+    symmetric: "SymmetricMemorySum | None" = None  # for small tensors of GPUs that read each other's memory
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.symmetric is not None and self.symmetric.can_sum(x):
@@ -69,34 +76,36 @@ class DistributedGroup(ParallelGroup):
         return gathered
 
     def minimum(self, value: int) -> int:
-        values: list[int] = [0] * self.size
-        dist.all_gather_object(values, value)
-        return min(values)
+        # A tensor, since objects would be unpickled, and pickle runs whatever code a message names.
+        least = torch.tensor([value], device=self.device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
 
 
-def host_store() -> tuple[dist.Store, int]:
-    """The place where ranks find each other, on a port that the system chooses; and that port."""
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-    return store, store.port
+def join_group(
+    rank: int, size: int, device: torch.device, store_path: str, *, symmetric_memory: bool
+) -> ParallelGroup:
+    """Become rank `rank` of `size`; returns when all have joined.
 
-
-def connect_store(port: int) -> dist.Store:
-    return dist.TCPStore(HOST, port, is_master=False, timeout=PATIENCE)
-
-
-def join_group(rank: int, size: int, device: torch.device, store: dist.Store, *, symmetric_memory: bool) -> ParallelGroup:
-    """Become rank `rank` of the `size` that meet at `store`; returns when all are there."""
+    Ranks tell each other their addresses through the file at `store_path`, which is empty at first.
+    A file and not a TCPStore: that one serves every user of the host who connects, lists all keys
+    and lets them be replaced, while only the ranks can open the file.
+    """
+    os.environ.update(LOOPBACK_ONLY)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    store = dist.FileStore(store_path, size)
+    store.set_timeout(PATIENCE)
+    options = dict(store=store, rank=rank, world_size=size, timeout=PATIENCE)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, timeout=PATIENCE, device_id=device)
+        dist.init_process_group("nccl", device_id=device, **options)
     else:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
-    group = DistributedGroup(rank, size)
+        dist.init_process_group("gloo", **options)
+    group = DistributedGroup(rank, size, device)
     if device.type == "cuda":
         from nanovllm.distributed.symmetric_memory import SymmetricMemorySum
 
         if group.minimum(int(symmetric_memory and SymmetricMemorySum.is_available(size, device))):
-            group = DistributedGroup(rank, size, SymmetricMemorySum(size, device))
+            group = DistributedGroup(rank, size, device, SymmetricMemorySum(size, device))
     return group

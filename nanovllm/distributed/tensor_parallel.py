@@ -1,38 +1,49 @@
-"""Several ranks behind the interface of one runner: start them, command them, notice their death, end them.
+"""Several ranks behind the interface of one runner.
 
-Every rank, rank 0 included, is a process of its own. So this process joins no process group and holds no GPU: whatever
-happens to a rank, it can be reported and the others killed from here, where nothing waits in a collective. Ranks are
-fresh interpreters that do not run the user's script again, so scripts need no `if __name__ == "__main__"`.
+Starts the ranks' processes, commands them, notices when one dies or hangs, and ends them.
+Every rank, rank 0 included, is a process of its own. This process joins no process group and holds
+no device memory, so nothing here waits in a collective: whatever happens to a rank, this process
+can report it and kill the others. Ranks are fresh interpreters that do not run the user's script
+again, so scripts need no `if __name__ == "__main__"`.
 """
 
+import fcntl
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.distributed.channel import (
+    Channel,
+    ChannelClosed,
+    Done,
+    Failed,
+    Launch,
+    Ready,
+    Start,
+    Synchronize,
+)
 from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
-from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
-from nanovllm.gpu.device import resolve_device
-from nanovllm.compose import build_runner
-from nanovllm.models import build_model
+from nanovllm.compose import build_runner, choose_device
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import build_model
 
-START_SECONDS = 3600  # to load the model, however slow the disk: a rank that dies meanwhile is noticed at once
-END_SECONDS = 5  # to leave when asked to
-EVIDENCE_SECONDS = 0.5  # after the first complaint, for the rank that is its cause to be seen dead
+END_SECONDS = 5  # that a rank may take to leave when asked to
+# After the first complaint: if another rank's death is its cause, that is visible by then.
+EVIDENCE_SECONDS = 0.5
 
 
 class RankError(RuntimeError):
@@ -46,13 +57,13 @@ class Rank:
     number: int
     process: subprocess.Popen
     channel: Channel
-    done: int = 0  # the last command it answered: on rank 0 its result is here, on the others it is launched
-    answers: list[Any] = field(default_factory=list)  # all else it said
+    done: int = 0  # number of the last command that it answered
+    ready: Ready | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTokens:
-    """Tokens on their way from rank 0."""
+    """Sampled tokens on their way from rank 0."""
 
     runner: "TensorParallelRunner"
     step: int
@@ -61,106 +72,106 @@ class RemoteTokens:
         return self.runner.result_of(self.step)
 
 
-Outgoing = tuple[memoryview, list[tuple[Rank, list[int]]]]  # a frame, and what of it was sent to each who gets it
+# A frame, and each rank that gets it with the numbers of bytes it was sent.
+Outgoing = tuple[memoryview, list[tuple[Rank, list[int]]]]
 
 
 class TensorParallelRunner:
-    """Looks like a ModelRunner; each of its ranks has one."""
+    """Has the interface of ModelRunner. Each of its ranks has a ModelRunner.
 
-    def __init__(self, config: Config, hf_config, folder: str, *, max_model_len: int, max_num_seqs: int) -> None:
+    An interrupt (Ctrl-C) may come anywhere. `synchronize` then makes the runner usable again, and
+    may itself be interrupted and called again.
+    """
+
+    def __init__(
+        self, config: Config, hf_config, folder: str, *, max_model_len: int, max_num_seqs: int
+    ) -> None:
         num_parameters = check_split(config, hf_config)
+        self._start_seconds = config.start_timeout
         self._step_seconds = config.step_timeout
         self._step = 0  # the last command's number
         self._outgoing: Outgoing = memoryview(b""), []
-        self._drawn: dict[int, StepResult] = {}  # those that arrived, by step
+        self._results: dict[int, StepResult] = {}  # those that have arrived, by step
         self._lost: str | None = None  # why the ranks are gone
         self._ranks: list[Rank] = []
         self._by_fd: dict[int, Rank] = {}
         self._poll = select.poll()
-        self._end = weakref.finalize(self, end_ranks, self._ranks, os.getpid())
+        # For a runner that nobody closes. `close` ends the ranks itself: a finalizer runs only
+        # once, even if an interrupt cuts it short.
+        self._owner = os.getpid()
+        self._finalizer = weakref.finalize(self, end_ranks, self._ranks, self._owner)
         try:
-            for number in range(config.tensor_parallel_size):
-                self._ranks.append(rank := spawn_rank(number, timeout=self._step_seconds))
-                self._by_fd[rank.channel.sock.fileno()] = rank
-                self._poll.register(rank.channel.sock, select.POLLIN)
-            infos = self._start(config, plain_config(hf_config), folder, max_model_len, max_num_seqs)
+            start = Start(
+                size=config.tensor_parallel_size,
+                store_path="",
+                runner_class=build_runner,
+                config=config,
+                hf_config=plain_config(hf_config),
+                folder=folder,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+            )
+            infos = self._start(start)
         except BaseException:
-            self._end()
+            self.close()
             raise
         kv_cache_bytes = sum(info.kv_cache_bytes for info in infos)
         self.info = replace(infos[0], num_parameters=num_parameters, kv_cache_bytes=kv_cache_bytes)
         self.num_blocks = self.info.num_blocks
         self.device = torch.device(self.info.device)
 
-    def _start(
-        self, config: Config, hf_config, folder: str, max_model_len: int, max_num_seqs: int
-    ) -> list[RunnerInfo]:
-        """Tell every rank what to be, and wait until all are; returns what each says of itself."""
-
-        def start(rank: Rank, port: int | None) -> None:
-            message = Start(
-                rank=rank.number,
-                size=len(self._ranks),
-                port=port,
-                runner_class=build_runner,
-                config=config,
-                hf_config=hf_config,
-                folder=folder,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-            )
-            self._outgoing = Channel.frame(message), [(rank, [])]
+    def _start(self, start: Start) -> list[RunnerInfo]:
+        """Start every rank and wait until all are ready; returns what each says of its runner."""
+        with open_store_file() as store:
+            for number in range(start.size):
+                rank = spawn_rank(number, store, timeout=self._step_seconds)
+                self._ranks.append(rank)
+                self._by_fd[rank.channel.sock.fileno()] = rank
+                self._poll.register(rank.channel.sock, select.POLLIN)
+            frame = Channel.frame(replace(start, store_path=store_path(store)))
+            self._outgoing = frame, [(rank, []) for rank in self._ranks]
             self._send()
-
-        first, *others = self._ranks
-        start(first, None)
-        self._listen(lambda: first.answers, START_SECONDS)
-        listening: Listening = first.answers.pop()
-        for rank in others:
-            start(rank, listening.port)
-        self._listen(lambda: all(rank.answers for rank in self._ranks), START_SECONDS)
-        ready: list[Ready] = [rank.answers.pop() for rank in self._ranks]
-        return [answer.info for answer in ready]
+            self._listen(lambda: all(rank.ready for rank in self._ranks), self._start_seconds)
+        return [rank.ready.info for rank in self._ranks]
 
     def launch(self, batch: Batch) -> RemoteTokens:
-        """Start a step on every rank and return at once; `wait` on what it returns gives the result."""
+        """Start a step on every rank and return at once; `wait` gives the sampled tokens."""
         return RemoteTokens(self, self._command(Launch(self._step + 1, batch)))
 
     def result_of(self, step: int) -> StepResult:
-        self._listen(lambda: step in self._drawn, self._step_seconds)
-        return self._drawn.pop(step)
+        self._listen(lambda: step in self._results, self._step_seconds)
+        return self._results.pop(step)
 
     def synchronize(self) -> None:
-        """Wait until every rank has finished what it was commanded. Does nothing when the ranks are gone."""
-        if not self._end.alive:
+        """Wait until every rank has done what it was commanded, and drop results that nobody took.
+
+        Does nothing if the ranks are gone.
+        """
+        if self._lost is not None or not self._finalizer.alive:
             return
-        try:
-            step = self._command(Synchronize(self._step + 1))
-            self._listen(lambda: all(rank.done == step for rank in self._ranks), self._step_seconds)
-        except BaseException as error:
-            # A second Ctrl-C comes when a rank hangs: do not wait for it any more.
-            self._lost = self._lost or f"{type(error).__name__} while they finished their last step"
-            self._end()
-            raise
-        self._drawn.clear()
+        step = self._command(Synchronize(self._step + 1))
+        self._listen(lambda: all(rank.done == step for rank in self._ranks), self._step_seconds)
+        self._results.clear()
 
     def close(self) -> None:
-        """End every rank's process, which gives its device's memory back."""
-        self._end()
+        """End every rank's process, which gives its memory back."""
+        end_ranks(self._ranks, self._owner)
+        self._finalizer.detach()
 
     def _command(self, message: Launch | Synchronize) -> int:
         if self._lost is not None:
             raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._lost}")
-        self._send()  # the rest of a command that Ctrl-C came into: every rank gets the same ones
+        self._send()  # what an interrupt left of the last command: every rank gets all commands
         self._step = message.step
         self._outgoing = Channel.frame(message), [(rank, []) for rank in self._ranks]
         self._send()
         return message.step
 
     def _send(self) -> None:
-        """Send each rank what it has not got of the command, and hear what ranks say meanwhile.
+        """Send each rank what it has not yet got of the command, and read what ranks say meanwhile.
 
-        For one that waits until its answer is taken takes no command, nor do those that wait for it in a collective.
+        A rank whose answer nobody reads accepts no command. Nor do the ranks that wait for it in a
+        collective.
         """
         frame, receivers = self._outgoing
         for rank, sent in receivers:
@@ -183,118 +194,226 @@ class TensorParallelRunner:
                         self._fail(rank)
 
     def _listen(self, until: Callable[[], Any], seconds: float) -> None:
-        """Take what the ranks say until the condition holds. Silence for so many seconds means that they hang."""
+        """Read what the ranks say until the condition holds.
+
+        Raises RankError if one ends, or if all are silent for so many seconds.
+        """
         deadline = time.monotonic() + seconds
         while not until():
-            heard = self._poll.poll(500)
+            heard = self._poll.poll(min(500, seconds * 1000))
             for fd, _ in heard:
                 self._hear(self._by_fd[fd])
             if heard:
                 deadline = time.monotonic() + seconds
                 continue
             for rank in self._ranks:
-                if rank.process.poll() is not None:  # its end of the channel is held by somebody it started
+                # A process that the rank started may hold its end of the channel open.
+                if rank.process.poll() is not None:
                     self._fail(rank)
             if time.monotonic() > deadline:
-                behind = min(rank.done for rank in self._ranks)
-                self._fail_silent([rank for rank in self._ranks if rank.done == behind], seconds)
+                self._fail_silent(self._behind(), seconds)
+
+    def _behind(self) -> list[Rank]:
+        """The ranks that the others wait for."""
+        if self._step == 0:
+            return [rank for rank in self._ranks if rank.ready is None]
+        least = min(rank.done for rank in self._ranks)
+        return [rank for rank in self._ranks if rank.done == least]
 
     def _hear(self, rank: Rank) -> None:
         try:
             message = rank.channel.receive()
-        except (EOFError, OSError):
+        except (ChannelClosed, OSError):
             self._fail(rank)
         if isinstance(message, Done):
             rank.done = message.step
             if message.result is not None:
-                self._drawn[message.step] = message.result
+                self._results[message.step] = message.result
         elif isinstance(message, Failed):
             self._fail(rank, message)
         else:
-            rank.answers.append(message)
+            assert isinstance(message, Ready), message
+            rank.ready = message
 
     def _fail(self, rank: Rank, failed: Failed | None = None) -> NoReturn:
         """End all ranks and say why: this one died or, if it says so itself, raised."""
         time.sleep(EVIDENCE_SECONDS)
         if failed is not None:
-            # Who loses a peer in a collective complains at once; who raises stays alive. So a dead one is the cause.
+            # A rank that loses a peer in a collective raises at once, and stays alive. So if one
+            # is dead, its death is the cause.
             dead = next((other for other in self._ranks if other.process.poll() is not None), None)
             if dead is not None:
                 rank, failed = dead, None
         if failed is not None and failed.is_users and self._step == 0:
-            raise ValueError(failed.error) from RankError(f"rank {rank.number} raised:\n{failed.traceback}")
-        what = f"raised:\n{failed.traceback}" if failed is not None else f"died: {how_ended(rank.process)}"
+            cause = RankError(f"rank {rank.number} raised:\n{failed.traceback}")
+            raise ValueError(failed.error) from cause
+        if failed is not None:
+            what = f"raised:\n{failed.traceback}"
+        else:
+            what = f"died: {how_ended(rank.process)}"
         self._give_up(f"rank {rank.number} of {len(self._ranks)} {what}")
 
     def _fail_silent(self, ranks: list[Rank], seconds: float) -> NoReturn:
         for rank in self._ranks:
-            rank.process.send_signal(signal.SIGUSR1)  # which has it print where its threads are
-            time.sleep(EVIDENCE_SECONDS)  # one after the other: two that print at once garble each other's lines
+            rank.process.send_signal(signal.SIGUSR1)  # has it print the stack of each thread
+            time.sleep(EVIDENCE_SECONDS)  # two ranks that print at once garble each other's lines
         names = " and ".join(str(rank.number) for rank in ranks)
+        remedy = "If a step may take longer, raise step_timeout"
+        if self._step == 0:
+            remedy = "If loading may take longer, raise start_timeout"
         self._give_up(
-            f"rank{'s' * (len(ranks) > 1)} {names} of {len(self._ranks)} gave no sign for {seconds:g} s; where each rank "
-            "hangs is on stderr. If a step may take longer, raise step_timeout"
+            f"rank{'s' * (len(ranks) > 1)} {names} of {len(self._ranks)} gave no sign for "
+            f"{seconds:g} s; where each rank hangs is on stderr. {remedy}"
         )
 
     def _give_up(self, what: str) -> NoReturn:
         self._lost = what + (" (while starting)" if self._step == 0 else "")
-        for rank in self._ranks:
-            rank.process.kill()
-        self._end()
+        kill_ranks(self._ranks)
+        self.close()
         raise RankError(self._lost)
 
 
 def check_split(config: Config, hf_config) -> int:
-    """Refuse what cannot be split over the ranks, or what there are no devices for; returns the model's parameters."""
+    """Refuse what cannot be split over the ranks, or what there are no devices for.
+
+    Returns the number of the whole model's parameters.
+    """
     group = ParallelGroup(0, config.tensor_parallel_size)
-    group.shard(hf_config.num_attention_heads, "num_attention_heads")  # first of all: there may be a billion ranks
+    # This comes first, since somebody may ask for a billion ranks.
+    group.shard(hf_config.num_attention_heads, "num_attention_heads")
     with torch.device("meta"):
         build_model(hf_config, group)
         whole = build_model(hf_config, ParallelGroup())
     for rank in range(config.tensor_parallel_size):
-        resolve_device(config.device, rank)
+        choose_device(config.device, rank)
     return sum(parameter.numel() for parameter in whole.parameters())
 
 
 def plain_config(hf_config) -> SimpleNamespace:
-    """The configuration's values without their class, so that a rank need not import transformers, which takes seconds."""
+    """The configuration's values without their class.
+
+    So a rank need not import transformers, which takes seconds.
+    """
     values = {name: value for name, value in vars(hf_config).items() if not name.startswith("_")}
-    values.update((alias, getattr(hf_config, alias)) for alias in getattr(hf_config, "attribute_map", {}))
+    aliases = getattr(hf_config, "attribute_map", {})
+    values.update((alias, getattr(hf_config, alias)) for alias in aliases)
     return SimpleNamespace(**values)
 
 
-def spawn_rank(number: int, timeout: float) -> Rank:
-    """Start a rank's process: a fresh interpreter that finds modules where this one does and runs none of its script."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        code = (
-            f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; from nanovllm.distributed.worker import run_rank; "
-            f"run_rank({theirs.fileno()}, dies_with_parent={in_main_thread})"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.DEVNULL,  # this process may be reading its script there
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C in a terminal goes to this process alone
-        )
+def open_store_file() -> IO[bytes]:
+    """An empty file for the ranks to find each other through. Nobody but this user can open it."""
+    if sys.platform != "linux":
+        return tempfile.NamedTemporaryFile(prefix="nanovllm-")
+    # It has no name, and is gone with the last process that holds it, however that ends.
+    fd = os.memfd_create("nanovllm-ranks")
+    try:
+        return os.fdopen(above_stdio(fd), "rb")
+    finally:
+        os.close(fd)
+
+
+def store_path(store: IO[bytes]) -> str:
+    """The path by which a rank opens the file."""
+    return f"/proc/self/fd/{store.fileno()}" if sys.platform == "linux" else store.name
+
+
+def spawn_rank(number: int, store: IO[bytes], timeout: float) -> Rank:
+    """Start a rank's process: a fresh interpreter that finds modules where this one does."""
+    ours, theirs = open_socket_pair()
+    # The kernel counts a thread as the parent, and the main thread lives as long as the process.
+    dies_with_parent = threading.current_thread() is threading.main_thread()
+    arguments = (
+        f"{number}, {theirs.fileno()}, engine_pid={os.getpid()}, "
+        f"dies_with_parent={dies_with_parent}"
+    )
+    code = (
+        # First of all: on this signal a rank prints where it hangs, which may be an import.
+        "import faulthandler, signal; faulthandler.register(signal.SIGUSR1); "
+        f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
+        f"from nanovllm.distributed.worker import run_rank; run_rank({arguments})"
+    )
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],
+                stdin=subprocess.DEVNULL,  # this process may be reading its script there
+                stdout=inherited(1),
+                stderr=inherited(2),
+                pass_fds=[theirs.fileno(), store.fileno()],
+                start_new_session=True,  # Ctrl-C in a terminal goes to this process alone
+            )
+    except BaseException:
+        ours.close()  # a rank that was started nevertheless ends with it
+        raise
     return Rank(number, process, Channel(ours, timeout))
 
 
+def inherited(fd: int) -> int | None:
+    """What a rank gets as stdout or stderr: this process's, or nothing if it is closed."""
+    try:
+        is_open = os.get_inheritable(fd)  # another file that took the number is not inheritable
+    except OSError:
+        is_open = False
+    return None if is_open else subprocess.DEVNULL
+
+
+def open_socket_pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair()
+    try:
+        ours, theirs = [socket.socket(fileno=above_stdio(sock.fileno())) for sock in pair]
+    finally:
+        for sock in pair:
+            sock.close()
+    return ours, theirs
+
+
+def above_stdio(fd: int) -> int:
+    """A copy of a descriptor with a number above 2.
+
+    If stdin, stdout or stderr is closed, a new file gets its number and what is printed.
+    """
+    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
 def end_ranks(ranks: list[Rank], owner: int) -> None:
-    """Let the ranks go, and make sure that they are gone."""
+    """Let the ranks go, and make sure that they are gone.
+
+    An interrupt meanwhile kills them, and is raised when they are gone. Does nothing in a process
+    other than the `owner`: a fork must not end the ranks of its parent.
+    """
     if os.getpid() != owner:
-        return  # a fork of the process whose ranks these are
-    for rank in ranks:
-        rank.channel.close()  # which each takes for the end
-    deadline = time.monotonic() + END_SECONDS
-    for rank in ranks:
-        try:
+        return
+    try:
+        for rank in ranks:
+            rank.channel.close()  # which asks the rank to leave
+        deadline = time.monotonic() + END_SECONDS
+        for rank in ranks:
             rank.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.process.kill()
-            with suppress(subprocess.TimeoutExpired):
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        kill_ranks(ranks)
+
+
+def kill_ranks(ranks: list[Rank]) -> None:
+    """Kill the ranks that still run, and wait until they are gone.
+
+    An interrupt only makes this begin again, however many come. The last one is raised at the end.
+    """
+    interrupt = None
+    while True:
+        try:
+            for rank in ranks:
+                rank.process.kill()
+            for rank in ranks:
                 rank.process.wait(END_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            break  # it is stuck in the kernel, which ends it when it can
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def how_ended(process: subprocess.Popen) -> str:

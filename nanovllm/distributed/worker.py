@@ -1,12 +1,11 @@
-"""The process of one rank: join the others, build the runner, do what the engine commands.
+"""The process of one rank: join the other ranks, build the runner, do what the engine commands.
 
-Knows no sequences and no policy. It ends when the engine closes the channel or dies with it: a thread waits for that
-alone, so that a rank ends even from within a collective which others will never join. Runs in a fresh interpreter that
-`tensor_parallel.spawn_rank` starts, and imports no more than a rank needs.
+Knows nothing about sequences or policy. `tensor_parallel.spawn_rank` starts it as a fresh
+interpreter. It ends when the engine closes the channel or dies: a thread waits for that alone, so
+that a rank ends even while it waits in a collective that the other ranks will never join.
 """
 
 import ctypes
-import faulthandler
 import os
 import select
 import signal
@@ -19,63 +18,81 @@ from contextlib import suppress
 
 import torch
 
-from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
-from nanovllm.gpu.device import resolve_device
-from nanovllm.engine.model_runner import SampledTokens
+from nanovllm.distributed.channel import (
+    Channel,
+    ChannelClosed,
+    Done,
+    Failed,
+    Launch,
+    Ready,
+    Start,
+    Synchronize,
+)
+from nanovllm.distributed.collectives import join_group
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.distributed.collectives import connect_store, host_store, join_group
+from nanovllm.compose import choose_device
+from nanovllm.engine.model_runner import SampledTokens
 
 PR_SET_PDEATHSIG = 1
 
 
-def run_rank(fd: int, dies_with_parent: bool) -> None:
-    """Serve the engine at the other end of `fd`. Never returns."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what Ctrl-C means is for the engine to decide
-    faulthandler.register(signal.SIGUSR1)  # the engine asks thus where a rank hangs
+def run_rank(rank: int, fd: int, *, engine_pid: int, dies_with_parent: bool) -> None:
+    """Serve the engine at the other end of the socket `fd`. Never returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides what Ctrl-C means
     if dies_with_parent and sys.platform == "linux":
-        # The kernel ends us even where no thread of ours can run Python. It counts the thread that started us as the
-        # parent, so this is asked for only where that is the main one.
+        # Then the kernel ends this process even if no thread of it can run Python. It regards the
+        # thread that started us as the parent, so this is right only if that is the main thread.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sock = socket.socket(fileno=fd)
-    threading.Thread(target=_exit_when_closed, args=(sock,), daemon=True).start()
+    threading.Thread(target=_exit_without_engine, args=(sock, engine_pid), daemon=True).start()
     channel = Channel(sock)
     try:
-        _serve(channel)
-    except EOFError:
+        _serve(rank, channel)
+    except ChannelClosed:
         pass
     except BaseException as error:
+        is_users = isinstance(error, ValueError)
+        failed = Failed(str(error) if is_users else "", traceback.format_exc(), is_users)
         with suppress(OSError):  # the engine may be gone
-            channel.send(Failed(str(error), traceback.format_exc(), is_users=isinstance(error, ValueError)))
-    # Stay until the engine closes the channel: the others would take our end for the error, and complain too.
+            channel.send(failed)
+    # Stay until the engine closes the channel. If this process ended, the other ranks would fail
+    # as well, and it would be harder to tell who failed first.
     threading.Event().wait()
 
 
-def _exit_when_closed(sock: socket.socket) -> None:
-    hung_up = select.poll()
-    hung_up.register(sock, 0)  # no event but the hang-up, which needs no asking
-    hung_up.poll()
-    # Nothing here is worth an orderly end, and what is held by a collective would never come to one.
-    os._exit(0)
+def _exit_without_engine(sock: socket.socket, engine_pid: int) -> None:
+    """Exit when the engine has closed its end of the channel, or its process has ended."""
+    gone = select.poll()
+    gone.register(sock, 0)  # poll reports a hang-up without being asked to
+    if hasattr(os, "pidfd_open"):
+        # A process that the engine forked holds a copy of its end of the channel. The copy keeps
+        # the channel open if the engine is killed.
+        with suppress(OSError):  # a kernel without it, or the engine is gone
+            gone.register(os.pidfd_open(engine_pid), select.POLLIN)
+    if os.getppid() == engine_pid:
+        gone.poll()
+    os._exit(0)  # there is nothing to save, and an orderly exit could wait in a collective
 
 
-def _serve(channel: Channel) -> None:
-    runner = _start(channel)
-    is_first = runner.group.rank == 0
-    in_flight: deque[tuple[int, SampledTokens]] = deque()  # rank 0's steps whose tokens the engine waits for
+def _serve(rank: int, channel: Channel) -> None:
+    runner = _start(rank, channel)
+    # Steps of rank 0 whose results the engine waits for.
+    in_flight: deque[tuple[int, SampledTokens]] = deque()
     commands = select.poll()
     commands.register(channel.sock, select.POLLIN)
     while True:
-        # The next command must not wait for tokens, nor tokens for a command: look for both by turns.
+        # The next command must not wait for a result, nor a result for a command: look for both
+        # by turns.
         while in_flight and not commands.poll(0):
-            step, drawn = in_flight[0]
-            if drawn.ready():
+            step, sampled = in_flight[0]
+            if sampled.ready():
                 in_flight.popleft()
-                channel.send(Done(step, drawn.wait()))
+                channel.send(Done(step, sampled.wait()))
         command = channel.receive()
         if isinstance(command, Launch):
-            drawn = runner.launch(command.batch)
-            if is_first:
-                in_flight.append((command.step, drawn))
+            sampled = runner.launch(command.batch)
+            if rank == 0:
+                in_flight.append((command.step, sampled))
             else:
                 channel.send(Done(command.step))
         elif isinstance(command, Synchronize):
@@ -86,18 +103,19 @@ def _serve(channel: Channel) -> None:
             raise AssertionError(f"no command: {command!r}")
 
 
-def _start(channel: Channel) -> ModelRunner:
+def _start(rank: int, channel: Channel) -> ModelRunner:
     start: Start = channel.receive()
-    if start.port is None:
-        store, port = host_store()
-        channel.send(Listening(port))
-    else:
-        store = connect_store(start.port)
-    device = resolve_device(start.config.device, start.rank)
+    device = choose_device(start.config.device, rank)
     if device.type == "cpu":
         # The ranks share the cores.
         torch.set_num_threads(max(1, torch.get_num_threads() // start.size))
-    group = join_group(start.rank, start.size, device, store, symmetric_memory=start.config.symmetric_memory)
+    group = join_group(
+        rank,
+        start.size,
+        device,
+        start.store_path,
+        symmetric_memory=start.config.symmetric_memory,
+    )
     runner = start.runner_class(
         start.config,
         start.hf_config,

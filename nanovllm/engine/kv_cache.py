@@ -15,10 +15,11 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
     """[layers, 2 (K, V), blocks, block_size, G, D]. Zeroed: a masked position must not hold a NaN."""
     shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
     if device.type == "cpu":
-        # Zero pages that the system provides when first touched, huge ones where it can: touching small ones is slow.
+        # The system provides zero pages when they are first touched, huge ones where it can:
+        # touching small ones is slow. They are private: a forked process gets a copy.
         size = math.prod(shape) * dtype.itemsize
         try:
-            pages = mmap.mmap(-1, size)
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"the KV cache of {num_blocks} blocks of {block_size} tokens takes {size / GIB:,.1f} GiB, which this machine "

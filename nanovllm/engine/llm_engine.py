@@ -211,11 +211,10 @@ class LLMEngine:
         It may have come between any two lines of the scheduler's, so a new scheduler takes its
         place. Another interrupt may come in here.
         """
-        dropped = self.scheduler.sequences
+        for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
+            seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.scheduler, self._in_flight = self._make_scheduler(), None
         self._read_while_growing.clear()
-        for seq in dropped.values():
-            seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.runner.synchronize()
 
     def close(self) -> None:
