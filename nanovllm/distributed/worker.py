@@ -19,6 +19,7 @@ from contextlib import suppress
 
 import torch
 
+from nanovllm.cpu.threads import threads_of_rank
 from nanovllm.distributed.channel import Channel, Done, Failed, Launch, Listening, Ready, Start, Synchronize
 from nanovllm.gpu.device import resolve_device
 from nanovllm.gpu.sampled_tokens import SampledTokens
@@ -96,7 +97,7 @@ def _start(channel: Channel) -> ModelRunner:
     device = resolve_device(start.config.device, start.rank)
     if device.type == "cpu":
         # The ranks share the cores.
-        torch.set_num_threads(max(1, torch.get_num_threads() // start.size))
+        torch.set_num_threads(threads_of_rank(start.size))
     group = join_group(start.rank, start.size, device, store, symmetric_memory=start.config.symmetric_memory)
     runner = start.runner_class(
         start.config,
