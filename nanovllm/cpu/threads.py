@@ -1,12 +1,14 @@
 """How many threads a step runs on.
 
-PyTorch starts a thread for each core of the machine, and threads that wait for each other spin. That is the fastest way
-as long as each has a core to itself. When other processes want the cores too, a thread spins for one that the system
-has set aside, a hundred times a step: two threads on two cores, beside four busy processes, made 3 tokens a second of
-the package's small model, and one thread made 150 (560 on an idle machine).
+PyTorch starts a thread for each core of the machine, and threads that wait for each other spin.
+That is the fastest way as long as each has a core to itself. When other processes want the cores
+too, a thread spins for one that the system has set aside, a hundred times a step. Two threads on
+two cores (AMD EPYC 9005, PyTorch 2.13), beside four busy processes, made 3 tokens a second with the
+package's small model, and one thread made 150; on the idle machine either made 560.
 
-So a step runs on at most as many threads as this process may use cores, and on fewer for a while when the thread that
-runs it is kept from its core. What the user has set is left alone. Knows no model and no request.
+So a step runs on at most as many threads as this process may use cores, and on fewer for a while
+when the thread that runs it is kept from its core. What the user has set is left alone. Knows no
+model and no request.
 """
 
 import os
@@ -17,7 +19,13 @@ from time import perf_counter, thread_time
 
 import torch
 
-USERS_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+USERS_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "GOMP_SPINCOUNT",
+    "KMP_BLOCKTIME",
+)
 WINDOW = 0.1  # seconds of steps that are judged together
 CONTESTED, FREE = 0.75, 0.9  # below and above this share of a core, others want it and do not
 FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds before more threads are tried again
@@ -28,8 +36,8 @@ class SharedCores:
 
     def __init__(self) -> None:
         self._usual = torch.get_num_threads()
-        self._most = self._usual if is_users_choice(self._usual) else min(self._usual, usable_cores())
         self._adapts = not is_users_choice(self._usual)
+        self._most = min(self._usual, usable_cores()) if self._adapts else self._usual
         self.threads = self._most
         self._pause = FIRST_PAUSE
         self._retry_at = 0.0
@@ -37,7 +45,7 @@ class SharedCores:
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Run the block on `threads` threads, unless the user has changed PyTorch's number since this was made."""
+        """Run the block on `threads` threads; on the user's, if he has changed them by now."""
         before = torch.get_num_threads()
         if before != self._usual or before == self.threads:
             yield
@@ -50,7 +58,10 @@ class SharedCores:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The same, and learn from how the block went. It must keep its thread busy: waiting looks like a lost core."""
+        """The same, and learn from how the block went.
+
+        The block must keep its thread busy: a wait would look like a lost core.
+        """
         wall, busy = perf_counter(), thread_time()
         with self.limit():
             yield
@@ -58,7 +69,10 @@ class SharedCores:
         self.learn(now - wall, thread_time() - busy, now)
 
     def learn(self, wall: float, busy: float, now: float) -> None:
-        """Choose `threads` anew: a step took `wall` seconds, of which its thread ran `busy`, and ended at `now`."""
+        """Choose `threads` anew, after a step of `wall` seconds, which ended at `now`.
+
+        Its thread ran for `busy` seconds of them.
+        """
         self._wall += wall
         self._busy += busy
         if not self._adapts or self._wall < WINDOW:
@@ -77,21 +91,26 @@ class SharedCores:
 
 
 def is_users_choice(num_threads: int) -> bool:
-    """Whether the user chose how PyTorch's threads run: by a variable, or by a number that is not its default.
+    """Whether the user chose how PyTorch's threads run.
 
-    The default is one for each core of this process, or for each two where they are halves of one.
+    He may do so by a variable, or by a number that is not PyTorch's default: one for each core of
+    this process, or for each two where they are halves of one.
     """
     cores = _cores_of_affinity()
-    return any(name in os.environ for name in USERS_VARIABLES) or num_threads not in (cores, cores // 2)
+    is_default = num_threads in (cores, cores // 2)
+    return not is_default or any(name in os.environ for name in USERS_VARIABLES)
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The cores that this process may use, by its affinity and by the quotas of its control groups; at least 1."""
+    """The cores that this process may use, by its affinity and its control groups' quotas."""
     return max(1, min([_cores_of_affinity(), *(int(quota) for quota in _quotas(root))]))
 
 
 def threads_of_rank(num_ranks: int) -> int:
-    """Threads of each of several ranks on one CPU: they share its cores, or the number that the user has set."""
+    """Threads of each of several ranks on one CPU.
+
+    They share the cores that there are, or the number that the user has set.
+    """
     threads = torch.get_num_threads()
     if not is_users_choice(threads):
         threads = min(threads, usable_cores())
@@ -107,7 +126,10 @@ def _cores_of_affinity() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time that each control group around this process grants: version 2's file, then version 1's."""
+    """The cores' worth of time that each control group around this process grants.
+
+    Version 2 has one file for it, version 1 has two.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no Linux
@@ -117,12 +139,14 @@ def _quotas(root: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # Inside a container the path may be the host's, whose folders are not there: then the top one is ours.
+        # In a container the path may be the host's, which is not there: then the top one is ours.
         inner = folder / group.strip("/")
         for place in (inner, *inner.parents):
             if not place.is_relative_to(folder):
                 break
-            yield from _quota(place, ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"])
+            yield from _quota(
+                place, ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
+            )
 
 
 def _quota(folder: Path, names: list[str]) -> Iterator[float]:

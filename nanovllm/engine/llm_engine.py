@@ -6,11 +6,11 @@ With overlap, step N + 1 is launched before step N's tokens are read, so the dev
 import itertools
 import random
 from time import perf_counter
+from typing import Protocol
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.text.detokenizer import Decode, TextStream, extend_texts
 from nanovllm.gpu.sampled_tokens import SampledTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.model_runner import ModelRunner
@@ -21,13 +21,28 @@ from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
 
 
+class Detokenizer(Protocol):
+    """Reads the texts of sequences while they run, and finds stop strings in them. The engine never looks at a text."""
+
+    def add(self, seq: Sequence) -> None:
+        """Read this sequence from now on."""
+
+    def update(self, sampled: list[Sequence]) -> list[Sequence]:
+        """Read the last token of each sequence; returns those of which the text has come to a stop string."""
+
+    def remove(self, seq: Sequence) -> None:
+        """Read this sequence no more, if it is read."""
+
+    def clear(self) -> None:
+        """Read no sequence any more."""
+
+
 class LLMEngine:
     def __init__(self, config: Config, hf_config, folder: str) -> None:
         """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run it."""
         find_model(hf_config)  # refuse other models here: they may not even have the values read below
         self.stop_ids: frozenset[int] = frozenset()  # drawing one of them ends a request
-        self.decode: Decode | None = None  # makes text of token ids, for those who want it as it grows
-        self._read_while_growing: set[Sequence] = set()
+        self.detokenizer: Detokenizer | None = None  # whoever wants text as it grows gives one
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -88,9 +103,8 @@ class LLMEngine:
             patient=patient,
         )
         seq.added_at = perf_counter()
-        if self.decode is not None and (streams or params.stop):
-            seq.text = TextStream(params.stop, params.min_tokens)
-            self._read_while_growing.add(seq)
+        if self.detokenizer is not None and (streams or params.stop):
+            self.detokenizer.add(seq)
         return seq
 
     def has_unfinished(self) -> bool:
@@ -112,24 +126,20 @@ class LLMEngine:
             return [], []
         tokens, some_first = launched
         sampled, ended = self.scheduler.commit(*tokens.wait())
-        if self._read_while_growing:
-            self._extend_texts(sampled, ended)
+        if self.detokenizer is not None:
+            self._stop_by_text(self.detokenizer.update(sampled), ended)
         if some_first or ended:
             self._record_commit(sampled if some_first else [], ended)
         self._settle()
         return sampled, ended
 
-    def _extend_texts(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
-        """Bring texts up to date; a sequence whose text has come to a stop string joins those that `ended`."""
-        growing = [seq for seq in sampled if seq.text is not None]
-        extend_texts([(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing], self.decode)
-        for seq in growing:
-            if seq.text.stopped:
-                if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
-                    self.scheduler.abort(seq)
-                    ended.append(seq)
-                seq.finish_reason = "stop"
-        self._read_while_growing.difference_update(ended)
+    def _stop_by_text(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
+        """A sequence whose text has come to a stop string joins those that `ended`."""
+        for seq in stopped:
+            if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
+                self.scheduler.abort(seq)
+                ended.append(seq)
+            seq.finish_reason = "stop"
 
     def _settle(self) -> None:
         """When every sequence has ended, what is in flight ran one step too far: take it back."""
@@ -163,7 +173,8 @@ class LLMEngine:
         for seq in request.completions:
             if seq.status is not Status.FINISHED:
                 self.scheduler.abort(seq)
-            self._read_while_growing.discard(seq)
+            if self.detokenizer is not None:
+                self.detokenizer.remove(seq)
         self._settle()
 
     def reset(self) -> None:
@@ -174,7 +185,8 @@ class LLMEngine:
         """
         dropped = self.scheduler.sequences
         self.scheduler, self._in_flight = self._make_scheduler(), None
-        self._read_while_growing.clear()
+        if self.detokenizer is not None:
+            self.detokenizer.clear()
         for seq in dropped.values():
             seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.runner.synchronize()

@@ -4,8 +4,8 @@ Knows no tensor and no policy: the scheduler changes it, the block manager lends
 """
 
 from enum import Enum, auto
+from typing import Any
 
-from nanovllm.text.detokenizer import TextStream
 from nanovllm.sampling_params import SamplingParams, SamplingMetadata
 
 
@@ -51,7 +51,7 @@ class Sequence:
         self.status = Status.WAITING
         self.finish_reason: str | None = None
         self.logprobs: list[dict[int, float]] = []  # of each token drawn, if asked for
-        self.text: TextStream | None = None  # for those whose text is read as it grows
+        self.text: Any = None  # the detokenizer's, for a sequence whose text is read as it grows
         # Of n completions of a prompt, the first computes it and the others fork from it: they get rows and blocks when it
         # is admitted, and start to decode when its prompt is computed.
         self.parent: Sequence | None = None

@@ -33,6 +33,15 @@ def resolve_device(name: str, rank: int) -> torch.device:
     return torch.device("cuda", index)
 
 
+def describe_device(name: str, count: int) -> str:
+    """What a user calls `count` devices of which `name` is the first, such as "2 x NVIDIA H200"."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return "the CPU"
+    name = torch.cuda.get_device_name(device)
+    return name if count == 1 else f"{count} x {name}"
+
+
 def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
     """The dtype of weights and activations; "auto" is the checkpoint's on a GPU, float32 on a CPU."""
     if name != "auto":

@@ -1,9 +1,9 @@
 """Draw tokens for the rows that ask for more than a temperature and a seed.
 
 A step draws for all its rows in one fused pass (kernels.sample). Rows whose SamplingParams ask for more are then drawn
-once more, with the same noise, from logits that went, in vLLM's order, through
+once more, with the same noise, from logits that went through (min_tokens' place among these makes no difference)
 
-    min_tokens (no token that would end the output) -> repetition, then frequency and presence penalty
+    repetition, then frequency and presence penalty -> min_tokens (no token that would end the output)
     -> temperature -> min_p -> top_k -> top_p,
 
 and that draw replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the arg max of what the
@@ -25,6 +25,7 @@ from nanovllm.layers.parallel import ParallelGroup
 
 Upload = Callable[[np.ndarray], Tensor]
 LOW_WORD = 0xFFFFFFFF
+REPETITION_BOUNDS = 1e-10, 1e10
 ROWS_AT_ONCE = 64  # bounds the memory that sorting the vocabulary takes
 
 
@@ -113,7 +114,10 @@ class _Part:
         top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
         names = ("min_p", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
         ints = np.array([index, [rows[i] for i in index], limits, prompt_lens], dtype=np.int64)
-        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)], dtype=np.float32)
+        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)])
+        # Beyond these bounds float32 would lose logits to infinity, and with them which one is larger.
+        floats[3].clip(*REPETITION_BOUNDS, out=floats[3])
+        floats = floats.astype(np.float32)
         self.index = index
         self.at, self.rows, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
         top_p_d, min_p, self.temperatures, *penalties = upload(floats)
@@ -184,14 +188,14 @@ class SpecialRows:
         """
         raw = logits = self.group.gather_vocab(logits[part.at], self.vocab_size).float()
         lens = lens[part.at].long()
-        if part.barred is not None:
-            row, token, least = part.barred
-            logits = raw.clone()
-            logits[row, token] = logits[row, token].masked_fill(lens[row] < least, -torch.inf)
         if part.penalizes:
             history = self._history[part.rows].long()
             seen, counts = count_tokens(history, part.prompt_lens, lens.unsqueeze(1), self.vocab_size)
             logits = apply_penalties(logits, seen, counts, *part.penalties)
+        if part.barred is not None:  # after the penalties: minus infinity times 0 is no number
+            row, token, least = part.barred
+            logits = logits.clone() if logits is raw else logits
+            logits[row, token] = logits[row, token].masked_fill(lens[row] < least, -torch.inf)
         if part.filters_any:
             kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
             logits = logits.masked_fill(~kept, -torch.inf)
