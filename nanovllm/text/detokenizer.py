@@ -11,7 +11,9 @@ from nanovllm.engine.sequence import Sequence
 # What decoders write for bytes that are no character, or not yet one. Up to three of them at the
 # end of a text may yet become one character, which has at most four bytes.
 REPLACEMENT, MOST_INCOMPLETE = "\ufffd", 3
-CONTEXT = 16  # tokens that a decoder must see to make the next one's text, with room to spare
+# Tokens that a decoder must see to make the next one's text, with room to spare: where all text is
+# certain, and where bytes of incomplete characters, up to nine, must be among them.
+CONTEXT, INCOMPLETE_CONTEXT = 4, 16
 
 
 class Tokenizer(Protocol):
@@ -102,12 +104,15 @@ def extend_texts(news: Iterable[tuple[TextStream, int, bool]], tokenizer: Tokeni
     texts = tokenizer.decode([stream._window for stream in streams])
     num_incomplete = [stream.read(text) for stream, text in zip(streams, texts)]
     # Cut windows that have grown long: so a token's time does not depend on how many came before.
-    long = [i for i, stream in enumerate(streams) if len(stream._window) >= 2 * CONTEXT]
-    for i in long:
-        streams[i]._window = streams[i]._window[-CONTEXT:]
-    texts = tokenizer.decode([streams[i]._window for i in long])
-    for i, text in zip(long, texts):
-        streams[i]._num_read = len(text) - num_incomplete[i]
+    cut = []
+    for stream, count in zip(streams, num_incomplete):
+        needed = INCOMPLETE_CONTEXT if count else CONTEXT
+        if len(stream._window) >= 2 * needed:
+            stream._window = stream._window[-needed:]
+            cut.append((stream, count))
+    texts = tokenizer.decode([stream._window for stream, _ in cut])
+    for (stream, count), text in zip(cut, texts):
+        stream._num_read = len(text) - count
 
 
 class Detokenizer:
