@@ -1,6 +1,6 @@
 """Complete a few prompts, and see what they become and how fast.
 
-    python example.py                                          the tiny code model in the package: nothing is downloaded
+    python example.py                           the tiny code model in the package: no download
     python example.py --prompt "def is_prime(n):" --temperature 0 --max-tokens 100
     python example.py --model Qwen/Qwen3-0.6B --prompt "Why is the sky blue?"
 
@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main(args: argparse.Namespace) -> None:
-    # What is wrong with the request is said before the model is loaded. A seed makes the draws the same in each run.
+    # What is wrong here is said before the model is loaded. The seed: the same text in each run.
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     options = dict(tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager)
     with LLM(args.model, **options) as llm:  # says in a line what it has loaded, and where
@@ -95,7 +95,8 @@ def complete_together(llm: LLM, prompts: list[str], params: SamplingParams, is_c
         print(output["text"])
     count = sum(len(output["token_ids"]) for output in outputs)
     print(
-        f"{LINE}\n{len(prompts)} prompts together: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s\n"
+        f"{LINE}\n{len(prompts)} prompts together: {count} tokens in {seconds:.2f} s, "
+        f"{count / seconds:,.0f} tokens/s\n"
     )
 
 
@@ -109,8 +110,8 @@ def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool)
     seconds = time.perf_counter() - begin
     first = llm.metrics()["last_call"]["time_to_first_token"]["median"]
     print(
-        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s, "
-        f"first after {first:.3f} s"
+        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, "
+        f"{count / seconds:,.0f} tokens/s, first after {first:.3f} s"
     )
 
 

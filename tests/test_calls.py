@@ -571,6 +571,7 @@ def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     spec.loader.exec_module(bench)
     llm.engine.steps = []
     generate(llm, random_prompts(12), SamplingParams(max_tokens=6, ignore_eos=True))
-    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run")
+    assert llm.engine.steps[-1].preemptions == llm.engine.scheduler.num_preemptions
+    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run", llm.num_kvcache_blocks)
     llm.engine.steps = None
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -156,8 +156,16 @@ class LLMEngine:
         self.total.peak_blocks = max(self.total.peak_blocks, used)
         self.last_call.peak_blocks = max(self.last_call.peak_blocks, used)
         if self.steps is not None:
-            counts = scheduler.num_running, len(scheduler.waiting), num_prefills, num_decodes, used
-            self.steps.append(StepRecord(perf_counter(), *counts))
+            record = StepRecord(
+                time=perf_counter(),
+                running=scheduler.num_running,
+                waiting=len(scheduler.waiting),
+                prefill_tokens=num_prefills,
+                decode_tokens=num_decodes,
+                blocks_in_use=used,
+                preemptions=scheduler.num_preemptions,
+            )
+            self.steps.append(record)
 
     def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
