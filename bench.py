@@ -1,14 +1,17 @@
 """Measure throughput and latency, and compare with vLLM or transformers.
 
-    python bench.py                                         the default workload for this machine
+    python bench.py                                 the default workload for this machine
     python bench.py --model qwen3-8b --workload bench,latency
-    python bench.py --compare vllm                          both engines in turn, each in a process of its own
+    python bench.py --compare vllm                  both engines in turn, in processes of their own
     python bench.py --compare transformers --workload laptop --model tiny
-    python bench.py --plot run.png                          a picture of the run, step by step
-    python bench.py --host                                  what a step costs the host, with the device left out
+    python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
+    python bench.py --plot run.png                  a picture of the run, step by step
+    python bench.py --host                          what a step costs the host, without the device
 
-Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random weights, so that nothing is
-downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b. Times are the best of --repeat runs.
+Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
+weights, so that nothing is downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b.
+Times are the best of --repeat runs. The library's default options are measured, those that every
+user gets, but for what --options says.
 """
 
 import argparse
@@ -24,9 +27,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
-from shutil import which
 
-# hidden, layers, heads, KV heads, head size, intermediate (of an expert), experts, experts of a token, tied head
+# hidden, layers, heads, KV heads, head size, intermediate (of an expert), experts, experts of a
+# token, tied head
 SHAPES = {
     "qwen3-0.6b": (1024, 28, 16, 8, 128, 3072, 1, 1, True),
     "qwen3-1.7b": (2048, 28, 16, 8, 128, 6144, 1, 1, True),
@@ -44,14 +47,19 @@ WORKLOADS = {
     "long": "64 requests, 3000 in, 512 out",
     "many": "2048 requests, 16-128 in, 16-128 out",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
+    "small": "8 requests, 16-128 in, 32 out, greedy",
 }
-# Prompts in parts that stay in a core's cache, and kernels in C++ where there is a compiler for them.
-CPU_OPTIONS = '{"cpp_kernels": true, "max_num_batched_tokens": 2048}'
+GREEDY = ("laptop", "small")
+EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
+SHOWN = sys.stderr.isatty()  # the engines' progress bars
 Work = list[tuple[list[int], int]]  # prompt, output length
 
 
 def workloads() -> Iterator[tuple[str, Work]]:
-    """Every workload but "laptop", drawn in this order from one stream: what was measured elsewhere to the token."""
+    """Every workload but the greedy ones, drawn in this order from one stream.
+
+    They are what was measured elsewhere, to the token.
+    """
     r = Random(0)
 
     def ids(n: int) -> list[int]:
@@ -70,14 +78,23 @@ def workloads() -> Iterator[tuple[str, Work]]:
 def workload(name: str, vocab: int) -> Work:
     if name == "laptop":
         r = Random(0)
-        work = [([r.randrange(vocab) for _ in range(r.randint(16, 256))], r.randint(16, 256)) for _ in range(64)]
+        work = [
+            ([r.randrange(vocab) for _ in range(r.randint(16, 256))], r.randint(16, 256))
+            for _ in range(64)
+        ]
+    elif name == "small":
+        r = Random(0)
+        work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
     else:
         work = next(work for key, work in workloads() if key == name)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
 
 
 def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
-    """Change the first token of each prompt, so that a prefix cache helps inside a workload but not between repeats."""
+    """Change the first token of each prompt.
+
+    So a prefix cache helps inside a workload, but not between repeats.
+    """
     first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
     return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
 
@@ -92,17 +109,39 @@ def model_folder(name: str) -> tuple[str, bool]:
         return name, False
     hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, tied = SHAPES[name]
     config = dict(
-        architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=VOCAB, hidden_size=hidden,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        intermediate_size=intermediate, tie_word_embeddings=tied, hidden_act="silu", rms_norm_eps=1e-6,
-        rope_theta=1000000, max_position_embeddings=40960, attention_bias=False, use_sliding_window=False,
-        sliding_window=None, initializer_range=0.02, torch_dtype="bfloat16", bos_token_id=151643, eos_token_id=151645,
-    )  # fmt: skip
+        architectures=["Qwen3ForCausalLM"],
+        model_type="qwen3",
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=intermediate,
+        tie_word_embeddings=tied,
+        hidden_act="silu",
+        rms_norm_eps=1e-6,
+        rope_theta=1000000,
+        max_position_embeddings=40960,
+        attention_bias=False,
+        use_sliding_window=False,
+        sliding_window=None,
+        initializer_range=0.02,
+        torch_dtype="bfloat16",
+        bos_token_id=151643,
+        eos_token_id=151645,
+    )
     if experts > 1:
         config |= dict(
-            architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", moe_intermediate_size=intermediate,
-            num_experts=experts, num_experts_per_tok=active, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
-        )  # fmt: skip
+            architectures=["Qwen3MoeForCausalLM"],
+            model_type="qwen3_moe",
+            moe_intermediate_size=intermediate,
+            num_experts=experts,
+            num_experts_per_tok=active,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
     folder = Path(tempfile.gettempdir()) / f"nanovllm-bench-{os.getuid()}" / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -125,8 +164,10 @@ class NanovllmEngine:
     def run(self, work: Work, temperature: float) -> int:
         from nanovllm import SamplingParams
 
-        params = [SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work]
-        outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
+        ]
+        outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
         return sum(len(output["token_ids"]) for output in outputs)
 
 
@@ -148,9 +189,12 @@ class VllmEngine:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False) for _, n in work
+            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+            for _, n in work
         ]
-        outputs = self.llm.generate([dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=False)
+        outputs = self.llm.generate(
+            [dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=SHOWN
+        )
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
@@ -181,12 +225,20 @@ class TransformersEngine:
             for i, (prompt, _) in enumerate(batch):
                 ids[i, width - len(prompt) :] = torch.tensor(prompt)
                 mask[i, width - len(prompt) :] = 1
-            sampling = dict(do_sample=True, temperature=temperature) if temperature else dict(do_sample=False)
+            sampling = (
+                dict(do_sample=True, temperature=temperature)
+                if temperature
+                else dict(do_sample=False)
+            )
             with torch.inference_mode():
                 self.model.generate(
-                    ids.to(self.device), attention_mask=mask.to(self.device), min_new_tokens=length,
-                    max_new_tokens=length, pad_token_id=0, **sampling,
-                )  # fmt: skip
+                    ids.to(self.device),
+                    attention_mask=mask.to(self.device),
+                    min_new_tokens=length,
+                    max_new_tokens=length,
+                    pad_token_id=0,
+                    **sampling,
+                )
             total += sum(n for _, n in batch)  # the rest of each row was made for nothing
         return total
 
@@ -197,23 +249,29 @@ ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": Trans
 def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
     """Seconds below which no engine comes on one GPU. Either bound may be the higher one:
 
-    - bytes, then prompts: each step reads the weights once and each running sequence's K and V once, a common prefix's
-      once for all; the prompts' tokens take two operations a parameter. Steps hold at most 512 sequences.
+    - bytes, then prompts: each step reads the weights once and each running sequence's K and V
+      once, a common prefix's once for all; the prompts' tokens take two operations a parameter.
+      Steps hold at most 512 sequences.
     - all operations: those, the same for tokens drawn, the head, and attention within prompts.
 
-    Of experts, a step reads as many as its tokens would pick at random, and a token computes with its own alone.
+    Of experts, a step reads as many as its tokens would pick at random, and a token computes with
+    its own alone.
     """
     if model not in SHAPES:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, _ = SHAPES[model]
     expert = layers * 3 * hidden * intermediate
-    others = layers * (2 * hidden * (heads + kv_heads) * head_dim + (hidden * experts if experts > 1 else 0))
+    others = layers * (
+        2 * hidden * (heads + kv_heads) * head_dim + (hidden * experts if experts > 1 else 0)
+    )
     body = others + active * expert
     head = VOCAB * hidden
     kv_bytes = layers * kv_heads * head_dim * 2 * 2
     drawn = sum(n for _, n in work)
     weights_read, left, step = 0.0, 0, 0
-    while left or step < max(n for _, n in work):  # all run from the first step on; those over 512 wait for a later one
+    while left or step < max(
+        n for _, n in work
+    ):  # all run from the first step on; those over 512 wait for a later one
         left += sum(n > step for _, n in work)
         rows, step = min(left, 512), step + 1
         left -= rows
@@ -223,7 +281,9 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work)
     kv_read = (kv_read - spared * sum(n - 1 for _, n in work[1:])) * kv_bytes
     prompt_ops = 2 * body * (sum(len(prompt) for prompt, _ in work) - spared * (len(work) - 1))
-    pairs = (sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)) / 2  # of query and key
+    pairs = (
+        sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)
+    ) / 2  # of query and key
     all_ops = prompt_ops + 2 * (body + head) * drawn + 4 * layers * heads * head_dim * pairs
     return max((kv_read + weights_read * 2) / bandwidth + prompt_ops / flops, all_ops / flops)
 
@@ -260,77 +320,115 @@ def measure(args: argparse.Namespace) -> list[dict]:
     """Run the workloads on one engine in this process."""
     folder, dummy = model_folder(args.model)
     limits = ceilings() if args.model in SHAPES else None
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     engine = ENGINES[args.engine](folder, dummy, args)
     engine.run([([1, 2, 3], 16)], 0.0)
-    startup = time.perf_counter() - begun
-    if args.options != "{}":
-        print(f"{args.engine:>12}  with {args.options}", flush=True)
+    common = dict(
+        engine=args.engine,
+        model=args.model,
+        startup_seconds=time.perf_counter() - begin,
+        device=device_name(),
+        options=json.loads(args.options),
+        versions=versions(args.engine),
+    )
+    print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
     rows = []
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
-        temperature = 0.0 if name == "laptop" else 0.6
-        seconds = []
-        for repeat in range(args.repeat):
-            fresh = refresh(work, name, repeat, engine.vocab)
-            if args.plot:
-                engine.llm.engine.steps = []  # to which the engine adds a record of each step
-            begin = time.perf_counter()
-            tokens = engine.run(fresh, temperature)
-            seconds.append(time.perf_counter() - begin)
-        wanted = sum(n for _, n in work)
-        if tokens != wanted:
-            raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
-        best = min(seconds)
+        seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
+        tokens, best = sum(n for _, n in work), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
-        rows.append(
-            dict(
-                engine=args.engine, model=args.model, workload=name, seconds=best, runs=seconds, output_tokens=tokens,
-                output_tokens_per_second=tokens / best, startup_seconds=startup,
-                roofline_seconds=limit, roofline_fraction=limit / best if limit else None,
-                device=device_name(), versions=versions(args.engine),
-            )
-        )  # fmt: skip
-        print_row(rows[-1])
+        row = common | dict(
+            workload=name,
+            seconds=best,
+            runs=seconds,
+            output_tokens=tokens,
+            output_tokens_per_second=tokens / best,
+            roofline_seconds=limit,
+            roofline_fraction=limit / best if limit else None,
+        )
+        rows.append(row)
+        print_row(row)
         if args.plot:
-            path = args.plot if args.workload == name else args.plot.with_stem(f"{args.plot.stem}-{name}")
-            plot(engine.llm.engine.steps, path, f"{args.model}, {name}: {WORKLOADS[name]}")
+            stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+            path = args.plot.with_stem(stem)
+            setting = f"{common['device']}, {options_name(args.options)}"
+            title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
+            plot(engine.llm.engine.steps, path, title, engine.llm.num_kvcache_blocks)
             print(f"              drawn in {path}")
     return rows
 
 
-def plot(steps: list, path: Path, title: str) -> None:
-    """Draw sequences, tokens of a step and KV blocks in use over the time of a run."""
+def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
+    """Run a workload, with prompts of its own in each repeat; returns the seconds it took."""
+    print(f"{name}: run {repeat + 1} of {args.repeat}", file=sys.stderr, flush=True)
+    fresh = refresh(work, name, repeat, engine.vocab)
+    if args.plot:
+        engine.llm.engine.steps = []  # to which the engine adds a record of each step
+    begin = time.perf_counter()
+    tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+    seconds = time.perf_counter() - begin
+    wanted = sum(n for _, n in work)
+    if tokens != wanted:
+        raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
+    return seconds
+
+
+def options_name(options: str) -> str:
+    return "the library's default options" if options == "{}" else f"options {options}"
+
+
+def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
+    """Draw a run over time: sequences, tokens of steps and of seconds, KV blocks."""
     from matplotlib.figure import Figure
 
     times = [step.time - steps[0].time for step in steps]
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    sequences, tokens, blocks = figure.subplots(3, 1, sharex=True)
+    figure = Figure(figsize=(11, 10), layout="constrained")
+    sequences, tokens, rates, blocks = figure.subplots(4, 1, sharex=True)
     figure.suptitle(title)
     sequences.plot(times, [step.running for step in steps], label="running")
     sequences.plot(times, [step.waiting for step in steps], label="waiting")
+    sequences.plot(times, [step.preemptions for step in steps], ":", label="preempted so far")
     sequences.set_ylabel("sequences")
-    # From one token to a whole budget of prompts: only a logarithm shows both. A step without prompts has no dot.
-    prefills = [(at, step.prefill_tokens) for at, step in zip(times, steps) if step.prefill_tokens]
-    tokens.plot(*zip(*prefills), ".", label="prefill")
-    decodes = [(at, step.decode_tokens) for at, step in zip(times, steps) if step.decode_tokens]
-    if decodes:
-        tokens.plot(*zip(*decodes), ".", label="decode")
-    tokens.set_yscale("log")
     tokens.set_ylabel("tokens of a step")
+    rates.set_ylabel("tokens a second")
+    for kind in ("prefill", "decode"):
+        counts = [getattr(step, f"{kind}_tokens") for step in steps]
+        dots = [(at, count) for at, count in zip(times, counts) if count]
+        if dots:
+            tokens.plot(*zip(*dots), ".", label=kind)
+            rates.stairs(*tokens_a_second(times, counts), label=kind)
+    # From one token to a whole budget of prompts: only a logarithm shows both.
+    tokens.set_yscale("log")
     blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    blocks.axhline(num_blocks, color="gray", linestyle="--", label=f"capacity: {num_blocks:,}")
     blocks.set_ylabel("KV blocks")
     blocks.set_xlabel("seconds")
-    for axes in (sequences, tokens, blocks):
-        axes.legend(loc="upper right")
+    for axes in (sequences, tokens, rates, blocks):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def tokens_a_second(
+    times: list[float], counts: list[int], num_spans: int = 60
+) -> tuple[list[float], list[float]]:
+    """Rates within equal spans of a run, and the edges of the spans."""
+    span = max(times[-1], 1e-6) / num_spans
+    totals = [0] * num_spans
+    for at, count in zip(times, counts):
+        totals[min(int(at / span), num_spans - 1)] += count
+    return [total / span for total in totals], [i * span for i in range(num_spans + 1)]
 
 
 def device_name() -> str:
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
 
 
 def versions(engine: str) -> dict[str, str]:
@@ -344,7 +442,9 @@ def versions(engine: str) -> dict[str, str]:
 
 
 def print_row(row: dict) -> None:
-    fraction = f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
+    fraction = (
+        f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
+    )
     print(
         f"{row['engine']:>12}  {row['model']}  {row['workload']:<8} {row['seconds']:8.3f} s  "
         f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
@@ -358,27 +458,53 @@ def compare(args: argparse.Namespace) -> list[dict]:
     for engine in ("nanovllm", args.compare):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             own = ["--options", args.options] if engine == "nanovllm" else []
-            command = [sys.executable, __file__, "--engine", engine, "--model", args.model, "--workload", args.workload]
-            command += ["--repeat", str(args.repeat), "--max-model-len", str(args.max_model_len), "--json", file.name]
+            command = [
+                sys.executable,
+                __file__,
+                "--engine",
+                engine,
+                "--model",
+                args.model,
+                "--workload",
+                args.workload,
+            ]
+            command += [
+                "--repeat",
+                str(args.repeat),
+                "--max-model-len",
+                str(args.max_model_len),
+                "--json",
+                file.name,
+            ]
             command += ["--tensor-parallel-size", str(args.tensor_parallel_size), *own]
             if subprocess.run(command).returncode:
                 sys.exit(f"bench.py: {engine} failed (its error is above)")
             results[engine] = {row["workload"]: row for row in json.load(open(file.name))}
     ours, theirs = results["nanovllm"], results[args.compare]
     one = next(iter(ours.values()))
-    print(f"\n{args.model} on {one['device']}; seconds, best of {args.repeat}; nanovllm with {args.options}\n")
-    print(f"| workload | nanovllm | {args.compare} | {args.compare} / nanovllm | nanovllm of roofline |")
+    print(
+        f"\n{args.model} on {one['device']}; seconds, best of {args.repeat}; "
+        f"nanovllm: {options_name(args.options)}\n"
+    )
+    print(
+        f"| workload | nanovllm | {args.compare} | {args.compare} / nanovllm "
+        "| nanovllm of roofline |"
+    )
     print("| --- | --- | --- | --- | --- |")
     for name, row in ours.items():
         fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
         other = theirs[name]["seconds"]
-        print(f"| {name} | {row['seconds']:.3f} | {other:.3f} | {other / row['seconds']:.2f} | {fraction} |")
-    print(f"| start to first token | {one['startup_seconds']:.1f} | {next(iter(theirs.values()))['startup_seconds']:.1f} | | |")
+        print(
+            f"| {name} | {row['seconds']:.3f} | {other:.3f} | {other / row['seconds']:.2f} "
+            f"| {fraction} |"
+        )
+    start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
+    print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
     return [row for rows in results.values() for row in rows.values()]
 
 
 def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400) -> None:
-    """Schedule and commit of decode steps, with a runner that computes nothing: milliseconds of host time a step."""
+    """Schedule and commit with a runner that computes nothing: milliseconds of a step."""
     from nanovllm import SamplingParams
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.scheduler import Scheduler
@@ -394,7 +520,9 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
         r = Random(0)
         for i in range(count):
             prompt = [r.randrange(VOCAB) for _ in range(r.randint(100, 300))]
-            scheduler.add(Sequence(i, prompt, SamplingParams(max_tokens=1024), max_len=len(prompt) + 1024))
+            scheduler.add(
+                Sequence(i, prompt, SamplingParams(max_tokens=1024), max_len=len(prompt) + 1024)
+            )
         while len(scheduler.running) < count:
             batch = scheduler.schedule()
             scheduler.commit([1] * (len(batch.decode_slots) + len(batch.first_samples)))
@@ -406,58 +534,76 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
             seconds.append(time.perf_counter() - begin)
         seconds.sort()
         print(
-            f"{count:5} running sequences: {seconds[steps // 2] * 1e3:.3f} ms a step (median of {steps}; "
+            f"{count:5} running sequences: {seconds[steps // 2] * 1e3:.3f} ms a step "
+            f"(median of {steps}; "
             f"mean {sum(seconds) / steps * 1e3:.3f}, worst {seconds[-1] * 1e3:.3f})"
         )
 
 
-def main() -> None:
+def make_parser() -> argparse.ArgumentParser:
+    names = "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="workloads:\n" + "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items()),
+        epilog=f"workloads:\n{names}",
     )
-    parser.add_argument("--engine", choices=ENGINES, default="nanovllm")
-    parser.add_argument("--compare", choices=[name for name in ENGINES if name != "nanovllm"], help="run this engine too")
-    parser.add_argument("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
-    parser.add_argument("--workload", help="one or several, separated by commas; default: bench on a GPU, laptop without one")
-    parser.add_argument("--repeat", type=int, default=2)
-    parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--tensor-parallel-size", type=int, default=1)
-    parser.add_argument("--options", help=f"further options of the engine's LLM, as JSON; default on a CPU: {CPU_OPTIONS}")
-    parser.add_argument("--json", metavar="FILE", help="write the measurements there")
-    parser.add_argument("--plot", metavar="PNG", type=Path, help="draw each workload's last run there; needs matplotlib")
-    parser.add_argument("--host", action="store_true", help="measure the host's cost of a step and nothing else")
-    args = parser.parse_args()
-    if args.host:
-        return host_cost()
-    if args.model is None or args.workload is None or args.options is None:
-        import torch
+    add = parser.add_argument
+    others = [name for name in ENGINES if name != "nanovllm"]
+    add("--engine", choices=ENGINES, default="nanovllm")
+    add("--compare", choices=others, help="run this engine too")
+    add("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
+    help = "one or several, separated by commas; default: bench on a GPU, laptop without one"
+    add("--workload", help=help)
+    add("--repeat", type=int, default=2)
+    add("--max-model-len", type=int, default=4096)
+    add("--tensor-parallel-size", type=int, default=1)
+    help = f"options of the engine's LLM instead of its defaults, as JSON such as {EXAMPLE}"
+    add("--options", default="{}", help=help)
+    add("--json", metavar="FILE", help="write the measurements there")
+    help = "draw each workload's last run there; needs matplotlib"
+    add("--plot", metavar="PNG", type=Path, help=help)
+    add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
+    return parser
 
-        on_gpu = torch.cuda.is_available()
-        model, work = ("qwen3-0.6b", "bench") if on_gpu else ("tiny", "laptop")
-        args.model, args.workload = args.model or model, args.workload or work
-        if args.options is None:
-            args.options = CPU_OPTIONS if not on_gpu and args.engine == "nanovllm" and which("g++") else "{}"
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what is wrong."""
     if unknown := [name for name in args.workload.split(",") if name not in WORKLOADS]:
-        parser.error(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
+        raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
     if args.repeat < 1:
-        parser.error(f"--repeat is {args.repeat}: use 1 or more")
+        raise ValueError(f"--repeat is {args.repeat}: use 1 or more")
     try:
         options = json.loads(args.options)
     except ValueError as error:
-        parser.error(f"--options {args.options}: use JSON such as {CPU_OPTIONS} ({error})")
-    if not isinstance(options, dict) or "max_model_len" in options or "tensor_parallel_size" in options:
-        parser.error(f"--options {args.options}: use an object of LLM's options, but for those that have their own here")
+        raise ValueError(f"--options {args.options}: use JSON such as {EXAMPLE} ({error})")
+    if not isinstance(options, dict) or {"max_model_len", "tensor_parallel_size"} & set(options):
+        raise ValueError(
+            f"--options {args.options}: use an object of LLM's options, but for those that have "
+            "their own here"
+        )
     for path in (args.json, args.plot):
         if path and not Path(path).absolute().parent.is_dir():
-            parser.error(f"{path} is in no folder that exists")
+            raise ValueError(f"{path} is in no folder that exists")
     if args.plot:
         if args.compare or args.engine != "nanovllm":
-            parser.error("--plot draws nanovllm's own steps: leave --compare and --engine out")
+            raise ValueError("--plot draws nanovllm's own steps: leave --compare and --engine out")
         if not find_spec("matplotlib"):
-            parser.error("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
+            raise ValueError("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    if args.host:
+        return host_cost()
+    if args.model is None or args.workload is None:
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+        args.model = args.model or ("qwen3-0.6b" if on_gpu else "tiny")
+        args.workload = args.workload or ("bench" if on_gpu else "laptop")
     try:
+        check(args)
         rows = compare(args) if args.compare else measure(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))

@@ -1,18 +1,17 @@
 """Complete a few prompts, and see what they become and how fast.
 
-    python example.py                                          the tiny code model in the package: nothing is downloaded
+    python example.py                           the tiny code model in the package: no download
     python example.py --prompt "def is_prime(n):" --temperature 0 --max-tokens 100
     python example.py --model Qwen/Qwen3-0.6B --prompt "Why is the sky blue?"
 
-All prompts are completed together, then the first of them once more alone, its text shown as it grows. A model that
-has a chat template gets each prompt as a user's message. It runs on the GPU where there is one, on the CPU otherwise.
+All prompts are completed together, then the first of them once more alone, its text shown as it
+grows. A model that has a chat template gets each prompt as a user's message. It runs on the GPU
+where there is one, on the CPU otherwise.
 """
 
 import argparse
 import sys
 import time
-
-import torch
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 
@@ -22,12 +21,18 @@ CODE = [
     "import os\nimport sys\n\ndef main():",
     "def is_prime(n):",
 ]
-QUESTIONS = ["Introduce yourself in two sentences.", "List the prime numbers below 50.", "Why is the sky blue?"]
+QUESTIONS = [
+    "Introduce yourself in two sentences.",
+    "List the prime numbers below 50.",
+    "Why is the sky blue?",
+]
 LINE = "-" * 80
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--model",
         default=str(TINY_MODEL),
@@ -35,30 +40,42 @@ def parse_args() -> argparse.Namespace:
         help="a folder or a hub id; default: the model in the package",
     )
     parser.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="repeat it for several; default: some that suit the model"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="repeat it for several; default: some that suit the model",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.6, help="0: always the likeliest token (default: %(default)s)"
+        "--temperature",
+        type=float,
+        default=0.6,
+        help="0: always the likeliest token (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=64, help="the most new tokens of a prompt (default: %(default)s)"
+        "--max-tokens",
+        type=int,
+        default=64,
+        help="the most new tokens of a prompt (default: %(default)s)",
     )
     parser.add_argument(
-        "--tensor-parallel-size", type=int, default=1, help="GPUs to split the model over (default: %(default)s)"
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        help="GPUs to split the model over (default: %(default)s)",
     )
     parser.add_argument(
-        "--enforce-eager", action="store_true", help="run without CUDA graphs: starts sooner, runs slower"
+        "--enforce-eager",
+        action="store_true",
+        help="run without CUDA graphs: starts sooner, runs slower",
     )
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> None:
-    # What is wrong with the request is said before the model is loaded. A seed makes the draws the same in each run.
+    # What is wrong here is said before the model is loaded. The seed: the same text in each run.
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
-    begin = time.perf_counter()
-    with LLM(args.model, tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager) as llm:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-        print(f"{args.model} on {device}, ready after {time.perf_counter() - begin:.1f} s")
+    options = dict(tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager)
+    with LLM(args.model, **options) as llm:  # says in a line what it has loaded, and where
         is_chat = llm.has_chat_template
         prompts = args.prompt or (QUESTIONS if is_chat else CODE)
         if len(prompts) > 1:
@@ -78,23 +95,23 @@ def complete_together(llm: LLM, prompts: list[str], params: SamplingParams, is_c
         print(output["text"])
     count = sum(len(output["token_ids"]) for output in outputs)
     print(
-        f"{LINE}\n{len(prompts)} prompts together: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s\n"
+        f"{LINE}\n{len(prompts)} prompts together: {count} tokens in {seconds:.2f} s, "
+        f"{count / seconds:,.0f} tokens/s\n"
     )
 
 
 def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool) -> None:
     show_prompt(prompt, is_chat)
-    if is_chat:
-        prompt = llm.tokenizer.apply_chat_template(as_chat(prompt), add_generation_prompt=True, return_dict=False)
+    stream = llm.stream_chat(as_chat(prompt), params) if is_chat else llm.stream(prompt, params)
     count, begin = 0, time.perf_counter()
-    for _, text, token_ids, _ in llm.stream(prompt, params):
+    for _, text, token_ids, _ in stream:
         print(text, end="", flush=True)
         count += len(token_ids)
     seconds = time.perf_counter() - begin
     first = llm.metrics()["last_call"]["time_to_first_token"]["median"]
     print(
-        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} tokens/s, "
-        f"first after {first:.3f} s"
+        f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, "
+        f"{count / seconds:,.0f} tokens/s, first after {first:.3f} s"
     )
 
 
@@ -111,7 +128,11 @@ if __name__ == "__main__":
     args = parse_args()
     try:
         main(args)
-    except (ValueError, TypeError, OSError) as error:  # what the user can put right; the message says how
+    except (
+        ValueError,
+        TypeError,
+        OSError,
+    ) as error:  # what the user can put right; the message says how
         print(f"example.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -1,13 +1,16 @@
-"""The user's options: frozen, validated, each error naming field, value and remedy.
+"""The user's options: frozen, checked, each error with field, value and remedy.
 
-Holds what the user asked for. What the engine discovers (the checkpoint's dtype, the number of KV blocks that fit, the
-length the model supports) is returned by whoever discovers it and never written back here.
+Holds what the user asked for. What is found out later (the checkpoint's dtype, how many KV blocks
+fit, the length that the model supports) is returned by whoever finds it out, and never written back
+here.
 """
 
-import difflib
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Any
+
+from nanovllm.checks import as_integer, as_number, refuse_unknown_names, shown
 
 
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
@@ -15,13 +18,17 @@ MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used
 
 @dataclass(frozen=True)
 class Config:
-    """Options of `LLM`. Sizes are counted in tokens unless the name says otherwise.
+    """Options of `LLM`. Sizes are counted in tokens unless the name says otherwise. Integers may be
+    NumPy's.
+
+    A value of a wrong type raises TypeError, one out of range ValueError.
 
     model: a folder in Hugging Face form, or a hub id such as "Qwen/Qwen3-0.6B".
     max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
     max_num_seqs: sequences that run at the same time.
     max_model_len: prompt plus output of one request; the model's own limit applies if it is lower.
-    gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache included.
+    gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache
+        included.
     tensor_parallel_size: ranks the model is split over.
     enforce_eager: run without CUDA graphs.
     kvcache_block_size: tokens of a KV block.
@@ -31,12 +38,14 @@ class Config:
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
-    kernels: what the model's layers compute with. "auto": what is made by hand for the device; "plain": PyTorch alone;
-        "compile": torch.compile makes them of the plain layers; "cpp": on a CPU, C++, compiled at the start by g++ or
-        clang++, for float32.
-    overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a CPU no.
+    kernels: what the model's layers compute with. "auto": what is made by hand for the device;
+        "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
+        CPU, C++, compiled at the start by g++ or clang++, for float32.
+    overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a
+        CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
-    symmetric_memory: let ranks read each other's GPU memory, which makes their sums faster, where they can.
+    symmetric_memory: let ranks read each other's GPU memory, which makes their sums faster, where
+        they can.
     start_timeout: seconds within which all ranks must have loaded the model.
     step_timeout: seconds within which the ranks must answer a step.
     """
@@ -63,62 +72,77 @@ class Config:
     step_timeout: float = 60.0
 
     @classmethod
-    def from_options(cls, model: str, options: dict[str, Any]) -> "Config":
-        """Build a config from keyword options; an unknown one raises TypeError and names the nearest."""
-        known = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"the options are {', '.join(known)}"
-                raise TypeError(f"LLM has no option {name!r}: {hint}")
-        return cls(model, **options)
+    def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
+        """Build a config from keyword options; TypeError names the one nearest to an unknown."""
+        refuse_unknown_names("LLM", "option", options, cls.__dataclass_fields__)
+        return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise TypeError(f"model is {self.model!r}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'")
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size"):
-            self._check_int(name, 1)
+            raise TypeError(
+                f"model is {shown(self.model)}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'"
+            )
+        self._check_integer("max_num_batched_tokens", 1)
+        self._check_integer("max_num_seqs", 1)
         if self.max_num_seqs > MAX_NUM_SEQS:
             raise ValueError(f"max_num_seqs is {self.max_num_seqs}: use {MAX_NUM_SEQS} or less")
-        self._check_int("kvcache_block_size", 16)
+        self._check_integer("max_model_len", 1)
+        self._check_integer("tensor_parallel_size", 1)
+        self._check_integer("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
-            raise ValueError(f"kvcache_block_size is {self.kvcache_block_size}: use a multiple of 16")
+            raise ValueError(
+                f"kvcache_block_size is {self.kvcache_block_size}: use a multiple of 16"
+            )
         if self.num_kvcache_blocks is not None:
-            self._check_int("num_kvcache_blocks", 1)
+            self._check_integer("num_kvcache_blocks", 1)
         if self.seed is not None:
-            self._check_int("seed", 0)
-        if not isinstance(self.gpu_memory_utilization, (int, float)) or isinstance(self.gpu_memory_utilization, bool):
-            raise TypeError(f"gpu_memory_utilization is {self.gpu_memory_utilization!r}: use a number such as 0.9")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}: use a fraction above 0, at most 1")
-        self._check_seconds("start_timeout")
-        self._check_seconds("step_timeout")
-        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory", "overlap"):
-            if not isinstance(getattr(self, name), bool) and not (name == "overlap" and self.overlap is None):
-                raise TypeError(f"{name} is {getattr(self, name)!r}: use True or False")
+            self._check_integer("seed", 0)
+        self._check_number(
+            "gpu_memory_utilization", 1, "a number such as 0.9", "a fraction above 0, at most 1"
+        )
+        for name in ("start_timeout", "step_timeout"):
+            self._check_number(
+                name, 1e6, "a number of seconds", "a number of seconds above 0, at most 1e6"
+            )
+        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory"):
+            self._check_choice(name, (True, False), TypeError, "True or False")
+        self._check_choice("overlap", (True, False, None), TypeError, "True or False")
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("kernels", ("auto", "plain", "compile", "cpp"))
         self._check_choice("attention_backend", ("auto", "flash-attn", "triton", "torch"))
-        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device is {self.device!r}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")
+        if not isinstance(self.device, str) or not re.fullmatch(
+            r"auto|cpu|cuda(:\d+)?", self.device
+        ):
+            raise ValueError(
+                f"device is {shown(self.device)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'"
+            )
 
-    def _check_int(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}: use an integer")
-        if value < least:
-            raise ValueError(f"{name} is {value}: use {least} or more")
+    def _check_integer(self, name: str, least: int) -> None:
+        value = as_integer(getattr(self, name))
+        if value is None:
+            raise TypeError(f"{name} is {shown(getattr(self, name))}: use an integer")
+        if not least <= value < 2**63:
+            raise ValueError(f"{name} is {shown(value)}: use {least} or more, below 2**63")
+        object.__setattr__(self, name, value)
 
-    def _check_seconds(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}: use a number of seconds")
-        if not 0 < value <= 1e6:
-            raise ValueError(f"{name} is {value}: use a number of seconds above 0, at most 1e6")
+    def _check_number(self, name: str, most: float, kind: str, remedy: str) -> None:
+        value = as_number(getattr(self, name))
+        if value is None:
+            raise TypeError(f"{name} is {shown(getattr(self, name))}: use {kind}")
+        if not 0 < value <= most:
+            raise ValueError(f"{name} is {shown(value)}: use {remedy}")
+        object.__setattr__(self, name, float(value))
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+    def _check_choice(
+        self,
+        name: str,
+        choices: tuple[Any, ...],
+        error: type[Exception] = ValueError,
+        remedy: str = "",
+    ) -> None:
         value = getattr(self, name)
-        # An array, compared with a name, gives an array and no answer.
-        if not isinstance(value, str) or value not in choices:
-            raise ValueError(f"{name} is {value!r}: use one of {', '.join(map(repr, choices))}")
+        # By type first: 1 equals True, and an array compares with anything, item by item.
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            remedy = remedy or f"one of {', '.join(map(repr, choices))}"
+            raise error(f"{name} is {shown(value)}: use {remedy}")

@@ -1,108 +1,227 @@
-"""Check what a call asks for, all of it before any of it is queued."""
+"""Check what a call asks for, all of it before any of it is queued.
 
-from collections.abc import Sequence as SequenceOf
-from reprlib import repr  # cuts what is long, or nested so deep that the built-in one raises
+Every error names the place, the value and the remedy: TypeError for what is of a wrong type,
+ValueError for the rest.
+"""
 
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.checks import as_integer, shown
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
+
+Request = tuple[list[int], SamplingParams]  # the prompt's token ids, and what is asked for
 
 
-def split_prompts(prompts) -> list[str] | list[list[int]]:
+class Inputs:
+    """Makes requests of what a user gives, if an engine can serve them."""
+
+    def __init__(self, config: Config, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = engine.vocab_size
+        self.max_model_len = engine.max_model_len
+        self.num_blocks = engine.runner.info.num_blocks
+
+    def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """Prompts of text or of token ids, one or several; parameters for all or for each."""
+        prompts = _split_prompts(prompts)
+        if prompts and isinstance(prompts[0], str):
+            prompts = self._encode(prompts)
+        return self._requests("prompts", prompts, sampling_params)
+
+    def from_chats(
+        self, messages: Any, sampling_params: Any, options: dict[str, Any]
+    ) -> list[Request]:
+        """One conversation or several; `options` go to the chat template."""
+        chats = _split_chats(messages)
+        tokenizer = self.tokenizer
+        if tokenizer is None or not (tokenizer.has_chat_template or "chat_template" in options):
+            raise ValueError(
+                "the model has no chat template: use generate, "
+                "or give one in chat_template_kwargs['chat_template']"
+            )
+        return self._requests("messages", tokenizer.encode_chats(chats, options), sampling_params)
+
+    def _encode(self, prompts: list[Any]) -> list[list[int]]:
+        if self.tokenizer is None:
+            raise ValueError(
+                "prompts holds text, but the model's folder has no tokenizer: "
+                "give token ids, or add tokenizer.json"
+            )
+        for i, prompt in enumerate(prompts):
+            if not isinstance(prompt, str):
+                raise TypeError(
+                    f"prompts[{i}] is a {type(prompt).__name__}: "
+                    "all prompts are text, or all are token ids"
+                )
+        return self.tokenizer.encode("prompts", prompts)
+
+    def _requests(self, name: str, prompts: list[Any], sampling_params: Any) -> list[Request]:
+        requests = []
+        for i, params in enumerate(_spread(sampling_params, len(prompts))):
+            token_ids = _token_ids(f"{name}[{i}]", prompts[i], self.vocab_size)
+            self._check_length(f"{name}[{i}]", len(token_ids))
+            self._check_params(f"sampling_params[{i}]", params)
+            if params.max_tokens is None:
+                room = self.max_model_len - len(token_ids)
+                params = replace(params, max_tokens=max(room, params.min_tokens))
+            self._check_room(f"{name}[{i}]", len(token_ids), params)
+            if params.n > 1:
+                self._check_completions(f"{name}[{i}]", len(token_ids), params)
+            requests.append((token_ids, params))
+        return requests
+
+    def _check_length(self, name: str, length: int) -> None:
+        if length == 0:
+            raise ValueError(f"{name} is empty: give at least one token")
+        if length < self.max_model_len:
+            return
+        if self.max_model_len < self.config.max_model_len:
+            raise ValueError(
+                f"{name} has {length} tokens, the model itself takes {self.max_model_len} of "
+                "prompt and output together: shorten it to leave room for one"
+            )
+        raise ValueError(
+            f"{name} has {length} tokens, max_model_len is {self.max_model_len}: "
+            "shorten it to leave room for one, or raise max_model_len"
+        )
+
+    def _check_params(self, name: str, params: SamplingParams) -> None:
+        _token_ids(f"{name}.stop_token_ids", params.stop_token_ids, self.vocab_size)
+        if params.min_tokens and len(set(params.stop_token_ids)) == self.vocab_size:
+            raise ValueError(
+                f"{name}.stop_token_ids holds the whole vocabulary, of which "
+                f"min_tokens={params.min_tokens} lets none be sampled: "
+                "leave a token out, or use min_tokens=0"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                "stop needs text, but the model's folder has no tokenizer: "
+                "use stop_token_ids, or add tokenizer.json"
+            )
+
+    def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
+        """The whole KV cache must hold the request at its longest."""
+        # K and V of the last token are never needed.
+        needed = min(length + params.max_tokens, self.max_model_len) - 1
+        cache_tokens = self.num_blocks * self.config.kvcache_block_size
+        if needed > cache_tokens:
+            raise ValueError(
+                f"{name} needs {needed} tokens of KV cache ({length} of prompt and "
+                f"max_tokens={params.max_tokens}), which holds {cache_tokens}: lower max_tokens, "
+                "shorten the prompt, or raise num_kvcache_blocks or gpu_memory_utilization"
+            )
+
+    def _check_completions(self, name: str, length: int, params: SamplingParams) -> None:
+        """All n completions begin at once.
+
+        Each has a block of its own where the prompt fills the last one only in part.
+        """
+        for option in ("max_num_seqs", "max_num_batched_tokens"):
+            if params.n > getattr(self.config, option):
+                raise ValueError(
+                    f"n is {params.n} for {name}, {option} is {getattr(self.config, option)}: "
+                    "lower the one or raise the other"
+                )
+        full, tail = divmod(length, self.config.kvcache_block_size)
+        needed = full + (params.n if tail else 0)
+        if needed > self.num_blocks:
+            raise ValueError(
+                f"n is {params.n} for {name}, which takes {needed} KV blocks to begin with, and "
+                f"there are {self.num_blocks}: "
+                "lower n, or raise num_kvcache_blocks or gpu_memory_utilization"
+            )
+
+
+def refuse_completions(requests: list[Request]) -> None:
+    """A stream is of one completion of each prompt."""
+    for i, (_, params) in enumerate(requests):
+        if params.n > 1:
+            raise ValueError(
+                f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, "
+                f"or give it {params.n} times"
+            )
+
+
+def _split_prompts(prompts: Any) -> list[Any]:
     """One prompt or several, as text or as token ids -> a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
-        raise TypeError(f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of token ids")
-    if prompts and isinstance(prompts[0], int):
+        raise TypeError(
+            f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
+            f"token ids{_hint(prompts)}"
+        )
+    if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
         return [list(prompts)]
     return list(prompts)
 
 
-def split_chats(messages) -> list[list[dict]]:
+def _split_chats(messages: Any) -> list[list[dict[str, Any]]]:
     """One conversation or several -> a list of conversations."""
     if not isinstance(messages, (list, tuple)):
-        raise TypeError(f"messages is a {type(messages).__name__}: give a list of messages, or a list of such lists")
+        raise TypeError(
+            f"messages is a {type(messages).__name__}: "
+            "give a list of messages, or a list of such lists"
+        )
     chats = [messages] if messages and isinstance(messages[0], dict) else messages
     for i, chat in enumerate(chats):
-        if not isinstance(chat, (list, tuple)) or not all(isinstance(message, dict) for message in chat):
-            raise TypeError(f'messages[{i}] is {repr(chat)}: a conversation is a list of {{"role": ..., "content": ...}}')
+        if not isinstance(chat, (list, tuple)) or not all(
+            isinstance(message, dict) for message in chat
+        ):
+            raise TypeError(
+                f"messages[{i}] is {shown(chat)}: a conversation is a list of "
+                '{"role": ..., "content": ...}'
+            )
     return list(chats)
 
 
-def spread_params(params, count: int) -> list[SamplingParams]:
+def _spread(params: Any, count: int) -> list[SamplingParams]:
     """One SamplingParams for all prompts, or one for each -> one for each."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
     if not isinstance(params, (list, tuple)):
-        raise TypeError(f"sampling_params is a {type(params).__name__}: give a SamplingParams or a list of them")
+        raise TypeError(
+            f"sampling_params is a {type(params).__name__}: give a SamplingParams or a list of them"
+        )
     if len(params) != count:
         raise ValueError(
-            f"sampling_params has {len(params)} entries for {count} prompts: give one for all, or one for each prompt"
+            f"sampling_params has {len(params)} entries for {count} prompts: "
+            "give one for all, or one for each prompt"
         )
     for i, one in enumerate(params):
         if not isinstance(one, SamplingParams):
-            raise TypeError(f"sampling_params[{i}] is a {type(one).__name__}: give a SamplingParams")
+            raise TypeError(
+                f"sampling_params[{i}] is a {type(one).__name__}: give a SamplingParams"
+            )
     return list(params)
 
 
-def check_token_ids(name: str, ids: SequenceOf[int], vocab_size: int) -> None:
+def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
+    """The ids as a list of int, all of them in the vocabulary."""
     if not isinstance(ids, (list, tuple)):
-        raise TypeError(f"{name} is a {type(ids).__name__}: give a str or a list of token ids, all prompts of one kind")
+        raise TypeError(
+            f"{name} is a {type(ids).__name__}: give a str or a list of token ids, "
+            f"all prompts of one kind{_hint(ids)}"
+        )
     if not set(map(type, ids)) <= {int}:
-        wrong = next(token for token in ids if type(token) is not int)
-        raise TypeError(f"{name} holds {repr(wrong)}: token ids are integers")
+        given, ids = ids, [as_integer(token) for token in ids]
+        if None in ids:
+            wrong = given[ids.index(None)]
+            raise TypeError(f"{name} holds {shown(wrong)}: token ids are integers{_hint(wrong)}")
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise ValueError(f"{name} holds token id {wrong}: the model's vocabulary is 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"{name} holds token id {shown(wrong)}: the model's vocabulary is 0 to {vocab_size - 1}"
+        )
+    return list(ids)
 
 
-def check_length(
-    name: str,
-    length: int,
-    params: SamplingParams,
-    *,
-    max_model_len: int,
-    longest_of_model: int,
-    cache_tokens: int,
-) -> None:
-    """`longest_of_model`: what no option can raise `max_model_len` above.
-    `cache_tokens`: what the whole KV cache holds.
-    """
-    if length == 0:
-        raise ValueError(f"{name} is empty: give at least one token")
-    if length >= longest_of_model:
-        raise ValueError(
-            f"{name} has {length} tokens, the model's own limit (max_position_embeddings) is "
-            f"{longest_of_model}: shorten it to leave room for one"
-        )
-    if length >= max_model_len:
-        raise ValueError(
-            f"{name} has {length} tokens, max_model_len is {max_model_len}: shorten it to leave room for one, "
-            "or raise max_model_len"
-        )
-    total = min(length + params.max_tokens, max_model_len)
-    if total - 1 > cache_tokens:  # the last token's K and V are never needed
-        raise ValueError(
-            f"{name} needs {total - 1} tokens of KV cache ({length} of prompt and max_tokens={params.max_tokens}), "
-            f"which holds {cache_tokens}: lower max_tokens, shorten the prompt, or raise num_kvcache_blocks "
-            "or gpu_memory_utilization"
-        )
-
-
-def check_completions(
-    name: str, length: int, params: SamplingParams, max_num_seqs: int, num_blocks: int, block_size: int
-) -> None:
-    """All n completions begin at once, each with a block of its own where the prompt fills the last one only in part."""
-    if params.n > max_num_seqs:
-        raise ValueError(
-            f"n is {params.n} for {name}, and {max_num_seqs} sequences may run at the same time, the "
-            "lesser of max_num_seqs and max_num_batched_tokens: lower n, or raise that one"
-        )
-    full, tail = divmod(length, block_size)
-    needed = full + (params.n if tail else 0)
-    if needed > num_blocks:
-        raise ValueError(
-            f"n is {params.n} for {name}, which takes {needed} KV blocks to begin with, and there are {num_blocks}: "
-            "lower n, or raise num_kvcache_blocks or gpu_memory_utilization"
-        )
+def _hint(value: Any) -> str:
+    return "; a conversation goes to chat or stream_chat" if isinstance(value, dict) else ""

@@ -2,37 +2,40 @@
 
 import os
 from collections.abc import Iterator
-from collections.abc import Sequence as SequenceOf
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
+from os import PathLike
 from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
-
+from nanovllm.checks import as_integer, shown
 from nanovllm.config import Config
 from nanovllm.cpu.forked import keep_clear_of_lost_threads
-from nanovllm.gpu.device import begin_driver
+from nanovllm.cpu.threads import SharedCores
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
-from nanovllm.inputs import (
-    check_completions,
-    check_length,
-    check_token_ids,
-    split_chats,
-    split_prompts,
-    spread_params,
-)
 from nanovllm.engine.sequence import Sequence
+from nanovllm.gpu.device import begin_driver
+from nanovllm.inputs import Inputs, Request, refuse_completions
+from nanovllm.log import say_ready
+from nanovllm.outputs import Progress, make_outputs
 from nanovllm.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.tokenizer import load_stop_ids, load_tokenizer
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.hub import resolve_model_folder
-from nanovllm.text.tokenizer import load_stop_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Prompts = str | list[str] | list[int] | list[list[int]]
+Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
+Params = SamplingParams | list[SamplingParams] | None
+TemplateOptions = dict[str, Any] | None
+Outputs = list[dict[str, Any]]  # of requests, as `generate` describes them
+Piece = tuple[int, str, list[int], str | None]  # of a stream, as `stream` describes it
 
 
 class ClosedError(ValueError):
@@ -48,11 +51,20 @@ class LLM:
         llm = LLM("Qwen/Qwen3-0.6B")
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
 
-    See `nanovllm.config.Config` for every option. An LLM holds memory until `close`, which `with LLM(...) as llm` calls.
-    Calls from several threads wait for each other. A forked process cannot use the LLM.
+    `nanovllm.config.Config` describes every option. An LLM holds memory until `close`, which
+    `with LLM(...) as llm` calls. Calls from several threads wait for each other. A forked process
+    cannot use the LLM.
+
+    A wrong option, model folder or call raises ValueError or TypeError, which says what to do. Of
+    a call, nothing has been queued then. Any other error inside a call, and Ctrl-C, leaves the LLM
+    empty and usable.
+
+    num_kvcache_blocks: KV blocks there are, asked for or found to fit into memory.
+    max_model_len: tokens of prompt and output together, the option's or the model's own limit.
     """
 
-    def __init__(self, model: str | os.PathLike, **options: Any) -> None:
+    def __init__(self, model: str | PathLike, **options: Any) -> None:
+        begin = perf_counter()
         keep_clear_of_lost_threads()
         self._pid = os.getpid()
         # Held while the engine works. A call may come within another of the same thread.
@@ -60,13 +72,17 @@ class LLM:
         self._is_closed = False
         self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
         self.engine: LLMEngine | None = None
-        config = Config.from_options(os.fspath(model) if isinstance(model, os.PathLike) else model, options)
+        # Requests added one by one, their outputs not yet returned by `step`; those that ended.
+        self._requests: dict[int, Sequence] = {}
+        self._finished: list[Sequence] = []
+        config = Config.from_options(model, options)
         folder = resolve_model_folder(config.model)
         begin_driver(config.device)
         hf_config = load_hf_config(folder)
+        cores = SharedCores()
         try:
             # Reading a tokenizer can take seconds, and so does reading the weights.
-            with ThreadPoolExecutor(1) as beside:
+            with ThreadPoolExecutor(1) as beside, cores.limit():
                 tokenizer = beside.submit(load_tokenizer, folder)
                 self.engine = LLMEngine(config, hf_config, folder, ThroughputPolicy())
             self._tokenizer = tokenizer.result()
@@ -74,106 +90,116 @@ class LLM:
         except BaseException:
             self.close()
             raise
-        self.engine.decode = self._tokenizer.decode if self._tokenizer else None
-        self._requests: dict[int, Sequence] = {}  # added one by one, their outputs not yet returned by `step`
-        self._finished: list[Sequence] = []  # those of them that have ended
+        if self._tokenizer is not None:
+            self.engine.detokenizer = Detokenizer(self._tokenizer)
+        info = self.engine.runner.info
+        self.num_kvcache_blocks = info.num_blocks
+        self.max_model_len = self.engine.max_model_len
+        self._inputs = Inputs(config, self.engine, self._tokenizer)
+        computes_here = info.device == "cpu" and config.tensor_parallel_size == 1
+        self._computing = cores.step if computes_here else nullcontext
+        say_ready(config, info, self.max_model_len, perf_counter() - begin)
 
     def generate(
-        self,
-        prompts: str | list[str] | list[int] | list[list[int]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[dict[str, Any]]:
+        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
+    ) -> Outputs:
         """Complete prompts: text, or token ids.
 
-        `sampling_params`: one for all, or a list as long as `prompts`. Returns, in the order of the prompts,
-        {"text": str, "token_ids": list[int], "finish_reason": "stop" | "length"}; with `logprobs` asked for, also
-        "logprobs", a dict {token id: log-probability} for each token; with n > 1, also "completions", all n of them.
-        Raises ValueError or TypeError before anything runs if any request is wrong. An error or Ctrl-C inside leaves the
-        LLM empty and usable.
+        `sampling_params`: one for all, or a list as long as `prompts`. `use_tqdm`: show progress.
+
+        Returns a dict for each prompt, in their order:
+
+        prompt_token_ids: list[int].
+        num_cached_tokens: int, how many of them the prefix cache held.
+        text: str, "" without a tokenizer.
+        token_ids: list[int] of the completion alone.
+        finish_reason: "stop" or "length".
+        logprobs: if asked for, a dict {token id: log-probability} for each token.
+        completions: if n > 1, all n, as dicts of text, token_ids, finish_reason and logprobs.
         """
-        return self._complete(self._check("prompts", self._encode(split_prompts(prompts)), sampling_params), use_tqdm)
+        return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
     def chat(
         self,
-        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        messages: Messages,
+        sampling_params: Params = None,
         use_tqdm: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[dict[str, Any]]:
-        """Write the assistant's next turn in one conversation, or in each of a list: outputs as `generate` gives them.
+        chat_template_kwargs: TemplateOptions = None,
+    ) -> Outputs:
+        """Write the assistant's next turn in one conversation, or in each of a list.
 
-        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the tokenizer's chat
-        template, such as {"enable_thinking": False}.
+        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the
+        tokenizer's chat template, such as {"enable_thinking": False}. Returns what `generate` does.
         """
-        chats, options = split_chats(messages), chat_template_kwargs or {}
-        if self._tokenizer is None or not (self.has_chat_template or "chat_template" in options):
-            raise ValueError(
-                "the model has no chat template: use generate, or give one in chat_template_kwargs['chat_template']"
-            )
-        return self._complete(
-            self._check("messages", self._tokenizer.encode_chats(chats, options), sampling_params), use_tqdm
-        )
+        requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
+        return self._complete(requests, use_tqdm)
 
-    def stream(
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[Piece]:
+        """Complete prompts, and yield pieces as steps finish.
+
+        A piece: (index of the prompt, new text, new token ids, finish_reason). finish_reason is
+        None until a prompt's last piece, and "abort" there if an error in another call dropped it.
+        The texts of a prompt add up to `generate`'s. One is "" while a character, a run of byte
+        tokens or what may become a stop string is incomplete. Closing the iterator ends the
+        requests that still run.
+        """
+        return self._stream(self._prompt_requests(prompts, sampling_params))
+
+    def stream_chat(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> Iterator[tuple[int, str, list[int], str | None]]:
-        """Complete prompts and yield, as steps finish: (index of the prompt, new text, new token ids, finish_reason).
+        messages: Messages,
+        sampling_params: Params = None,
+        chat_template_kwargs: TemplateOptions = None,
+    ) -> Iterator[Piece]:
+        """Take what `chat` takes, yield what `stream` yields."""
+        return self._stream(self._chat_requests(messages, sampling_params, chat_template_kwargs))
 
-        finish_reason is None until a prompt's last item, and "abort" at last if an error in another call dropped it. The
-        texts of a prompt add up to what `generate` returns; one may be "" when a character or a stop string is not complete.
-        Closing the iterator ends the requests that still run.
-        """
-        requests = self._check("prompts", self._encode(split_prompts(prompts)), sampling_params)
-        for i, (_, params) in enumerate(requests):
-            if params.n > 1:
-                raise ValueError(
-                    f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, or give it {params.n} times"
-                )
-        return self._stream(requests)
-
-    def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
+    def add_request(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
-        ((token_ids, params),) = self._check("prompts", self._encode([prompt]), sampling_params)
+        ((token_ids, params),) = self._prompt_requests([prompt], sampling_params)
         with self._lock:
             request = self._settled_engine().add(token_ids, params, interactive=True)
             self._requests[request.id] = request
         return request.id
 
-    def step(self) -> list[dict[str, Any]]:
-        """Run one step. Returns the outputs, as `generate`'s with an "id" each, of requests that have finished."""
+    def step(self) -> Outputs:
+        """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
         self._open_engine()
         with self._lock:
             with self._running():
                 self._step()
-            finished = [request for request in self._finished if self._requests.pop(request.id, None)]
+            finished = [seq for seq in self._finished if self._requests.pop(seq.id, None)]
             self._finished.clear()
-        return [{"id": request.id, **output} for request, output in zip(finished, self._outputs(finished))]
+        return [{"id": seq.id, **out} for seq, out in zip(finished, self._outputs(finished))]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
         self._open_engine()
         with self._lock:
             engine = self._settled_engine()
-            if not isinstance(request_id, int) or request_id not in self._requests:
+            request = self._requests.pop(as_integer(request_id), None)
+            if request is None:
                 raise ValueError(
-                    f"request_id is {request_id!r}, which no unfinished request has: use what add_request returned"
+                    f"request_id is {shown(request_id)}, which no unfinished request has: "
+                    "use what add_request returned"
                 )
-            engine.abort(self._requests.pop(request_id))
+            engine.abort(request)
 
     def has_unfinished(self) -> bool:
         """Whether there is a request whose output `step` has yet to return."""
         return bool(self._requests)
 
     def metrics(self) -> dict[str, Any]:
-        """What has been served: {"total": ..., "last_call": ..., "running": int, "waiting": int, "kv_cache_use": float}.
+        """What has been served, and what runs now.
 
-        "total" counts since the start, "last_call" since the last generate, chat or stream began. Both hold, of requests
-        that have finished: requests, prompt_tokens, output_tokens, prefix_cache_hit_rate (of the prompts' tokens),
-        preemptions, time_to_first_token and time_per_output_token (seconds, {"median", "p99"}, or None); and kv_cache_use,
-        the most that was ever in use. The three outside are of now.
+        total, last_call: since the start, and since the last generate, chat or stream began. Each
+            is a dict of requests that have finished: requests, prompt_tokens, output_tokens,
+            prefix_cache_hit_rate (of the prompts' tokens), kv_cache_use (the most, from 0 to 1),
+            preemptions, time_to_first_token and time_per_output_token (seconds, a dict of median
+            and p99, or None).
+        running, waiting: requests. kv_cache_use: from 0 to 1.
         """
         engine = self._open_engine()
         blocks = engine.scheduler.blocks
@@ -187,7 +213,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The model's tokenizer, as transformers has it; None if its folder has none. Imported at the first use."""
+        """The model's tokenizer, as transformers loads it at the first use. None: it has none."""
         return self._tokenizer.transformers if self._tokenizer else None
 
     @property
@@ -241,85 +267,42 @@ class LLM:
             self._is_unsettled = False
         return engine
 
-    def _check(
-        self, name: str, prompts: SequenceOf[Any], sampling_params: Any
-    ) -> list[tuple[list[int], SamplingParams]]:
-        """Token ids and sampling parameters of every request, or an error for the first that is wrong."""
-        engine = self._open_engine()
-        requests = []
-        for i, (ids, params) in enumerate(zip(prompts, spread_params(sampling_params, len(prompts)))):
-            check_token_ids(f"{name}[{i}]", ids, engine.vocab_size)
-            check_length(
-                f"{name}[{i}]",
-                len(ids),
-                params,
-                max_model_len=engine.max_model_len,
-                longest_of_model=engine.longest_of_model,
-                cache_tokens=engine.cache_tokens,
-            )
-            if params.n > 1:
-                blocks, rows = engine.scheduler.blocks, engine.scheduler.max_num_seqs
-                check_completions(f"{name}[{i}]", len(ids), params, rows, blocks.num_blocks, blocks.block_size)
-            check_token_ids(f"sampling_params[{i}].stop_token_ids", params.stop_token_ids, engine.vocab_size)
-            if params.min_tokens and len(set(params.stop_token_ids)) == engine.vocab_size:
-                raise ValueError(
-                    f"sampling_params[{i}].stop_token_ids holds the whole vocabulary, of which min_tokens={params.min_tokens} "
-                    "lets none be drawn: leave a token out, or use min_tokens=0"
-                )
-            if params.stop and self._tokenizer is None:
-                raise ValueError(
-                    "stop needs text, but the model's folder has no tokenizer: use stop_token_ids, or add tokenizer.json"
-                )
-            requests.append((list(ids), params))
-        return requests
+    def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
+        self._open_engine()
+        return self._inputs.from_prompts(prompts, params)
 
-    def _encode(self, prompts: SequenceOf[Any]) -> SequenceOf[Any]:
-        if not prompts or not isinstance(prompts[0], str):
-            return prompts
-        if self._tokenizer is None:
-            raise ValueError(
-                "prompts holds text, but the model's folder has no tokenizer: give token ids, or add tokenizer.json"
-            )
-        for i, prompt in enumerate(prompts):
-            if not isinstance(prompt, str):
-                raise TypeError(
-                    f"prompts[{i}] is a {type(prompt).__name__}: all prompts are text, or all are token ids"
-                )
-        return self._tokenizer.encode("prompts", list(prompts))
+    def _chat_requests(self, messages: Any, params: Any, options: TemplateOptions) -> list[Request]:
+        self._open_engine()
+        return self._inputs.from_chats(messages, params, options or {})
 
-    def _complete(self, requests: list[tuple[list[int], SamplingParams]], use_tqdm: bool) -> list[dict[str, Any]]:
+    def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
-        bar = tqdm(total=len(requests), desc="Generating", unit="request", disable=not use_tqdm, dynamic_ncols=True)
-        with self._lock, closing(bar), self._running() as (engine, ours):
+        with self._lock, self._running() as (engine, ours):
             self._settled_engine().last_call = Metrics()
-            start, prefilled, decoded = perf_counter(), engine.num_prefill_tokens, engine.num_decode_tokens
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
-            while ours:
-                finished = [request for request in self._step() if ours.pop(request.id, None)]
-                if not finished:
-                    continue
-                # With overlap the device is at the next step already: this is the time to make text.
-                outputs.update(zip([request.id for request in finished], self._outputs(finished)))
-                if use_tqdm:
-                    seconds = perf_counter() - start
-                    bar.set_postfix_str(
-                        f"prefill {(engine.num_prefill_tokens - prefilled) / seconds:,.0f} tok/s, "
-                        f"decode {(engine.num_decode_tokens - decoded) / seconds:,.0f} tok/s",
-                        refresh=False,
-                    )
-                    bar.update(len(finished))
+            with closing(Progress(len(requests), engine, use_tqdm)) as progress:
+                while ours:
+                    finished = [request for request in self._step() if ours.pop(request.id, None)]
+                    # With overlap the next step runs already: this is the time to make text.
+                    outputs |= zip([request.id for request in finished], self._outputs(finished))
+                    progress.update(len(finished))
         return [outputs[request.id] for request in added]
 
-    def _stream(
-        self, requests: list[tuple[list[int], SamplingParams]]
-    ) -> Iterator[tuple[int, str, list[int], str | None]]:
+    def _stream(self, requests: list[Request]) -> Iterator[Piece]:
+        refuse_completions(requests)
+        return self._pieces(requests)  # a generator, which would refuse only when it is read
+
+    def _pieces(self, requests: list[Request]) -> Iterator[Piece]:
         with self._running() as (engine, ours):
             # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
             with self._lock:
                 self._settled_engine().last_call = Metrics()
-                sequences = [engine.add(ids, params, streams=True, interactive=True) for ids, params in requests]
+                sequences = [
+                    engine.add(token_ids, params, streams=True, interactive=True)
+                    for token_ids, params in requests
+                ]
                 ours.update(enumerate(sequences))
             num_seen = [seq.num_prompt_tokens for seq in sequences]
             while ours:
@@ -333,13 +316,15 @@ class LLM:
                     num_seen[i] += len(new_ids)
                     if seq.finish_reason is not None:
                         del ours[i]
-                    yield i, seq.text.take() if seq.text is not None else "", new_ids, seq.finish_reason
+                    text = seq.text.take() if seq.text is not None else ""
+                    yield i, text, new_ids, seq.finish_reason
 
     @contextmanager
     def _running(self) -> Iterator[tuple[LLMEngine, dict[int, Sequence]]]:
-        """The engine, and a dict for a call's unfinished sequences: those still there when the call is closed are aborted.
+        """The engine, and a dict for a call's unfinished sequences.
 
-        An error or Ctrl-C resets the engine, since nobody knows how far the step has come.
+        Those still there when the call is closed are aborted. An error or Ctrl-C resets the engine,
+        since nobody knows how far the step has come.
         """
         engine = self._open_engine()
         ours: dict[int, Sequence] = {}
@@ -367,31 +352,13 @@ class LLM:
         """Run one step; returns the requests whose last completion has ended. Needs the lock."""
         engine = self._settled_engine()
         self._is_unsettled = True  # until the step is done
-        _, ended = engine.step()
+        with self._computing():
+            _, ended = engine.step()
         self._is_unsettled = False
-        finished = [request for request in dict.fromkeys(seq.request for seq in ended) if request.has_ended]
+        requests = dict.fromkeys(seq.request for seq in ended)  # each once, in order
+        finished = [request for request in requests if request.has_ended]
         self._finished += [request for request in finished if request.id in self._requests]
         return finished
 
-    def _outputs(self, requests: list[Sequence]) -> list[dict[str, Any]]:
-        """What the user gets for finished requests: the first completion, and of several the list of all."""
-        completions = iter(self._completion_outputs([seq for request in requests for seq in request.completions]))
-        outputs = []
-        for request in requests:
-            all_of_it = [next(completions) for _ in request.completions]
-            outputs.append({**all_of_it[0], "completions": all_of_it} if request.siblings else all_of_it[0])
-        return outputs
-
-    def _completion_outputs(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        whole = [seq for seq in sequences if seq.text is None]
-        texts = {seq.id: "" for seq in whole}
-        if self._tokenizer is not None:
-            texts = dict(zip(texts, self._tokenizer.decode([seq.output_ids for seq in whole])))
-        outputs = []
-        for seq in sequences:
-            text = texts[seq.id] if seq.text is None else seq.text.text
-            output = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
-            if seq.params.logprobs is not None:
-                output["logprobs"] = seq.logprobs
-            outputs.append(output)
-        return outputs
+    def _outputs(self, requests: list[Sequence]) -> Outputs:
+        return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

@@ -1,31 +1,50 @@
-"""How one request's tokens are drawn and when it ends."""
+"""How one request's tokens are sampled and when it ends."""
 
 import math
 import sys
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from nanovllm.checks import as_integer, as_number, name_the_nearest, shown
 
 ABOVE_ZERO = math.ulp(0.0)
 MAX_LOGPROBS = 20
 INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
+# Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
+# token is sampled.
+GREEDY_BELOW = 1e-8
 
 
+@name_the_nearest("parameter")
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Names, meanings and order of application are vLLM's (the order is in layers/sampler.py).
+    """What one request asks for. Names and meanings are vLLM's; the order of application is in the
+    sampler's file.
 
-    temperature: 0 is greedy.
-    top_k: draw from the k likeliest tokens; 0 or -1: from all.
-    top_p: draw from the likeliest tokens that together reach this probability, the one that crosses it included.
-    min_p: draw from tokens at least this fraction as likely as the likeliest.
-    max_tokens, min_tokens: the most and the fewest tokens to draw; nothing ends the output before min_tokens.
+    temperature: divides the logits. 0 is greedy: the likeliest token, and so is any below 1e-8,
+        which is kept as 0.
+    top_k: sample from the k likeliest tokens; 0 or -1: from all.
+    top_p: sample from the likeliest tokens that together reach this probability, the one that
+        crosses it included.
+    min_p: sample from tokens at least this fraction as likely as the likeliest.
+    max_tokens: the most tokens of the output; None: as many as max_model_len leaves room for.
+    min_tokens: the fewest; nothing ends the output before.
     ignore_eos: go on past end-of-sequence.
-    stop: strings that end the output, which is cut before the first of them. token_ids keeps every token drawn.
+    stop: a string or strings that end the output, whose text is cut before the first of them.
+        token_ids keeps every
+        token that was sampled.
     stop_token_ids: tokens that end the output, as end-of-sequence does.
-    seed: the same tokens in any batch; completion i of n uses seed + i. None: the engine's own noise.
+    seed: the same tokens in any batch; completion i of n uses seed + i. None: the LLM's own noise.
     n: completions of the prompt, which is computed once.
-    logprobs: report, for each token, its log-probability and those of this many likeliest, by the model's own logits.
+    logprobs: report, for each token, its log-probability and those of this many likeliest, by the
+        model's own logits.
     repetition_penalty: above 1 disfavours tokens of prompt and output, below 1 favours them.
-    presence_penalty, frequency_penalty: taken off a token's logit if it is in the output, and for each time it is.
+    presence_penalty: subtracted from a token's logit if it is in the output.
+    frequency_penalty: subtracted from a token's logit for each time it is in the output.
+
+    Integers may be NumPy's. A parameter that is unknown or of a wrong type raises TypeError, one
+    out of range ValueError. The noise has 23 random bits for a token: one that is less likely than
+    about 6e-8 is sampled more rarely than it should be, or never.
     """
 
     temperature: float = 1.0
@@ -33,7 +52,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    max_tokens: int = 64
+    max_tokens: int | None = 64
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: str | list[str] | tuple[str, ...] | None = ()  # kept as a tuple
@@ -46,53 +65,89 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check("temperature", float, 0, 1e38, "0 (greedy) or a positive number, at most 1e38")
-        self._check("top_k", int, -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens")
-        self._check("top_p", float, ABOVE_ZERO, 1, "a number above 0, at most 1")
-        self._check("min_p", float, 0, 1, "a number from 0 to 1")
-        self._check("max_tokens", int, 1, math.inf, "an integer, 1 or more")
-        self._check("min_tokens", int, 0, 2**31 - 1, "an integer from 0 to 2**31 - 1")
-        if self.min_tokens > self.max_tokens:
+        self._check_number("temperature", 0, 1e38, "0 (greedy) or a positive number, at most 1e38")
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
+        self._check_integer(
+            "top_k", -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens"
+        )
+        self._check_number("top_p", ABOVE_ZERO, 1, "a number above 0, at most 1")
+        self._check_number("min_p", 0, 1, "a number from 0 to 1")
+        if self.max_tokens is not None:
+            self._check_integer(
+                "max_tokens", 1, math.inf, "an integer, 1 or more, or None for as many as fit"
+            )
+        self._check_integer("min_tokens", 0, 2**31 - 1, "an integer from 0 to 2**31 - 1")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: lower the one or raise the other"
+                f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
+                "lower the one or raise the other"
             )
         if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos is {self.ignore_eos!r}: use True or False")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        self._keep_tuple("stop", stop, str, "a string or a list of strings")
-        if "" in self.stop:
-            raise ValueError("stop holds an empty string, which would end every output at once: leave it out")
-        self._keep_tuple("stop_token_ids", self.stop_token_ids, int, "a list of token ids")
+            raise TypeError(f"ignore_eos is {shown(self.ignore_eos)}: use True or False")
+        self._check_stops()
         if self.seed is not None:
-            self._check("seed", int, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None")
-        self._check("n", int, 1, math.inf, "an integer, 1 or more")
+            self._check_integer("seed", 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None")
+        self._check_integer("n", 1, math.inf, "an integer, 1 or more")
         if self.logprobs is not None:
-            self._check("logprobs", int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None")
-        self._check("repetition_penalty", float, ABOVE_ZERO, sys.float_info.max, "a number above 0; 1 changes nothing")
-        self._check("presence_penalty", float, -2, 2, "a number from -2 to 2; 0 changes nothing")
-        self._check("frequency_penalty", float, -2, 2, "a number from -2 to 2; 0 changes nothing")
+            self._check_integer(
+                "logprobs", 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"
+            )
+        self._check_number(
+            "repetition_penalty",
+            ABOVE_ZERO,
+            sys.float_info.max,
+            "a number above 0; 1 changes nothing",
+        )
+        self._check_number("presence_penalty", -2, 2, "a number from -2 to 2; 0 changes nothing")
+        self._check_number("frequency_penalty", -2, 2, "a number from -2 to 2; 0 changes nothing")
 
-    def _check(self, name: str, kind: type, least: float, most: float, remedy: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (int, kind)) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}: use {remedy}")
+    def _check_integer(self, name: str, least: float, most: float, remedy: str) -> None:
+        self._check(name, as_integer(getattr(self, name)), least, most, remedy)
+
+    def _check_number(self, name: str, least: float, most: float, remedy: str) -> None:
+        self._check(name, as_number(getattr(self, name)), least, most, remedy)
+        object.__setattr__(self, name, float(getattr(self, name)))
+
+    def _check(self, name: str, value: Any, least: float, most: float, remedy: str) -> None:
+        if value is None:
+            raise TypeError(f"{name} is {shown(getattr(self, name))}: use {remedy}")
         if not least <= value <= most:
-            raise ValueError(f"{name} is {value}: use {remedy}")
+            raise ValueError(f"{name} is {shown(value)}: use {remedy}")
+        object.__setattr__(self, name, value)
 
-    def _keep_tuple(self, name: str, values, kind: type, remedy: str) -> None:
-        if values is None:
-            values = ()
-        if not isinstance(values, (list, tuple)) or not all(type(value) is kind for value in values):
-            raise TypeError(f"{name} is {values!r}: use {remedy}")
-        object.__setattr__(self, name, tuple(values))  # frozen, so the caller's list must not change it
+    def _check_stops(self) -> None:
+        stop = (
+            () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+        )
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
+            raise TypeError(f"stop is {shown(self.stop)}: use a string or a list of strings")
+        if "" in stop:
+            raise ValueError(
+                "stop holds an empty string, which would end every output at once: leave it out"
+            )
+        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = (
+            [as_integer(token) for token in token_ids]
+            if isinstance(token_ids, (list, tuple))
+            else [None]
+        )
+        if None in ids:
+            raise TypeError(f"stop_token_ids is {shown(token_ids)}: use a list of token ids")
+        object.__setattr__(
+            self, "stop", tuple(stop)
+        )  # frozen, so the caller's list must not change it
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property
     def penalizes(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        """Whether tokens that are there already become less or more likely."""
+        additive = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return additive or self.repetition_penalty != 1
 
     @property
     def is_plain(self) -> bool:
-        """Temperature and seed alone decide what is drawn, and nothing but the token is asked for."""
+        """Whether temperature and seed alone decide, and nothing but the token is asked for."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
         return no_filter and self.min_tokens == 0 and self.logprobs is None and not self.penalizes
@@ -100,9 +155,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What layers/sampler.py must know of a sequence whose parameters are not plain."""
+    """What the sampler must know of a sequence whose parameters are not plain."""
 
     params: SamplingParams
-    stop_ids: frozenset[int]  # not to be drawn before min_tokens
+    stop_ids: frozenset[int]  # not to be sampled before min_tokens
     num_prompt_tokens: int
-    token_ids: list[int]  # what penalties count: all tokens before the first that is drawn
+    token_ids: list[int]  # what penalties count: all tokens before the first that is sampled

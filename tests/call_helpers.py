@@ -75,11 +75,17 @@ def check_empty(llm):
     assert not scheduler.has_unfinished() and not llm.has_unfinished() and not llm.engine._in_flight
     assert not any(scheduler.blocks.ref_counts)
     assert scheduler.num_running == 0
-    assert not llm.engine._read_while_growing
+    assert llm.engine.detokenizer is None or not llm.engine.detokenizer._reading
 
 
 def generate(llm, prompts, params=None):
-    return llm.generate(prompts, params, use_tqdm=False)
+    return completed(llm.generate(prompts, params, use_tqdm=False))
+
+
+def completed(outputs):
+    """Outputs without what is said of the prompt: the prefix cache holds more of it when it comes again."""
+    prompts = ("prompt_token_ids", "num_cached_tokens")
+    return [{key: value for key, value in output.items() if key not in prompts} for output in outputs]
 
 
 def random_prompts(count, seed=0):

@@ -11,9 +11,6 @@ from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy, 
 from nanovllm import LLM, SamplingParams
 
 GOOD = PROMPTS[2]
-DEEP: list = []
-for _ in range(3000):
-    DEEP = [DEEP]
 
 
 @pytest.fixture
@@ -22,6 +19,14 @@ def llm(make_llm, checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint.folder, tmp_path / "model")
     save_tokenizer(folder)
     return make_llm(folder, max_model_len=100, num_kvcache_blocks=5)
+
+
+
+def nest(depth):
+    value = [7]
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 WRONG_PROMPTS = {
@@ -44,9 +49,15 @@ WRONG_PROMPTS = {
     "none": (None, TypeError, r"prompts is a NoneType: give a str"),
     "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\] is a NoneType"),
     "number": (5, TypeError, r"prompts is a int: give a str"),
-    "dict": ({"a": 1}, TypeError, r"prompts is a dict: give a str"),
-    "nested-deep": ([GOOD, [1, DEEP]], TypeError, r"prompts\[1\] holds \[\[.*: token ids are integers"),
-    "nested-deep-alone": ([DEEP], TypeError, r"prompts\[0\] holds \[\[.*: token ids are integers"),
+    "dict": ({"a": 1}, TypeError, r"prompts is a dict: give a str.*; a conversation goes to chat or stream_chat"),
+    "message": ({"role": "user", "content": "7"}, TypeError, r"prompts is a dict: .* goes to chat or stream_chat"),
+    "messages": ([{"role": "user", "content": "7"}], TypeError, r"prompts\[0\] is a dict: .* goes to chat or stream_chat"),
+    "chats": ([[{"role": "user", "content": "7"}]], TypeError, r"prompts\[0\] holds \{.*: .* goes to chat or stream_chat"),
+    "numpy-float": ([GOOD, [1, np.float64(2)]], TypeError, r"prompts\[1\] holds .*2\.0.*: token ids are integers"),
+    "numpy-bool": ([GOOD, [np.False_]], TypeError, r"prompts\[1\] holds .*False.*: token ids are integers"),
+    "numpy-above-vocabulary": ([[np.int64(VOCAB)]], ValueError, rf"prompts\[0\] holds token id {VOCAB}: .* 0 to"),
+    "deeply-nested": (nest(100_000), TypeError, r"prompts\[0\] holds \[\[\["),
+    "long-inside": ([[1, "x" * 10**6]], TypeError, r"prompts\[0\] holds '.{1,60}': token ids are integers"),
     "never-fits": (
         [GOOD, [1] * 70],
         ValueError,
@@ -77,7 +88,7 @@ WRONG_PARAMS = {
     "all-tokens-barred": (
         SamplingParams(stop_token_ids=list(range(VOCAB)), min_tokens=1),
         ValueError,
-        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 lets none be drawn",
+        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 lets none be sampled",
     ),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
     "a-number-inside": ([greedy(1), 5], TypeError, r"sampling_params\[1\] is a int: give a SamplingParams"),
@@ -107,9 +118,18 @@ def test_wrong_sampling_params_are_refused_before_any_is_queued(llm, checkpoint,
         (dict(max_tokens=-3), ValueError, "max_tokens is -3: use .*1 or more"),
         (dict(max_tokens=2.0), TypeError, r"max_tokens is 2\.0: use an integer"),
         (dict(max_tokens=True), TypeError, "max_tokens is True: use an integer"),
-        (dict(max_tokens=None), TypeError, "max_tokens is None: use an integer"),
+        (dict(max_tokens="all"), TypeError, "max_tokens is 'all': use an integer"),
         (dict(ignore_eos=1), TypeError, "ignore_eos is 1: use True or False"),
-        (dict(temprature=1.0), TypeError, "temprature"),
+        (dict(temprature=1.0), TypeError, "SamplingParams has no parameter 'temprature': did you mean temperature"),
+        (dict(max_token=3), TypeError, "no parameter 'max_token': did you mean max_tokens"),
+        (dict(zzz=3), TypeError, "no parameter 'zzz': the parameters are temperature, top_k, .*frequency_penalty$"),
+        (dict(seed=10**400), ValueError, r"seed is 1\d+\.\.\.0+: use an integer from 0"),
+        (dict(top_k=np.float32(3)), TypeError, "top_k is .*3.*: use an integer"),
+        (dict(n=np.True_), TypeError, "n is .*True.*: use an integer"),
+        (dict(stop_token_ids=[1, True]), TypeError, r"stop_token_ids is \[1, True\]: use a list of token ids"),
+        (dict(stop_token_ids=7), TypeError, "stop_token_ids is 7: use a list of token ids"),
+        (dict(stop=0), TypeError, "stop is 0: use a string or a list"),
+        (dict(stop=["a", ["b"]]), TypeError, r"stop is \['a', \['b'\]\]: use a string or a list"),
     ],
     ids=str,
 )
@@ -130,6 +150,44 @@ def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], use_tqdm=False) == []
     assert llm.generate([], [], use_tqdm=False) == []
     assert llm.generate((), greedy(3), use_tqdm=False) == []
+
+
+def test_a_prompt_longer_than_the_model_takes_is_told_so(make_llm, checkpoint, tmp_path):
+    """Raising max_model_len would not help."""
+    folder = shutil.copytree(checkpoint.folder, tmp_path / "short")
+    change_config(folder, max_position_embeddings=20)
+    llm = make_llm(folder, max_model_len=100)
+    with pytest.raises(ValueError, match=r"prompts\[0\] has 20 tokens, the model itself takes 20 .*: shorten it"):
+        llm.generate([[1] * 20], use_tqdm=False)
+
+
+def test_an_n_that_does_not_fit_names_the_option_that_is_too_low(make_llm):
+    for option, other in (("max_num_seqs", "max_num_batched_tokens"), ("max_num_batched_tokens", "max_num_seqs")):
+        llm = make_llm(**{option: 2, other: 4})
+        with pytest.raises(ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower the one or raise the"):
+            llm.generate([GOOD], SamplingParams(n=3), use_tqdm=False)
+
+
+def test_numpy_integers_are_integers(llm, checkpoint):
+    params = SamplingParams(
+        np.float32(0), top_k=np.int8(3), max_tokens=np.int64(5), min_tokens=np.uint8(1), seed=np.uint64(2**62),
+        n=np.int16(1), stop_token_ids=[np.int64(VOCAB - 1)], ignore_eos=True, top_p=np.float64(1),
+    )  # fmt: skip
+    expected = checkpoint.expected(GOOD, 5)
+    prompt = [np.int32(token) for token in GOOD]
+    for prompts in (prompt, [prompt], tuple(np.array(GOOD))):
+        (output,) = llm.generate(prompts, params, use_tqdm=False)
+        assert output["token_ids"] == expected and output["prompt_token_ids"] == GOOD
+        json.dumps(output)  # of Python's own types alone
+    request_id = llm.add_request(prompt, params)
+    llm.abort(np.int64(request_id))
+    assert not llm.has_unfinished()
+
+
+def test_numpy_integers_are_options(make_llm, checkpoint):
+    sizes = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_kvcache_blocks")
+    llm = make_llm(**{name: np.int64(64) for name in sizes}, seed=np.uint32(1), step_timeout=np.float32(9))
+    assert_greedy(llm, checkpoint, [GOOD])
 
 
 def test_a_prompt_that_just_fits_is_served(make_llm, checkpoint):
@@ -162,10 +220,12 @@ WRONG_OPTIONS = [
     ("overlap", "yes", TypeError, "overlap is 'yes': use True or False"),
     ("dtype", "float8", ValueError, "dtype is 'float8': use one of 'auto', 'float32'"),
     ("dtype", 16, ValueError, "dtype is 16: use one of"),
-    ("dtype", np.zeros(3), ValueError, r"dtype is array.*: use one of 'auto'"),
-    ("attention_backend", np.array(["torch", "triton"]), ValueError, "attention_backend is array"),
-    ("max_num_seqs", 10**9, ValueError, "max_num_seqs is 1000000000: use 65536 or less"),
-    ("max_num_seqs", 10**30, ValueError, "max_num_seqs is 10{30}: use 65536 or less"),
+    ("dtype", np.zeros(2), ValueError, r"dtype is array\(\[0., 0.\]\): use one of"),
+    ("enforce_eager", np.zeros(2), TypeError, r"enforce_eager is array\(\[0., 0.\]\): use True or False"),
+    ("device", np.zeros(2), ValueError, r"device is array\(\[0., 0.\]\): use 'auto'"),
+    ("max_num_seqs", np.float64(8), TypeError, "max_num_seqs is .*8.*: use an integer"),
+    ("max_num_seqs", 10**30, ValueError, r"max_num_seqs is 1000\d+: use 1 or more, below 2\*\*63"),
+    ("step_timeout", 10**400, ValueError, r"step_timeout is 1\d+\.\.\.0+: use a number of seconds above 0"),
     ("load_format", "gguf", ValueError, "load_format is 'gguf': use one of 'auto', 'dummy'"),
     ("attention_backend", "xformers", ValueError, "attention_backend is 'xformers': use one of 'auto'"),
     ("device", "tpu", ValueError, "device is 'tpu': use 'auto', 'cuda'"),
@@ -263,37 +323,3 @@ def test_a_broken_folder_is_refused(checkpoint, tmp_path, name, tokenizer):
 def test_a_missing_folder_is_refused(name):
     with pytest.raises(ValueError, match=f"model is '{name}'.* there is no such folder"):
         LLM(name)
-
-
-def test_a_conversation_nested_deep_is_refused(make_llm, checkpoint, tmp_path):
-    folder = shutil.copytree(checkpoint.folder, tmp_path / "model")
-    save_tokenizer(folder)
-    llm = make_llm(folder)
-    template = {"chat_template": "{{ messages | tojson }}"}
-    for messages in (DEEP, [DEEP], [5, DEEP]):
-        with pytest.raises(TypeError, match=r"messages\[0\] is .*: a conversation is a list of"):
-            llm.chat(messages, chat_template_kwargs=template)
-    with pytest.raises(ValueError, match=r"messages\[0\] does not fit the model's chat template"):
-        llm.chat([{"role": "user", "content": DEEP}], chat_template_kwargs=template)
-    assert_empty(llm)
-
-
-def test_a_prompt_above_the_models_own_limit_is_not_sent_to_an_option(make_llm):
-    llm = make_llm(max_model_len=10**6, max_num_batched_tokens=64)
-    longest = llm.engine.max_model_len
-    message = rf"has {longest} tokens, the model's own limit .* is {longest}: shorten it"
-    with pytest.raises(ValueError, match=message) as error:
-        llm.generate([[1] * longest], use_tqdm=False)
-    assert "raise" not in str(error.value)
-
-
-def test_more_completions_than_one_step_has_tokens_for_are_refused_by_the_right_name(make_llm):
-    llm = make_llm(max_num_batched_tokens=3, max_num_seqs=64)
-    message = r"n is 4 for .*, and 3 sequences may run .*max_num_seqs and max_num_batched_tokens"
-    with pytest.raises(ValueError, match=message):
-        llm.generate([GOOD], SamplingParams(n=4), use_tqdm=False)
-
-
-def test_a_cache_that_no_memory_holds_is_refused_without_blaming_what_was_not_set(make_llm):
-    with pytest.raises(ValueError, match="the KV cache of 1 blocks of .* does not have: set num_kv"):
-        make_llm(num_kvcache_blocks=None, kvcache_block_size=16 * 10**15)

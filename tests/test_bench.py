@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm import TINY_MODEL
+import nanovllm
+from nanovllm import LLM, TINY_MODEL
+from nanovllm.config import Config
 from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.layers.parallel import ParallelGroup
@@ -26,6 +28,7 @@ TOTALS = {  # requests, tokens in, tokens out
     "long": (64, 192000, 32768),
     "many": (2048, 146435, 149747),
     "laptop": (64, 9474, 8491),
+    "small": (8, 569, 256),
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
@@ -37,8 +40,8 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def work():
-    # "laptop" draws within the vocabulary: these are the tiny model's totals.
-    return {name: bench.workload(name, 4096 if name == "laptop" else bench.VOCAB) for name in bench.WORKLOADS}
+    # The greedy ones draw within the vocabulary: these are the tiny model's totals.
+    return {name: bench.workload(name, 4096 if name in bench.GREEDY else bench.VOCAB) for name in bench.WORKLOADS}
 
 
 def test_workloads_are_what_they_were_to_the_token(work):
@@ -107,7 +110,28 @@ def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
         assert row["output_tokens_per_second"] == pytest.approx(8 / row["seconds"])
         assert row["startup_seconds"] > 0 and row["roofline_seconds"] is None and row["device"]
         assert {"python", "torch", "nanovllm"} <= row["versions"].keys()
-    assert re.search(r"nanovllm +tiny +laptop +\d+\.\d+ s", capsys.readouterr().out)
+        assert row["options"] == json.loads(options)
+    out, err = capsys.readouterr()
+    assert re.search(r"nanovllm +tiny +laptop +\d+\.\d+ s", out) and f"options {options}" in out
+    assert err.splitlines() == [f"{name}: run {i} of 3" for name in ("laptop", "bench") for i in (1, 2, 3)]
+
+
+def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 5)])
+    made = []
+    monkeypatch.setattr(nanovllm, "LLM", lambda *args, **options: made.append(options) or LLM(*args, **options))
+    run(monkeypatch, "--model", "tiny", "--workload", "small", "--repeat", "1")
+    assert made == [dict(load_format="auto", max_model_len=4096, tensor_parallel_size=1)]
+    assert all(Config.from_options("model", {name: made[0][name]}) == Config("model") for name in made[0])
+    assert "the library's default options" in capsys.readouterr().out
+
+
+def test_tokens_a_second_add_up():
+    times, counts = [0.0, 0.5, 1.0, 3.9, 4.0], [10, 20, 0, 7, 5]
+    rates, edges = bench.tokens_a_second(times, counts, num_spans=4)
+    assert edges == [0, 1, 2, 3, 4] and rates == [30, 0, 0, 12]
+    rates, edges = bench.tokens_a_second([0.0], [3])
+    assert len(rates) == 60 and sum(rate * (end - begin) for rate, begin, end in zip(rates, edges, edges[1:])) > 0
 
 
 def test_the_host_alone_is_measured(monkeypatch, capsys):

@@ -1,17 +1,20 @@
 """The ways to call an LLM: chat, stream, requests one by one, stop strings; what they leave behind."""
 
+import dataclasses
 import importlib.util
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from call_helpers import check_empty, generate, make_folder, make_llm, make_tokenizer, random_prompts
+from call_helpers import check_empty, completed, generate, make_folder, make_llm, make_tokenizer, random_prompts
 from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.text.detokenizer import TextStream, extend_texts
 from nanovllm.engine.metrics import percentiles
+from nanovllm.text.tokenizer import load_tokenizer
 
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
 
@@ -37,62 +40,109 @@ def empty_afterwards(request):
 # Text as it grows
 
 
-def grow(tokens, decode, stops=(), min_tokens=0):
+def grow(tokens, tokenizer, stops=(), min_tokens=0):
     """Feed tokens one by one -> (number of tokens until the end, pieces handed out, the stream)."""
     stream, pieces = TextStream(tuple(stops), min_tokens), []
     for i, token in enumerate(tokens):
-        extend_texts([(stream, token, i == len(tokens) - 1)], decode)
+        extend_texts([(stream, token, i == len(tokens) - 1)], tokenizer)
         pieces.append(stream.take())
         if stream.stopped:
             break
     return len(pieces), pieces, stream
 
 
-def byte_decode(outputs, tokenizer=make_tokenizer()):
-    return tokenizer.backend_tokenizer.decode_batch(outputs, skip_special_tokens=True)
+@pytest.fixture(scope="module")
+def bytes_of_text(tmp_path_factory):
+    """A tokenizer with one token for each byte, and for a few words."""
+    folder = tmp_path_factory.mktemp("bytes")
+    make_tokenizer().save_pretrained(folder)
+    return load_tokenizer(folder)
 
 
-def test_characters_split_over_tokens_come_whole():
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory):
+    """One of the other kind: "▁" for spaces, and a token for each byte of a character that it has no name for."""
+    vocab = {"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)} | {"</s>": 260}
+    backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+TOKENIZERS = ["bytes_of_text", "sentencepiece"]
+
+
+def decoded(tokenizer, tokens):
+    (text,) = tokenizer.decode([tokens])
+    return text
+
+
+def test_characters_split_over_tokens_come_whole(bytes_of_text):
     tokens = make_tokenizer().encode(TEXT)
     assert len(tokens) > len(TEXT)
-    _, pieces, _ = grow(tokens, byte_decode)
+    _, pieces, _ = grow(tokens, bytes_of_text)
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces) == TEXT.replace("<|user|>", "")
     assert pieces.count("🙂") == 1 and pieces.count(" the") == 0 and pieces[0] == "the"
 
 
-def test_invalid_bytes_add_up_to_what_is_decoded_at_once():
-    r = random.Random(0)
-    for _ in range(200):
-        tokens = [r.randrange(263) for _ in range(30)]
-        _, pieces, stream = grow(tokens, byte_decode)
-        assert "".join(pieces) == stream.text == byte_decode([tokens])[0]
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_any_tokens_add_up_to_what_is_decoded_at_once(name, request):
+    """Cut anywhere, and with special tokens and some that only the model has among them."""
+    tokenizer, r = request.getfixturevalue(name), random.Random(0)
+    for _ in range(300):
+        kinds = r.choices([range(263), [3, 65, 97], [0xE4, 0xBD, 0xA0, 0xF0, 0x9F], [256, 260, 900], range(4)], k=2)
+        tokens = [r.choice(r.choice(kinds)) for _ in range(r.randint(1, 120))]
+        _, pieces, stream = grow(tokens, tokenizer)
+        assert "".join(pieces) == stream.text == decoded(tokenizer, tokens)
 
 
-def sentencepiece_decode(outputs):
-    """A tokenizer of the other kind: "▁" for spaces, one token for each byte it has no name for."""
-    return SENTENCEPIECE.decode_batch(outputs)
-
-
-SENTENCEPIECE = Tokenizer(
-    models.BPE(
-        {"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)}, [], byte_fallback=True
-    )
-)
-SENTENCEPIECE.decoder = decoders.Sequence(
-    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-)
-
-
-def test_spaces_and_byte_tokens_of_sentencepiece_come_whole():
+def test_spaces_and_byte_tokens_of_sentencepiece_come_whole(sentencepiece):
     tokens = [0, 1, 2, 3, *(4 + byte for byte in "你好🙂".encode()), 1, 0, 3, 3, 2]
-    _, pieces, _ = grow(tokens, sentencepiece_decode)
+    _, pieces, _ = grow(tokens, sentencepiece)
     assert not any("\ufffd" in piece for piece in pieces)
     assert pieces[:3] == ["Hello", " world", "s"]
-    assert "".join(pieces) == sentencepiece_decode([tokens])[0] == "Hello worlds 你好🙂 world Hello  s"
+    assert "".join(pieces) == decoded(sentencepiece, tokens) == "Hello worlds 你好🙂 world Hello  s"
 
 
-def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing_of_it_is_shown():
+@pytest.mark.parametrize("end", [[], [260], [999], [2]], ids=["cut", "eos", "beyond-the-tokenizer", "text"])
+@pytest.mark.parametrize("stops", [(), ("好",), ("好!", "\ufffdx")])
+def test_a_character_that_is_cut_changes_no_byte_token_that_was_shown(sentencepiece, end, stops):
+    """Where the last character of a run of byte tokens is cut, the decoder makes nothing of all of the run."""
+    whole, cut = [4 + byte for byte in "你好".encode()], [4 + byte for byte in "你🙂".encode()[:-1]]
+    for tokens in (whole, cut, whole + [260] + cut, whole + [2] + cut + [3] + whole):
+        _, pieces, stream = grow(tokens + end, sentencepiece, stops)
+        text = decoded(sentencepiece, tokens + end)
+        assert "".join(pieces) == stream.text == min(text.split(stop)[0] for stop in stops or ("none",))
+
+
+class Counting:
+    """A tokenizer that counts what it decodes."""
+
+    def __init__(self, tokenizer):
+        self.is_silent, self.is_byte, self._decode = tokenizer.is_silent, tokenizer.is_byte, tokenizer.decode
+        self.num_decoded = 0
+
+    def decode(self, outputs):
+        self.num_decoded += sum(map(len, outputs))
+        return self._decode(outputs)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("cycle", [[0xFF], [0xE4], [0xE4, 0xBD], [256, 900], [65, 256], [70, 71], [3], [3, 0xE4]], ids=str)
+def test_what_is_decoded_for_a_token_does_not_grow_with_the_text(name, cycle, request):
+    """Invalid bytes without end, special tokens without end, and a token that only another one completes."""
+    tokenizer = Counting(request.getfixturevalue(name))
+    tokens = (cycle * 4000)[:4000]
+    _, pieces, _ = grow(tokens, tokenizer, stops=("never there",))
+    assert tokenizer.num_decoded < 40 * 4000
+    assert "".join(pieces) == decoded(tokenizer, tokens)
+
+
+def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing_of_it_is_shown(bytes_of_text):
     r = random.Random(1)
     letters = make_tokenizer().encode("ab你")  # five tokens
     num_stopped = 0
@@ -100,26 +150,26 @@ def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing
         tokens = [r.choice(letters) for _ in range(r.randint(1, 24))]
         stops = ["".join(r.choices("aab你", k=r.randint(1, 4))) for _ in range(r.randint(1, 3))]
         min_tokens = r.choice([0, 0, r.randint(1, 8)])
-        count, pieces, stream = grow(tokens, byte_decode, stops, min_tokens)
+        count, pieces, stream = grow(tokens, bytes_of_text, stops, min_tokens)
         assert "".join(pieces) == stream.text
-        end = next((n for n in range(1, len(tokens) + 1) if first_stop(tokens, n, stops, min_tokens) is not None), None)
+        end = next((n for n in range(1, len(tokens) + 1) if first_stop(bytes_of_text, tokens, n, stops, min_tokens) is not None), None)
         if end is None:
-            assert not stream.stopped and stream.text == byte_decode([tokens])[0]
+            assert not stream.stopped and stream.text == decoded(bytes_of_text, tokens)
         else:
             num_stopped += 1
             assert stream.stopped and count == end
-            assert stream.text == byte_decode([tokens[:end]])[0][: first_stop(tokens, end, stops, min_tokens)]
+            assert stream.text == decoded(bytes_of_text, tokens[:end])[: first_stop(bytes_of_text, tokens, end, stops, min_tokens)]
     assert num_stopped > 100
 
 
-def first_stop(tokens, count, stops, min_tokens):
+def first_stop(tokenizer, tokens, count, stops, min_tokens):
     """Where the first stop string begins in the text of `count` tokens that ends after the text of min_tokens, if any."""
     if count <= min_tokens:
         return None
-    text = byte_decode([tokens[:count]])[0]
+    text = decoded(tokenizer, tokens[:count])
     if count < len(tokens) and text.endswith("\ufffd"):
         text = ""  # an incomplete character is not text yet, and what was before it has been looked at
-    begin = len(complete(byte_decode([tokens[:min_tokens]])[0])) if min_tokens else 0
+    begin = len(complete(decoded(tokenizer, tokens[:min_tokens]))) if min_tokens else 0
     found = [at for stop in stops for at in range(len(text)) if text.startswith(stop, at) and at + len(stop) > begin]
     return min(found, default=None)
 
@@ -148,7 +198,7 @@ def test_a_stop_string_ends_the_output_and_cuts_the_text(llm, temperature):
         assert output["text"] == text[: text.index(stop)]
         count = len(output["token_ids"])
         assert output["token_ids"] == ids[:count]
-        assert stop in byte_decode([ids[:count]])[0] and stop not in byte_decode([ids[: count - 1]])[0]
+        assert stop in decoded(llm._tokenizer, ids[:count]) and stop not in decoded(llm._tokenizer, ids[: count - 1])
     assert stopped > 8
 
 
@@ -191,6 +241,43 @@ def test_streams_add_up_to_what_generate_returns(llm):
     assert texts == [output["text"] for output in expected]
     assert ids == [output["token_ids"] for output in expected]
     assert reasons == [output["finish_reason"] for output in expected]
+
+
+def test_streams_of_byte_tokens_add_up_to_what_generate_returns(folder, sentencepiece, tmp_path):
+    for path in folder.iterdir():
+        if "token" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    for path in sentencepiece._folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    prompts, params = random_prompts(30, seed=4), [SamplingParams(seed=i, max_tokens=1 + i, top_k=9) for i in range(30)]
+    with make_llm(tmp_path) as llm:
+        expected = [output["text"] for output in generate(llm, prompts, params)]
+        texts = [""] * 30
+        for index, text, _, _ in llm.stream(prompts, params):
+            texts[index] += text
+        stopping = [dataclasses.replace(one, stop="never there") for one in params]
+        assert [output["text"] for output in generate(llm, prompts, stopping)] == texts == expected
+    assert any("\ufffd" in text for text in texts)
+
+
+def test_stream_chat_yields_what_chat_returns(llm):
+    params = SamplingParams(temperature=0, max_tokens=8)
+    chats = [[{"role": "user", "content": "in 你"}], [{"role": "user", "content": "a"}]]
+    for messages, options in ((chats, None), (chats[0], {"enable_thinking": False})):
+        expected = llm.chat(messages, params, use_tqdm=False, chat_template_kwargs=options)
+        texts, ids = [""] * len(expected), [[] for _ in expected]
+        for index, text, new_ids, _ in llm.stream_chat(messages, params, options):
+            texts[index] += text
+            ids[index] += new_ids
+        assert texts == [output["text"] for output in expected]
+        assert ids == [output["token_ids"] for output in expected]
+
+
+@pytest.mark.parametrize("name", ["stream", "stream_chat"])
+def test_a_stream_of_several_completions_is_refused_when_it_is_asked_for(llm, name):
+    what = [1] if name == "stream" else [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=r"sampling_params\[0\]\.n is 2: stream one completion of a prompt, or"):
+        getattr(llm, name)(what, SamplingParams(n=2))
 
 
 def test_stream_yields_while_sequences_run(llm):
@@ -268,7 +355,7 @@ def test_requests_may_come_while_others_run(llm):
         if waiting:
             i = waiting.pop(0)
             index_of[llm.add_request(prompts[i], params[i])] = i
-        for output in llm.step():
+        for output in completed(llm.step()):
             got[index_of[output.pop("id")]] = output
     assert [got[i] for i in range(9)] == expected
     assert llm.step() == []
@@ -286,7 +373,7 @@ def test_abort_drops_a_request_wherever_it_stands(llm):
     outputs = []
     while llm.has_unfinished():
         outputs += llm.step()
-    assert outputs == [{"id": ids[2], **expected}]
+    assert completed(outputs) == [{"id": ids[2], **expected}]
     with pytest.raises(ValueError, match=f"request_id is {ids[1]}"):
         llm.abort(ids[1])
 
@@ -326,7 +413,7 @@ def test_generate_keeps_the_outputs_of_requests_that_finish_beside_it(llm):
     request_id = llm.add_request("in the", params)
     expected = generate(llm, ["in the", "hello"], params)
     assert llm.has_unfinished()
-    assert llm.step() == [{"id": request_id, **expected[0]}]
+    assert completed(llm.step()) == [{"id": request_id, **expected[0]}]
 
 
 # chat
@@ -340,10 +427,10 @@ def test_chat_completes_what_the_template_writes(llm):
     ]
     texts = ["<|user|>in 你<|assistant|>", "<|user|>a<|assistant|>b<|user|>c<|assistant|>"]
     expected = generate(llm, texts, params)
-    assert llm.chat(chats, params, use_tqdm=False) == expected
-    assert llm.chat(chats[0], params, use_tqdm=False) == expected[:1]
+    assert completed(llm.chat(chats, params, use_tqdm=False)) == expected
+    assert completed(llm.chat(chats[0], params, use_tqdm=False)) == expected[:1]
     no_thinking = llm.chat(chats[0], params, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
-    assert no_thinking == generate(llm, [texts[0] + "no"], params)
+    assert completed(no_thinking) == generate(llm, [texts[0] + "no"], params)
     assert llm.chat([], params, use_tqdm=False) == []
 
 
@@ -359,8 +446,9 @@ def test_chat_completes_what_the_template_writes(llm):
     ids=["str", "list-of-str", "no-dict", "template-error", "too-long"],
 )
 def test_wrong_messages_raise_before_anything_runs(llm, messages, error, match):
-    with pytest.raises(error, match=match):
-        llm.chat(messages, use_tqdm=False)
+    for call in (llm.chat, llm.stream_chat):
+        with pytest.raises(error, match=match):
+            call(messages)
 
 
 def test_without_a_template_or_a_tokenizer_the_error_says_what_to_do(tmp_path):
@@ -370,7 +458,7 @@ def test_without_a_template_or_a_tokenizer_the_error_says_what_to_do(tmp_path):
             llm.chat(messages)
         own = {"chat_template": "{{ messages[0].content }}"}
         expected = generate(llm, ["a"], SamplingParams(temperature=0))
-        assert llm.chat(messages, SamplingParams(temperature=0), False, own) == expected
+        assert completed(llm.chat(messages, SamplingParams(temperature=0), False, own)) == expected
     with make_llm(make_folder(tmp_path / "no-tokenizer", tokenizer=False)) as llm:
         with pytest.raises(ValueError, match="no chat template"):
             llm.chat(messages)
@@ -483,6 +571,7 @@ def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     spec.loader.exec_module(bench)
     llm.engine.steps = []
     generate(llm, random_prompts(12), SamplingParams(max_tokens=6, ignore_eos=True))
-    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run")
+    assert llm.engine.steps[-1].preemptions == llm.engine.scheduler.num_preemptions
+    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run", llm.num_kvcache_blocks)
     llm.engine.steps = None
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

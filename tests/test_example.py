@@ -51,6 +51,7 @@ def test_without_arguments_it_completes_prompts_together_and_alone():
     assert "def read_lines(path):" in done.stdout and CLASS in done.stdout
     assert "prompts together: " in done.stdout and "1 prompt alone: " in done.stdout
     assert done.stdout.count("tokens/s") == 2
+    assert (done.stdout + done.stderr).count("tiny-qwen3") == (done.stdout + done.stderr).count("ready in") == 1
 
 
 def test_a_wrong_model_is_one_line_and_exit_2():

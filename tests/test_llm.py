@@ -7,6 +7,7 @@ import sys
 import weakref
 
 import pytest
+from call_helpers import generate
 from engine_helpers import MODELS, PROMPTS, assert_empty, assert_greedy, greedy, save_tokenizer
 
 from nanovllm import LLM, SamplingParams
@@ -31,7 +32,13 @@ def test_text_goes_in_and_comes_out(text_llm, checkpoint):
     outputs = text_llm.generate([words(prompt) for prompt in PROMPTS], greedy(9), use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs):
         expected = checkpoint.expected(prompt, 9)
-        assert output == {"text": words(expected), "token_ids": expected, "finish_reason": "length"}
+        assert output == {
+            "prompt_token_ids": prompt,
+            "num_cached_tokens": 0 if prompt not in PROMPTS[8:] else output["num_cached_tokens"],
+            "text": words(expected),
+            "token_ids": expected,
+            "finish_reason": "length",
+        }
 
 
 def test_token_ids_come_back_with_text_too(text_llm, checkpoint):
@@ -41,13 +48,44 @@ def test_token_ids_come_back_with_text_too(text_llm, checkpoint):
 
 def test_without_a_tokenizer_the_text_is_empty(make_llm, checkpoint):
     (output,) = make_llm().generate([PROMPT], greedy(3), use_tqdm=False)
-    assert output == {"text": "", "token_ids": checkpoint.expected(PROMPT, 3), "finish_reason": "length"}
+    assert (output["text"], output["token_ids"]) == ("", checkpoint.expected(PROMPT, 3))
 
 
 def test_one_prompt_needs_no_list(text_llm):
-    usual = text_llm.generate([PROMPT], greedy(3), use_tqdm=False)
+    usual = generate(text_llm, [PROMPT], greedy(3))
     for prompts in (words(PROMPT), PROMPT, tuple(PROMPT), [tuple(PROMPT)], (PROMPT,)):
-        assert text_llm.generate(prompts, greedy(3), use_tqdm=False) == usual
+        assert generate(text_llm, prompts, greedy(3)) == usual
+
+
+def test_outputs_say_what_of_the_prompt_was_cached(make_llm):
+    llm = make_llm(enable_prefix_caching=True)
+    prompt = list(range(40))  # two blocks of 16 and a half
+    assert [llm.generate([prompt], use_tqdm=False)[0]["num_cached_tokens"] for _ in range(2)] == [0, 32]
+    (several,) = llm.generate([prompt], SamplingParams(n=2), use_tqdm=False)
+    assert several["num_cached_tokens"] == 32 and several["prompt_token_ids"] == prompt
+    assert [set(one) for one in several["completions"]] == [{"text", "token_ids", "finish_reason"}] * 2
+    assert several["token_ids"] == several["completions"][0]["token_ids"]
+
+
+def test_max_tokens_of_none_goes_on_to_the_models_length(make_llm):
+    llm = make_llm(max_model_len=70)
+    for prompt in (PROMPTS[0], PROMPTS[6]):
+        for params in (SamplingParams(max_tokens=None, ignore_eos=True), SamplingParams(max_tokens=None, min_tokens=99)):
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert len(output["token_ids"]) == 70 - len(prompt) and output["finish_reason"] == "length"
+
+
+def test_max_tokens_of_none_is_refused_where_the_cache_is_smaller(make_llm):
+    llm = make_llm(max_model_len=70, num_kvcache_blocks=4)
+    with pytest.raises(ValueError, match=r"needs 69 tokens of KV cache .*which holds 64: lower max_tokens"):
+        llm.generate([PROMPT], SamplingParams(max_tokens=None), use_tqdm=False)
+
+
+def test_what_was_found_can_be_read(make_llm, checkpoint, tmp_path):
+    llm = make_llm(num_kvcache_blocks=7, max_model_len=100)
+    assert (llm.num_kvcache_blocks, llm.max_model_len) == (7, 100)
+    llm = make_llm(num_kvcache_blocks=None, max_num_seqs=3, max_model_len=10**6)
+    assert llm.max_model_len == 512 and llm.num_kvcache_blocks == 3 * 512 / 16
 
 
 def test_the_callers_lists_stay_as_they_were(make_llm):
@@ -92,7 +130,7 @@ def test_dummy_weights_need_no_checkpoint_and_are_the_same_each_time(make_llm, t
         (tmp_path / "config.json").read_text().replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1)
     )
     first, second = (
-        make_llm(tmp_path, load_format="dummy").generate(PROMPTS, greedy(5), use_tqdm=False) for _ in range(2)
+        generate(make_llm(tmp_path, load_format="dummy"), PROMPTS, greedy(5)) for _ in range(2)
     )
     assert first == second and len(first) == len(PROMPTS)
 

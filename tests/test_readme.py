@@ -58,7 +58,7 @@ def test_the_examples_run_and_none_downloads(ran):
 def test_the_examples_show_every_call(ran):
     code = "".join(code for _, code in blocks("python"))
     calls = [name for name, member in vars(nanovllm.LLM).items() if callable(member) and not name.startswith("_")]
-    assert len(calls) == 9
+    assert len(calls) == 10
     assert not [name for name in calls if f"llm.{name}(" not in code]
 
 
@@ -106,6 +106,14 @@ def test_ci_runs_the_two_commands_of_the_readme():
     script = ROOT / ".ci" / "run"
     assert re.findall(r"^step '(.*)'$", script.read_text(), flags=re.MULTILINE) == commands.splitlines()
     assert os.access(script, os.X_OK)
+
+
+def test_ci_runs_every_install_line_of_the_readme():
+    """What needs a GPU is resolved, not installed."""
+    script = (ROOT / ".ci" / "run").read_text()
+    run = re.findall(r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$", script, flags=re.MULTILINE)
+    told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", README)
+    assert len(told) > 6 and set(told) <= {*run, 'pip install -e ".[plot]"'}
 
 
 def test_no_line_is_longer_than_120_characters():

@@ -131,6 +131,37 @@ def test_a_special_draw_is_the_plain_reference_with_the_same_noise():
         assert tokens[row] == expected[0], params[row]
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-20, 1e20, 1e39, 1.7e308])
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-38, 0.7, 1e38])
+def test_no_penalty_lets_a_token_before_min_tokens_that_would_end_the_output(penalty, temperature):
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(1))
+    logits[:, 3], logits[4:, 3], logits[:, 9] = 20, -20, 0
+    options = dict(temperature=temperature, repetition_penalty=penalty, min_tokens=9)
+    for more in ({}, dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)):
+        params = SamplingParams(**options, **more)
+        tokens = draw(logits, params, torch.arange(8), prompt=[3, 9, 11], output=[9], stop_ids=[3])
+        assert all(0 <= token < 50 and token != 3 for token in tokens.tolist())
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-20, 1e20, 1e300])
+def test_among_tokens_of_a_huge_penalty_the_likeliest_stays_the_likeliest(penalty):
+    logits = torch.tensor([[5.0, 7.0, 6.0, -1.0, -3.0, 0.0]])
+    # A huge penalty leaves the logits so near to each other that any temperature may choose any.
+    for temperature in (0.0, 1e-12, 1e-8) if penalty < 1 else (0.0,):
+        for more in ({}, dict(top_k=4), dict(min_p=0.01)):
+            params = SamplingParams(temperature=temperature, repetition_penalty=penalty, **more)
+            (token,) = draw(logits, params, torch.tensor([0]), range(6)).tolist()
+            assert token == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-39, 1e-38, 1e-20, 1e-9, 1e-8])
+def test_a_tiny_temperature_is_greedy(temperature):
+    logits = 40 * torch.randn(20, 500, generator=torch.Generator().manual_seed(2))
+    for more in ({}, dict(top_k=50), dict(top_p=0.99), dict(repetition_penalty=1.0001)):
+        params = SamplingParams(temperature=temperature, logprobs=0, **more)
+        assert torch.equal(draw(logits, params, torch.arange(20)), logits.argmax(dim=1))
+
+
 def test_rows_drawn_together_do_not_bound_each_other():
     logits = torch.linspace(0, 1e-3, 500).repeat(64, 1)  # all tokens about equally likely
     bounds = [dict(repetition_penalty=1.1), dict(top_k=2), dict(min_p=0.5), dict(logprobs=1), dict(top_k=7, top_p=0.9)]

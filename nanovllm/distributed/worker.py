@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import torch
 
+from nanovllm.cpu.threads import threads_of_rank
 from nanovllm.distributed.channel import (
     Channel,
     ChannelClosed,
@@ -108,7 +109,7 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
     device = choose_device(start.config.device, rank)
     if device.type == "cpu":
         # The ranks share the cores.
-        torch.set_num_threads(max(1, torch.get_num_threads() // start.size))
+        torch.set_num_threads(threads_of_rank(start.size))
     group = join_group(
         rank,
         start.size,

@@ -7,12 +7,12 @@ Python.
 import itertools
 import random
 from time import perf_counter
+from typing import Protocol
 
 from nanovllm.compose import build_runner
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.text.detokenizer import Decode, TextStream, extend_texts
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.policy import SchedulingPolicy
@@ -22,6 +22,22 @@ from nanovllm.distributed.tensor_parallel import RemoteTokens, TensorParallelRun
 from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.loader import check_num_layers
+
+
+class Detokenizer(Protocol):
+    """Reads the texts of sequences while they run, and finds stop strings in them. The engine never looks at a text."""
+
+    def add(self, seq: Sequence) -> None:
+        """Read this sequence from now on."""
+
+    def update(self, sampled: list[Sequence]) -> list[Sequence]:
+        """Read the last token of each sequence; returns those of which the text has come to a stop string."""
+
+    def remove(self, seq: Sequence) -> None:
+        """Read this sequence no more, if it is read."""
+
+    def clear(self) -> None:
+        """Read no sequence any more."""
 
 
 class LLMEngine:
@@ -38,8 +54,7 @@ class LLMEngine:
             check_num_layers(hf_config.num_hidden_layers, folder)
         self.policy = policy
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
-        self.decode: Decode | None = None  # makes text of token ids, for those who read it as it grows
-        self._read_while_growing: set[Sequence] = set()
+        self.detokenizer: Detokenizer | None = None  # whoever wants text as it grows gives one
         self.vocab_size = hf_config.vocab_size
         self.longest_of_model = hf_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len, self.longest_of_model)
@@ -125,9 +140,8 @@ class LLMEngine:
             interactive=interactive,
         )
         seq.added_at = perf_counter()
-        if self.decode is not None and (streams or params.stop):
-            seq.text = TextStream(params.stop, params.min_tokens)
-            self._read_while_growing.add(seq)
+        if self.detokenizer is not None and (streams or params.stop):
+            self.detokenizer.add(seq)
         return seq
 
     def has_unfinished(self) -> bool:
@@ -150,25 +164,20 @@ class LLMEngine:
             return [], []
         tokens, some_first = launched
         sampled, ended = self.scheduler.commit(*tokens.wait())
-        if self._read_while_growing:
-            self._extend_texts(sampled, ended)
+        if self.detokenizer is not None:
+            self._stop_by_text(self.detokenizer.update(sampled), ended)
         if some_first or ended:
             self._record_commit(sampled if some_first else [], ended)
         self._settle()
         return sampled, ended
 
-    def _extend_texts(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
-        """Bring texts up to date. Sequences that came to a stop string join those that `ended`."""
-        growing = [seq for seq in sampled if seq.text is not None]
-        news = [(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in growing]
-        extend_texts(news, self.decode)
-        for seq in growing:
-            if seq.text.stopped:
-                if seq.finish_reason is None:  # it ran one step too far, as with end-of-sequence
-                    self.scheduler.abort(seq)
-                    ended.append(seq)
-                seq.finish_reason = "stop"
-        self._read_while_growing.difference_update(ended)
+    def _stop_by_text(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
+        """A sequence whose text has come to a stop string joins those that `ended`."""
+        for seq in stopped:
+            if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
+                self.scheduler.abort(seq)
+                ended.append(seq)
+            seq.finish_reason = "stop"
 
     def _settle(self) -> None:
         """When every sequence has ended, what is in flight ran one step too far: take it back."""
@@ -185,8 +194,16 @@ class LLMEngine:
         self.total.peak_blocks = max(self.total.peak_blocks, used)
         self.last_call.peak_blocks = max(self.last_call.peak_blocks, used)
         if self.steps is not None:
-            counts = scheduler.num_running, len(scheduler.waiting), num_prefills, num_decodes, used
-            self.steps.append(StepRecord(perf_counter(), *counts))
+            record = StepRecord(
+                time=perf_counter(),
+                running=scheduler.num_running,
+                waiting=len(scheduler.waiting),
+                prefill_tokens=num_prefills,
+                decode_tokens=num_decodes,
+                blocks_in_use=used,
+                preemptions=scheduler.num_preemptions,
+            )
+            self.steps.append(record)
 
     def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
@@ -202,7 +219,8 @@ class LLMEngine:
         for seq in request.completions:
             if seq.status is not Status.FINISHED:
                 self.scheduler.abort(seq)
-            self._read_while_growing.discard(seq)
+            if self.detokenizer is not None:
+                self.detokenizer.remove(seq)
         self._settle()
 
     def reset(self) -> None:
@@ -214,7 +232,8 @@ class LLMEngine:
         for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
             seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.scheduler, self._in_flight = self._make_scheduler(), None
-        self._read_while_growing.clear()
+        if self.detokenizer is not None:
+            self.detokenizer.clear()
         self.runner.synchronize()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ class StepRecord(NamedTuple):
     prefill_tokens: int
     decode_tokens: int
     blocks_in_use: int
+    preemptions: int  # so far, since the engine was last reset
 
 
 class Metrics:

@@ -9,7 +9,6 @@ from typing import Any
 
 from nanovllm.engine.batch import Fork, PrefillChunk
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
-from nanovllm.text.detokenizer import TextStream
 
 
 class Status(Enum):
@@ -41,7 +40,7 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token, if asked
-    text: TextStream | None = None  # if the text is read as it grows
+    text: Any = None  # the detokenizer's, if the text is read as it grows
 
     # Of n completions of a prompt, the first computes it and the others fork from it: they get
     # batch slots and blocks when it does, and start to decode when its prompt is computed.

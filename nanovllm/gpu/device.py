@@ -30,3 +30,12 @@ def resolve_device(name: str, rank: int) -> torch.device:
             "lower tensor_parallel_size, or choose another device"
         )
     return torch.device("cuda", index)
+
+
+def describe_device(name: str, count: int) -> str:
+    """What a user calls `count` devices of which `name` is the first, such as "2 x NVIDIA H200"."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return "the CPU"
+    name = torch.cuda.get_device_name(device)
+    return name if count == 1 else f"{count} x {name}"

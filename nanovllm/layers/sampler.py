@@ -19,7 +19,6 @@ from nanovllm.layers.parallel import VOCAB_UNIT as CELL
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.sampling_params import INVALID_TOKEN
 
-GREEDY_BELOW = 1e-5  # a smaller temperature is taken for 0, as by vLLM: dividing by it would overflow
 LOW_WORD = 0xFFFFFFFF
 
 
@@ -34,7 +33,7 @@ def sample(
     no finite number gets INVALID_TOKEN; its value is infinity, which no other rank exceeds, unless all logits here are -inf.
     """
     logits = logits.float()
-    random = (temperatures >= GREEDY_BELOW).unsqueeze(1)
+    random = (temperatures > 0).unsqueeze(1)
     if random.any():
         tokens, values = _sample_by_cells(logits, temperatures, random, seeds, positions, vocab_start)
     else:

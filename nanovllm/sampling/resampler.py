@@ -1,9 +1,9 @@
 """Sample for the requests that ask for more than a temperature and a seed.
 
 A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for more are then sampled
-once more, with the same noise, from logits that went, in vLLM's order, through
+once more, with the same noise, from logits that went through (min_tokens' place among these makes no difference)
 
-    min_tokens (no token that would end the output) -> repetition, then frequency and presence penalty
+    repetition, then frequency and presence penalty -> min_tokens (no token that would end the output)
     -> temperature -> min_p -> top_k -> top_p,
 
 and that token replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the arg max of what the
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.sampler import GREEDY_BELOW
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingMetadata, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner, StepOutput
 
 Upload = Callable[[np.ndarray], Tensor]
+REPETITION_BOUNDS = 1e-10, 1e10
 ROWS_AT_ONCE = 64  # bounds the memory that sorting the vocabulary takes
 
 
@@ -102,11 +102,14 @@ class _Part:
         top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
         names = ("min_p", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
         ints = np.array([index, [slots[i] for i in index], limits, prompt_lens], dtype=np.int64)
-        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)], dtype=np.float32)
+        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)])
+        # Beyond these bounds float32 would lose logits to infinity, and with them which one is larger.
+        floats[3].clip(*REPETITION_BOUNDS, out=floats[3])
+        floats = floats.astype(np.float32)
         self.index = index
         self.at, self.slots, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
         top_p_d, min_p, self.temperatures, *penalties = upload(floats)
-        self.divisors = torch.where(self.temperatures >= GREEDY_BELOW, self.temperatures, 1.0).unsqueeze(1)
+        self.divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0).unsqueeze(1)
         self.filters = [x.unsqueeze(1) for x in (limits_d, top_p_d, min_p)]
         self.penalties = [x.unsqueeze(1) for x in penalties]
         self.prompt_lens = prompt_lens_d.unsqueeze(1)
@@ -178,14 +181,14 @@ class Resampler:
         """Replace the tokens of the part's rows. `seeds` are by batch slot."""
         raw = logits = self.group.gather_vocab(output.logits[part.at], self.vocab_size).float()
         positions = output.positions[part.at].long()
-        if part.barred is not None:
-            row, token, least = part.barred
-            logits = raw.clone()
-            logits[row, token] = logits[row, token].masked_fill(positions[row] < least, -torch.inf)
         if part.penalizes:
             history = self._history[part.slots].long()
             seen, counts = count_tokens(history, part.prompt_lens, positions.unsqueeze(1), self.vocab_size)
             logits = apply_penalties(logits, seen, counts, *part.penalties)
+        if part.barred is not None:  # after the penalties: minus infinity times 0 is no number
+            row, token, least = part.barred
+            logits = logits.clone() if logits is raw else logits
+            logits[row, token] = logits[row, token].masked_fill(positions[row] < least, -torch.inf)
         if part.filters_any:
             kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
             logits = logits.masked_fill(~kept, -torch.inf)

@@ -1,56 +1,88 @@
 """Text as it grows, token by token: final at every point, and searched for stop strings.
 
-Knows how to call a tokenizer. Knows nothing of sequences and steps.
+Knows how to call a tokenizer, and which sequences are read. Knows nothing of steps and blocks.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
-Decode = Callable[[list[list[int]]], list[str]]
-INCOMPLETE = "\ufffd"  # what a decoder makes of a character whose last bytes are missing
+from nanovllm.engine.sequence import Sequence
+
+# What decoders write for bytes that are no character, or not yet one. Up to three of them at the
+# end of a text may yet become one character, which has at most four bytes.
+REPLACEMENT, MOST_INCOMPLETE = "\ufffd", 3
+# Tokens that a decoder must see to make the next one's text, with room to spare: where all text is
+# certain, and where bytes of incomplete characters, up to nine, must be among them.
+CONTEXT, INCOMPLETE_CONTEXT = 4, 16
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer, such as text.tokenizer's."""
+
+    def decode(self, outputs: list[list[int]]) -> list[str]:
+        """The text of each list of token ids."""
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` leaves the token out, wherever it stands."""
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token is a byte, whose text depends on the run of bytes it stands in."""
 
 
 class TextStream:
     """The text of one output.
 
-    `text` grows by whole characters and ends before the first stop string. `take` hands it out piece by piece and holds
-    back what could be the beginning of a stop string.
+    `text` grows by whole characters and ends before the first stop string. `take` hands it out
+    piece by piece and holds back what could be the beginning of a stop string.
     """
-
-    __slots__ = (
-        "text", "stopped", "_ended", "_stops", "_min_tokens", "_num_tokens", "_window", "_num_read", "_num_taken",
-    )  # fmt: skip
 
     def __init__(self, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self.text = ""
         self.stopped = False  # by a stop string
-        self._ended = False
+        self.ended = False
         self._stops = stops
         self._min_tokens = min_tokens  # no stop string counts that ends within these
         self._num_tokens = 0
-        # The last tokens, as many as a decoder must see to make the next text: first those whose text has been read,
-        # for it may depend on them (a space at the beginning of all text is dropped), then those still incomplete.
-        self._window: list[int] = []
-        self._num_read = 0
-        self._num_taken = 0  # characters
+        self._window: list[int] = []  # the last tokens that are not silent
+        self._num_read = 0  # characters of the window's text that have become certain
+        self._num_taken = 0  # characters of `text`
 
     def take(self) -> str:
         """What has become certain since the last call."""
         certain = len(self.text)
-        if not self._ended:
+        if not self.ended:
             certain -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
         new = self.text[self._num_taken : certain]
         self._num_taken += len(new)
         return new
 
-    def _read(self, before: str, whole: str, ended: bool) -> None:
-        """The window now decodes to `whole`, and the part of it that had been read to `before`."""
-        if not ended and whole.endswith(INCOMPLETE):
-            return
-        if len(whole) > len(before):
-            self._append(whole[len(before) :])
-            self._window = self._window[self._num_read :]
-            self._num_read = len(self._window)
-        self._ended = ended or self.stopped
+    def push(self, token: int, ended: bool, tokenizer: Tokenizer) -> bool:
+        """Add a token, the output's last one if `ended`.
+
+        Returns whether the window must be decoded now.
+        """
+        self.ended = ended
+        self._num_tokens += 1
+        silent = tokenizer.is_silent(token)
+        if not silent:
+            self._window.append(token)
+        # One invalid byte changes the text of its whole run, so a run is read when it ends.
+        return ended or not silent and not tokenizer.is_byte(token)
+
+    def read(self, whole: str) -> int:
+        """Take what is certain of `whole`, the window's text.
+
+        Returns how many characters at its end are not.
+        """
+        num_incomplete = 0
+        if not self.ended:
+            tail = whole[-MOST_INCOMPLETE:]
+            num_incomplete = len(tail) - len(tail.rstrip(REPLACEMENT))
+        certain = len(whole) - num_incomplete
+        if certain > self._num_read:
+            self._append(whole[self._num_read : certain])
+            self._num_read = certain
+        return num_incomplete
 
     def _append(self, new: str) -> None:
         old = len(self.text)
@@ -60,22 +92,65 @@ class TextStream:
         found = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
         if found := [at for at in found if at >= 0]:
             self.text = self.text[: min(found)]
-            self.stopped = True
+            self.stopped = self.ended = True
 
 
-def extend_texts(news: Iterable[tuple[TextStream, int, bool]], decode: Decode) -> None:
-    """Add a token to each stream, all in one call of the tokenizer. The bool: it is the output's last."""
-    streams, windows = [], []
-    for stream, token, ended in news:
-        stream._window.append(token)
-        stream._num_tokens += 1
-        streams.append((stream, ended))
-        windows += [stream._window[: stream._num_read], stream._window]
-    texts = decode(windows)
-    for (stream, ended), before, whole in zip(streams, texts[::2], texts[1::2]):
-        stream._read(before, whole, ended)
+def extend_texts(news: Iterable[tuple[TextStream, int, bool]], tokenizer: Tokenizer) -> None:
+    """Add a token to each stream, all in one call of the tokenizer.
+
+    `news`: a stream, its token, and whether that is the output's last.
+    """
+    streams = [stream for stream, token, ended in news if stream.push(token, ended, tokenizer)]
+    texts = tokenizer.decode([stream._window for stream in streams])
+    num_incomplete = [stream.read(text) for stream, text in zip(streams, texts)]
+    # Cut windows that have grown long: so a token's time does not depend on how many came before.
+    cut = []
+    for stream, count in zip(streams, num_incomplete):
+        needed = INCOMPLETE_CONTEXT if count else CONTEXT
+        if len(stream._window) >= 2 * needed:
+            stream._window = stream._window[-needed:]
+            cut.append((stream, count))
+    texts = tokenizer.decode([stream._window for stream, _ in cut])
+    for (stream, count), text in zip(cut, texts):
+        stream._num_read = len(text) - count
+
+
+class Detokenizer:
+    """Reads the texts of sequences while they run: those streamed, or stopped by a string."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._reading: set[Sequence] = set()
+
+    def add(self, seq: Sequence) -> None:
+        """Keep `seq.text` up to date from now on, until the sequence has ended."""
+        seq.text = TextStream(seq.params.stop, seq.params.min_tokens)
+        self._reading.add(seq)
+
+    def update(self, sampled: list[Sequence]) -> list[Sequence]:
+        """Read the last token of each sequence that is read.
+
+        Returns those of which the text has come to a stop string.
+        """
+        if not self._reading:
+            return []
+        reading = [seq for seq in sampled if seq in self._reading]
+        extend_texts(
+            [(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in reading],
+            self._tokenizer,
+        )
+        self._reading.difference_update([seq for seq in reading if seq.text.ended])
+        return [seq for seq in reading if seq.text.stopped]
+
+    def remove(self, seq: Sequence) -> None:
+        self._reading.discard(seq)
+
+    def clear(self) -> None:
+        self._reading.clear()
 
 
 def _overlap(text: str, stop: str) -> int:
     """The length of the longest end of `text` with which `stop` begins."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    return next(
+        (n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0
+    )

@@ -105,11 +105,39 @@ class Tokenizer:
 
     def decode(self, outputs: list[list[int]]) -> list[str]:
         """The text of each list of token ids, special tokens left out."""
-        plain = self._plain or getattr(self.transformers, "backend_tokenizer", None)
-        if plain is not None:  # it works in threads, where transformers goes one by one
-            return plain.decode_batch(outputs, skip_special_tokens=True)
+        if self._backend is not None:  # it works in threads, where transformers goes one by one
+            return self._backend.decode_batch(outputs, skip_special_tokens=True)
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return [self.transformers.decode(ids, **options) for ids in outputs]
+
+    @cached_property
+    def _backend(self) -> tokenizers.Tokenizer | None:
+        """What decodes without transformers' help, if the folder's tokenizer has it."""
+        return self._plain or getattr(self.transformers, "backend_tokenizer", None)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        if self._backend is None:
+            return frozenset(self.transformers.all_special_ids)
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        decoder = self._backend.decoder if self._backend is not None else None
+        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+            return frozenset()
+        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        return frozenset(i for i in ids if i is not None)
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `decode` leaves the token out: it is special, or the model has more entries than the tokenizer."""
+        if token in self._special_ids:
+            return True
+        return self._backend is not None and self._backend.id_to_token(token) is None
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token is one byte, decoded together with its neighbours: to characters if all are valid."""
+        return token in self._byte_ids
 
     def encode_chats(self, chats: list[list[dict]], options: dict[str, Any]) -> list[list[int]]:
         """The token ids of each conversation, written by the tokenizer's chat template.

@@ -11,11 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
-from nanovllm.layers import sampler
 from nanovllm.layers.sampler import CELL
 from nanovllm.sampling_params import INVALID_TOKEN
 
-GREEDY_BELOW = tl.constexpr(sampler.GREEDY_BELOW)
 INVALID = tl.constexpr(INVALID_TOKEN)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -111,7 +109,7 @@ def _best_of_row_kernel(
 def _scale(temperatures, row):
     """Whether the row is greedy, and what makes its logits scores in units of log2."""
     temperature = tl.load(temperatures + row)
-    greedy = temperature < GREEDY_BELOW
+    greedy = temperature <= 0
     return greedy, tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
 
 

@@ -1,0 +1,88 @@
+"""What a call returns, plain dicts made of requests that have ended, and the progress it shows
+until then."""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
+    """A dict for each request: its first completion's, its prompt's and, of several completions,
+    the list of all.
+
+    prompt_token_ids: list[int].
+    num_cached_tokens: how many of them the prefix cache held when the request started.
+    text: str, "" without a tokenizer (`decode` is None).
+    token_ids: list[int] of the completion alone.
+    finish_reason: "stop" or "length".
+    logprobs: if they were asked for, a dict {token id: log-probability} for each token.
+    completions: if n > 1, a list of n dicts with the keys text, token_ids, finish_reason and
+        logprobs.
+    """
+    sequences = [seq for request in requests for seq in request.completions]
+    completions = iter(_completions(sequences, decode))
+    outputs = []
+    for request in requests:
+        prompt = {
+            "prompt_token_ids": request.token_ids[: request.num_prompt_tokens],
+            "num_cached_tokens": request.num_cached_tokens,
+        }
+        own = [next(completions) for _ in request.completions]
+        outputs.append(prompt | own[0] | ({"completions": own} if len(own) > 1 else {}))
+    return outputs
+
+
+def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
+    whole = [
+        seq for seq in sequences if seq.text is None
+    ]  # the others' texts were read as they grew
+    texts = decode([seq.output_ids for seq in whole]) if decode is not None else [""] * len(whole)
+    text_of = {seq.id: text for seq, text in zip(whole, texts)}
+    completions = []
+    for seq in sequences:
+        text = text_of[seq.id] if seq.text is None else seq.text.text
+        completion = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
+        if seq.params.logprobs is not None:
+            completion["logprobs"] = seq.logprobs
+        completions.append(completion)
+    return completions
+
+
+class Progress:
+    """A bar of requests that have finished, with the tokens a second that the engine has computed
+    meanwhile."""
+
+    def __init__(self, num_requests: int, engine: LLMEngine, shown: bool) -> None:
+        self._engine = engine
+        self._bar = tqdm(
+            total=num_requests,
+            desc="Generating",
+            unit="request",
+            disable=not shown,
+            dynamic_ncols=True,
+        )
+        self._begin = perf_counter()
+        self._num_before = engine.num_prefill_tokens, engine.num_decode_tokens
+
+    def update(self, num_finished: int) -> None:
+        if self._bar.disable:
+            return
+        seconds = perf_counter() - self._begin
+        num_now = self._engine.num_prefill_tokens, self._engine.num_decode_tokens
+        prefill, decode = [
+            (now - before) / seconds for now, before in zip(num_now, self._num_before)
+        ]
+        self._bar.set_postfix_str(
+            f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False
+        )
+        self._bar.update(num_finished)
+
+    def close(self) -> None:
+        self._bar.close()
