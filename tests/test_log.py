@@ -12,7 +12,7 @@ from nanovllm import TINY_MODEL
 from nanovllm.log import parameters
 
 LINE = (
-    r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: torch, 4 KV blocks of 256 tokens "
+    r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: \w+, 4 KV blocks of 256 tokens "
     r"\(0\.0 GiB\), sequences of up to 2,048 tokens, ready in (\d+\.\d) s\n"
 )
 MAKE = f"from nanovllm import LLM\nllm = LLM({str(TINY_MODEL)!r}, device='cpu', num_kvcache_blocks=4)\n"
