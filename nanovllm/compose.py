@@ -1,6 +1,7 @@
 """Put the core and its rooms together: the one place that knows both.
 
-The core imports no room. A room that is not there is left out: the library then does less, or does it slower.
+The core imports no room. A room that is not there is left out: the library then does less, or does
+it slower.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ def build_runner(
     runner_class = ModelRunner
     if device.type == "cuda" and (gpu := room("gpu.runner")):
         runner_class = gpu.CUDAModelRunner
-    return runner_class(config, hf_config, folder, transform=choose_transform(config, device), **options)
+    return runner_class(
+        config, hf_config, folder, transform=choose_transform(config, device), **options
+    )
 
 
 def choose_device(name: str, rank: int) -> torch.device:
@@ -53,13 +56,17 @@ def check_kernels(config: Config, device: torch.device) -> None:
     kernels, attention = config.kernels, config.attention_backend
     if kernels != "auto" and attention not in ("auto", "torch"):
         raise ValueError(
-            f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is {attention!r}: "
-            "use 'auto' for one of them"
+            f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is "
+            f"{attention!r}: use 'auto' for one of them"
         )
     if kernels == "cpp" and device.type != "cpu":
-        raise ValueError(f"kernels is 'cpp', but device is {device}: use kernels='auto', or device='cpu'")
+        raise ValueError(
+            f"kernels is 'cpp', but device is {device}: use kernels='auto', or device='cpu'"
+        )
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
-        raise ValueError(f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'")
+        raise ValueError(
+            f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'"
+        )
 
 
 def room(name: str) -> Any:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from call_helpers import completed, check_empty, generate, make_folder, make_llm, random_prompts
+from call_helpers import check_empty, completed, generate, make_folder, make_llm, random_prompts
 from simulated_device import check_blocks
 from simulated_device import check_empty as check_nothing_left
 
@@ -142,7 +142,10 @@ def test_a_request_of_several_completions_may_be_stepped_and_aborted(folder):
 
 def test_too_many_completions_are_refused(folder):
     with make_llm(folder, num_kvcache_blocks=4) as llm:
-        with pytest.raises(ValueError, match=r"n is 9 for prompts\[1\], and 8 sequences may run at the same time, .*lower n"):
+        with pytest.raises(
+            ValueError,
+            match=r"n is 9 for prompts\[1\], and 8 sequences may run at the same time, .*lower n",
+        ):
             generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
         with pytest.raises(
             ValueError, match=r"n is 4 for prompts\[0\], which takes 5 KV blocks.*there are 4"
