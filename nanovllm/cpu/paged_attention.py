@@ -13,7 +13,7 @@ from torch import Tensor
 from nanovllm.layers.attention import SelfAttention, gather_kv
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
 
-# tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
+# Tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
 PAGE = 64
 
 
@@ -68,8 +68,8 @@ def decode_attention(
 ) -> Tensor:
     """Each page of each sequence is an attention problem of its own: q [B, H, D] -> [B, H, D].
 
-    Their results are merged by the weight that each page's log-sum-exp gives it, as flash decoding
-    does (Dao et al. 2023).
+    Their results are merged by the weight that each page's log-sum-exp gives it, as split-KV
+    decoding does (Dao et al. 2023).
     """
     groups, dim = k_cache.shape[2:]
     # The query heads of a group share their K and V: let them be the rows of one small attention
