@@ -1,9 +1,12 @@
 """Put the core and its rooms together: the one place that knows both.
 
-The core imports no room. A room that is not there is left out: the library then does less, or does it slower.
+The core imports no room. A room that is not there is left out: the library then does less, or does
+it slower.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -11,12 +14,52 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.weights.hf_config import load_eos_ids, load_hf_config
+from nanovllm.weights.hub import resolve_model_folder
+
+
+def build_engine(config: Config) -> tuple[LLMEngine, Any]:
+    """The engine that `config` asks for, and the model's tokenizer: None if it has none.
+
+    Raises ValueError for a model folder that cannot be run as it is asked for.
+    """
+    folder = resolve_model_folder(config.model)
+    if gpu := room("gpu.device"):
+        gpu.begin_driver(config.device)
+    hf_config = load_hf_config(folder)
+    text, policies = room("text"), room("policies.throughput")
+    policy = policies.ThroughputPolicy() if policies else SchedulingPolicy()
+    make_runner = build_runner
+    if config.tensor_parallel_size > 1:
+        make_runner = import_module("nanovllm.distributed.tensor_parallel").TensorParallelRunner
+    # Reading a tokenizer can take seconds, and so does reading the weights.
+    with ThreadPoolExecutor(1) as beside:
+        loading = beside.submit(text.load_tokenizer, folder) if text else None
+        engine = LLMEngine(config, hf_config, folder, make_runner, policy)
+    try:
+        engine.stop_ids = load_eos_ids(folder)
+        tokenizer = loading.result() if loading else None
+        if tokenizer is not None:
+            engine.make_detokenizer = lambda: text.Detokenizer(tokenizer)
+            if tokenizer.eos_token_id is not None:
+                engine.stop_ids |= {tokenizer.eos_token_id}
+    except BaseException:
+        engine.close()
+        raise
+    return engine, tokenizer
 
 
 def build_runner(
-    config: Config, hf_config, folder: str, *, group: ParallelGroup = ParallelGroup(), **sizes: int
+    config: Config,
+    hf_config,
+    folder: str,
+    *,
+    group: ParallelGroup = ParallelGroup(),
+    **sizes: int,
 ) -> ModelRunner:
     """One rank's runner, with what makes it fast on its device."""
     device = choose_device(config.device, group.rank)
@@ -26,7 +69,8 @@ def build_runner(
     runner_class = ModelRunner
     if device.type == "cuda" and (gpu := room("gpu.runner")):
         runner_class = gpu.CUDAModelRunner
-    return runner_class(config, hf_config, folder, transform=choose_transform(config, device), **options)
+    transform = choose_transform(config, device)
+    return runner_class(config, hf_config, folder, transform=transform, **options)
 
 
 def choose_device(name: str, rank: int) -> torch.device:
@@ -42,7 +86,7 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
     if config.kernels == "compile":
         return import_module("nanovllm.kernels.compile").compile_layers
     if config.kernels == "cpp":
-        return import_module("nanovllm.cpu.layers").speed_up_by_cpp
+        return import_module("nanovllm.cpu.cpp_layers").speed_up_by_cpp
     if config.kernels == "auto" and device.type == "cpu" and (cpu := room("cpu.layers")):
         return cpu.speed_up
     return None
@@ -53,13 +97,37 @@ def check_kernels(config: Config, device: torch.device) -> None:
     kernels, attention = config.kernels, config.attention_backend
     if kernels != "auto" and attention not in ("auto", "torch"):
         raise ValueError(
-            f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is {attention!r}: "
-            "use 'auto' for one of them"
+            f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is "
+            f"{attention!r}: use 'auto' for one of them"
         )
     if kernels == "cpp" and device.type != "cpu":
-        raise ValueError(f"kernels is 'cpp', but device is {device}: use kernels='auto', or device='cpu'")
+        raise ValueError(
+            f"kernels is 'cpp', but device is {device}: use kernels='auto', or device='cpu'"
+        )
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
-        raise ValueError(f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'")
+        raise ValueError(
+            f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'"
+        )
+
+
+def prepare_process() -> None:
+    """Call before anything is computed in this process."""
+    if forked := room("cpu.forked"):
+        forked.keep_clear_of_lost_threads()
+
+
+def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractContextManager]:
+    """What each step runs inside, so that it gives way to other processes on its CPU."""
+    computes_here = engine.runner.info.device == "cpu" and config.tensor_parallel_size == 1
+    if computes_here and (threads := room("cpu.threads")):
+        return threads.SharedCores().step
+    return nullcontext
+
+
+def describe_device(name: str, count: int) -> str:
+    """What a user calls `count` devices, of which `name` is the first."""
+    gpu = room("gpu.device")
+    return gpu.describe_device(name, count) if gpu else name
 
 
 def room(name: str) -> Any:

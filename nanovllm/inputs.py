@@ -11,7 +11,6 @@ from nanovllm.checks import as_integer, shown
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.tokenizer import Tokenizer
 
 Request = tuple[list[int], SamplingParams]  # the prompt's token ids, and what is asked for
 
@@ -19,7 +18,7 @@ Request = tuple[list[int], SamplingParams]  # the prompt's token ids, and what i
 class Inputs:
     """Makes requests of what a user gives, if an engine can serve them."""
 
-    def __init__(self, config: Config, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, config: Config, engine: LLMEngine, tokenizer: Any) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = engine.vocab_size

@@ -2,30 +2,22 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, suppress
 from os import PathLike
 from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import as_integer, shown
+from nanovllm.compose import build_engine, describe_device, prepare_process, share_cores
 from nanovllm.config import Config
-from nanovllm.cpu.forked import keep_clear_of_lost_threads
-from nanovllm.cpu.threads import SharedCores
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence
-from nanovllm.gpu.device import begin_driver
 from nanovllm.inputs import Inputs, Request, refuse_completions
 from nanovllm.log import say_ready
 from nanovllm.outputs import Progress, make_outputs
-from nanovllm.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.tokenizer import load_stop_ids, load_tokenizer
-from nanovllm.weights.hf_config import load_hf_config
-from nanovllm.weights.hub import resolve_model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,40 +57,25 @@ class LLM:
 
     def __init__(self, model: str | PathLike, **options: Any) -> None:
         begin = perf_counter()
-        keep_clear_of_lost_threads()
+        prepare_process()
         self._pid = os.getpid()
         # Held while the engine works. A call may come within another of the same thread.
         self._lock = RLock()
         self._is_closed = False
         self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
-        self.engine: LLMEngine | None = None
         # Requests added one by one, their outputs not yet returned by `step`; those that ended.
         self._requests: dict[int, Sequence] = {}
         self._finished: list[Sequence] = []
+        self.engine: LLMEngine | None = None
         config = Config.from_options(model, options)
-        folder = resolve_model_folder(config.model)
-        begin_driver(config.device)
-        hf_config = load_hf_config(folder)
-        cores = SharedCores()
-        try:
-            # Reading a tokenizer can take seconds, and so does reading the weights.
-            with ThreadPoolExecutor(1) as beside, cores.limit():
-                tokenizer = beside.submit(load_tokenizer, folder)
-                self.engine = LLMEngine(config, hf_config, folder, ThroughputPolicy())
-            self._tokenizer = tokenizer.result()
-            self.engine.stop_ids = load_stop_ids(folder, self._tokenizer)
-        except BaseException:
-            self.close()
-            raise
-        if self._tokenizer is not None:
-            self.engine.detokenizer = Detokenizer(self._tokenizer)
+        self.engine, self._tokenizer = build_engine(config)
         info = self.engine.runner.info
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = self.engine.max_model_len
         self._inputs = Inputs(config, self.engine, self._tokenizer)
-        computes_here = info.device == "cpu" and config.tensor_parallel_size == 1
-        self._computing = cores.step if computes_here else nullcontext
-        say_ready(config, info, self.max_model_len, perf_counter() - begin)
+        self._computing = share_cores(self.engine, config)
+        device = describe_device(info.device, config.tensor_parallel_size)
+        say_ready(config, info, device, self.max_model_len, perf_counter() - begin)
 
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True

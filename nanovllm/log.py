@@ -9,7 +9,6 @@ import os
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import RunnerInfo
-from nanovllm.gpu.device import describe_device
 
 logger = logging.getLogger("nanovllm")
 
@@ -31,7 +30,9 @@ def count_import(seconds: float) -> None:
     _import_seconds += seconds
 
 
-def say_ready(config: Config, info: RunnerInfo, max_model_len: int, seconds: float) -> None:
+def say_ready(
+    config: Config, info: RunnerInfo, device: str, max_model_len: int, seconds: float
+) -> None:
     """Log what was loaded, and where.
 
     `seconds`: since the LLM's making began. The first line of a process adds what it took to
@@ -42,7 +43,6 @@ def say_ready(config: Config, info: RunnerInfo, max_model_len: int, seconds: flo
     show_unless_configured()
     is_folder = os.path.isdir(config.model)
     name = os.path.basename(os.path.abspath(config.model)) if is_folder else config.model
-    device = describe_device(info.device, config.tensor_parallel_size)
     logger.info(
         f"nanovllm: {name}, {parameters(info.num_parameters)}, {info.dtype} on {device}, "
         f"attention: {info.attention}, {info.num_blocks:,} KV blocks of "

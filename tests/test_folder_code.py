@@ -28,11 +28,12 @@ READ_ALL = """
 import sys
 from pathlib import Path
 from nanovllm.models import find_model
-from nanovllm.text.tokenizer import load_stop_ids, load_tokenizer
+from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.weights.hf_config import load_eos_ids
 from nanovllm.weights.hf_config import load_hf_config
 for name in sys.argv[1:]:
     folder = Path(name)
-    for read in (lambda: find_model(load_hf_config(folder)), lambda: load_stop_ids(folder, None)):
+    for read in (lambda: find_model(load_hf_config(folder)), lambda: load_eos_ids(folder)):
         try:
             read()
         except ValueError:

@@ -26,7 +26,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from nanovllm import TINY_MODEL
 from nanovllm.text import tokenizer as tokenizer_module
 from nanovllm.text.time_limit import run_limited
-from nanovllm.text.tokenizer import QWEN_WORDS, load_stop_ids, load_tokenizer
+from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.text.tokenizer_json import QWEN_WORDS
+from nanovllm.weights.hf_config import load_eos_ids
 
 TEXTS = [
     "def read(path):\n    return open(path)",
@@ -190,7 +192,7 @@ def test_half_a_character_is_refused_by_name(tmp_path, plain):
 def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, values):
     (tmp_path / "generation_config.json").write_text(values)
     with pytest.raises(ValueError, match="generation_config.json"):
-        load_stop_ids(tmp_path, None)
+        load_eos_ids(tmp_path)
 
 
 def test_generating_text_does_not_import_transformers():

@@ -1,12 +1,31 @@
 """Layers that compute with the C++ kernels."""
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from nanovllm.cpu import cpp_ops
+from nanovllm.cpu.layers import OnePassRMSNorm, replace, speed_up
 from nanovllm.cpu.paged_attention import PagedSelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RotaryEmbedding
+
+
+def speed_up_by_cpp(model: nn.Module) -> None:
+    """For a CPU and float32, by C++ kernels that are compiled now. ValueError: they cannot be, or another dtype."""
+    if (dtype := next(model.parameters()).dtype) != torch.float32:
+        raise ValueError(f"kernels is 'cpp', but dtype is {dtype}: use float32, or kernels='auto'")
+    cpp_ops.load()
+    speed_up(model)
+    replace(model, {OnePassRMSNorm: CppRMSNorm})
+    for module in model.modules():
+        if type(module) is GatedMLP and module.activation is F.silu:
+            module.__class__ = CppGatedMLP
+        if type(module) is PagedSelfAttention and type(module.rotary) is RotaryEmbedding:
+            if type(module.q_norm) in (nn.Identity, CppRMSNorm):
+                module.__class__ = CppSelfAttention
 
 
 class CppRMSNorm(RMSNorm):

@@ -7,32 +7,13 @@ from torch import Tensor, nn
 from nanovllm.cpu.paged_attention import PagedSelfAttention
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.embedding import ParallelLMHead
-from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RotaryEmbedding
 
 
 def speed_up(model: nn.Module) -> None:
     """For a CPU and any dtype."""
     replace(model, {RMSNorm: OnePassRMSNorm, SelfAttention: PagedSelfAttention, ParallelLMHead: TwoRowLMHead})
     transpose_weights(model)
-
-
-def speed_up_by_cpp(model: nn.Module) -> None:
-    """For a CPU and float32, by C++ kernels that are compiled now. ValueError: they cannot be, or another dtype."""
-    from nanovllm.cpu import cpp_layers, cpp_ops
-
-    if (dtype := next(model.parameters()).dtype) != torch.float32:
-        raise ValueError(f"kernels is 'cpp', but dtype is {dtype}: use float32, or kernels='auto'")
-    cpp_ops.load()
-    speed_up(model)
-    replace(model, {OnePassRMSNorm: cpp_layers.CppRMSNorm})
-    for module in model.modules():
-        if type(module) is GatedMLP and module.activation is F.silu:
-            module.__class__ = cpp_layers.CppGatedMLP
-        if type(module) is PagedSelfAttention and type(module.rotary) is RotaryEmbedding:
-            if type(module.q_norm) in (nn.Identity, cpp_layers.CppRMSNorm):
-                module.__class__ = cpp_layers.CppSelfAttention
 
 
 def replace(model: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> None:

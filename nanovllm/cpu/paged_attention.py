@@ -54,7 +54,7 @@ def decode_attention(
 ) -> Tensor:
     """Each page of each sequence is an attention problem of its own: q [B, H, D] -> [B, H, D].
 
-    Their results are merged by the weight that each page's log-sum-exp gives it, as flash decoding does (Dao et al.
+    Their results are merged by the weight that each page's log-sum-exp gives it, as split-KV decoding does (Dao et al.
     2023).
     """
     groups, dim = k_cache.shape[2:]

@@ -63,7 +63,7 @@ class RunnerInfo:
     """What a runner is, once it is ready to launch steps."""
 
     num_blocks: int  # KV blocks
-    device: str  # such as "cpu" or "cuda:0"; with several ranks, rank 0's
+    device: str  # such as "cpu"; with several ranks, rank 0's
     dtype: str  # of weights and activations, such as "bfloat16"
     attention: str  # the attention backend's name
     num_parameters: int  # a rank counts what it holds; the runner of several ranks, the whole model's

@@ -6,10 +6,10 @@ Python.
 
 import itertools
 import random
+from collections.abc import Callable
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
-from nanovllm.compose import build_runner
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
@@ -18,7 +18,6 @@ from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.distributed.tensor_parallel import RemoteTokens, TensorParallelRunner
 from nanovllm.models import find_model
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.loader import check_num_layers
@@ -46,21 +45,26 @@ class LLMEngine:
         config: Config,
         hf_config,
         folder: str,
+        make_runner: Callable[..., Any],
         policy: SchedulingPolicy = SchedulingPolicy(),
     ) -> None:
-        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run."""
+        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run.
+
+        `make_runner`: a class of runners, such as ModelRunner, or a function like one.
+        """
         find_model(hf_config)  # refuse other models first: they may not have what is read below
         if config.load_format == "auto":
             check_num_layers(hf_config.num_hidden_layers, folder)
         self.policy = policy
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
-        self.detokenizer: Detokenizer | None = None  # whoever wants text as it grows gives one
+        # Makes what reads text as it grows, once a request asks for that.
+        self.make_detokenizer: Callable[[], Detokenizer] | None = None
+        self.detokenizer: Detokenizer | None = None
         self.vocab_size = hf_config.vocab_size
         self.longest_of_model = hf_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len, self.longest_of_model)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        runner_class = build_runner if config.tensor_parallel_size == 1 else TensorParallelRunner
-        self.runner = runner_class(
+        self.runner = make_runner(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )
         self.overlap = (
@@ -74,7 +78,7 @@ class LLMEngine:
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.steps: list[StepRecord] | None = None  # a list here is added to at each step
         # The step that is launched and not committed, and whether it brings any first tokens.
-        self._in_flight: tuple[SampledTokens | RemoteTokens, bool] | None = None
+        self._in_flight: tuple[SampledTokens, bool] | None = None
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -140,7 +144,9 @@ class LLMEngine:
             interactive=interactive,
         )
         seq.added_at = perf_counter()
-        if self.detokenizer is not None and (streams or params.stop):
+        if self.make_detokenizer is not None and (streams or params.stop):
+            if self.detokenizer is None:
+                self.detokenizer = self.make_detokenizer()
             self.detokenizer.add(seq)
         return seq
 

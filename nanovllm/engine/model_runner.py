@@ -4,7 +4,7 @@
 plain, and right on any device; what a device can do better is a subclass's to say.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk, RunnerInfo, StepResult
+from nanovllm.engine.batch import Batch, Fork, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import SelfAttention
@@ -96,7 +96,8 @@ class ModelRunner:
         self.model = self._build_model(hf_config)
         self.attention_layers = [module for module in self.model.modules() if isinstance(module, SelfAttention)]
         self.state = BatchState(max_num_seqs, self.max_blocks, self.block_size, device)
-        self.resampler = make_resampler(self) if make_resampler else None
+        self.make_resampler = make_resampler
+        self.resampler: Any = None  # made once a request asks for it
         self._load(folder)
         self._allocate()
 
@@ -229,13 +230,21 @@ class ModelRunner:
         slots, seeds = self._upload(np.array([[seq.batch_slot for seq in sequences], [seq.seed for seq in sequences]]))
         tables_d = self._upload(tables)
         self.state.start(slots, context_lens, tables_d, temperatures_d.view(torch.float32), seeds)
-        if self.resampler is not None:
-            for seq in sequences:
-                self.resampler.start(seq.batch_slot, seq.sampling)
+        self._start_resampling(sequences)
 
         cached = tables_d[: len(chunks)] if any(chunk.start for chunk in chunks) else None
         metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached)
         return PrefillInputs(*self._upload(tokens), slots, context_lens, metadata)
+
+    def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
+        """Tell of sequences that ask for more than temperature and seed, and of slots that do not."""
+        if self.resampler is None and any(seq.sampling is not None for seq in sequences):
+            if self.make_resampler is None:
+                raise ValueError("temperature, max_tokens and seed are all that can be asked for")
+            self.resampler = self.make_resampler(self)
+        if self.resampler is not None:
+            for seq in sequences:
+                self.resampler.start(seq.batch_slot, seq.sampling)
 
     def _copy_blocks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""

@@ -26,8 +26,8 @@ from nanovllm.policies.shared_prefix import SharedPrefixPolicy
 
 # Pacing never holds the number of decoding sequences below this. A decode step takes the time to
 # read the weights, or the time to multiply by them if that is longer; where the two meet depends on
-# the device's ratio of FLOP/s to bytes/s. Measured on an H200 with an 8B model and short contexts:
-# 5.4 ms a step for 64 sequences, 5.8 for 160, 6.7 for 192, 7.3 for 256.
+# the device's ratio of FLOP/s to bytes/s. Measured with an 8B model and short contexts, at 4.3 TB/s
+# and 790 TFLOP/s: 5.4 ms a step for 64 sequences, 5.8 for 160, 6.7 for 192, 7.3 for 256.
 MIN_RUNNING = 160
 
 # Prompts of so many tokens keep a device busy for longer than the host takes to launch them.

@@ -1,4 +1,4 @@
-"""The model folder's tokenizer and its end-of-sequence tokens.
+"""The model folder's tokenizer.
 
 The token ids must be those that transformers gives. But transformers takes seconds to import, most
 of a start on a GPU. So the tokenizers package reads the folder's tokenizer.json where that file
@@ -6,7 +6,6 @@ says all that transformers would read; transformers is imported for the other fo
 whoever asks for a chat or for `Tokenizer.transformers`.
 """
 
-import json
 import re
 from functools import cached_property
 from pathlib import Path
@@ -15,33 +14,13 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from nanovllm.text.time_limit import run_limited
-from nanovllm.weights.model_files import read_json
+from nanovllm.text.tokenizer_json import content, is_failure, read_if_there, read_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Classes of transformers that add nothing to tokenizer.json but what the configuration says, and
-# Qwen's, which cut a text as Qwen's files do whatever the file says.
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-# For these, transformers makes the class that tokenizer_config.json names; for another model_type,
-# such as qwen2, it may make that type's own.
-TYPES_WITHOUT_CLASS = (None, "qwen3", "qwen3_moe", "llama", "mistral")
 CHAT_SECONDS = 30.0  # for a chat template to write one conversation: most take a millisecond
-QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 SURROGATE = re.compile("[\ud800-\udfff]")
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 
 class Tokenizer:
@@ -49,8 +28,8 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._config = _read_if_there(folder / "tokenizer_config.json")
-        self._plain = _read_plain(folder, self._config)
+        self._config = read_if_there(folder / "tokenizer_config.json")
+        self._plain = read_plain(folder, self._config)
         if self._plain is None:
             _ = self.transformers  # now is the time to say what is wrong with it
 
@@ -61,7 +40,7 @@ class Tokenizer:
         try:
             return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
         except BaseException as error:  # which one, differs from release to release
-            if not _is_failure(error):
+            if not is_failure(error):
                 raise
             remedy = "download it again"
             if "auto_map" in self._config:
@@ -74,7 +53,7 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         if self._plain is None:
             return self.transformers.eos_token_id
-        eos_token = _content(self._config.get("eos_token"))
+        eos_token = content(self._config.get("eos_token"))
         return None if eos_token is None else self._plain.token_to_id(eos_token)
 
     @property
@@ -171,122 +150,3 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer. None if it has none: then prompts are token ids, without any text."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return Tokenizer(folder) if any((folder / name).exists() for name in names) else None
-
-
-def _read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
-    """What tokenizer.json holds; None if it is not all that transformers reads."""
-    if config.get("tokenizer_class") not in PLAIN_CLASSES + QWEN_CLASSES:
-        return None
-    try:
-        plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        if not _says_all(plain, folder, config):
-            return None
-    except BaseException as error:  # of whatever kind: transformers will say what is wrong
-        if not _is_failure(error):
-            raise
-        return None
-    plain.no_truncation()
-    plain.no_padding()
-    return plain
-
-
-def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
-    changes_more = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")
-    if "eos_token" not in config or any(config.get(name) for name in changes_more):
-        return False
-    model_type = _read_if_there(folder / "config.json").get("model_type")
-    takes_file = config["tokenizer_class"] in PLAIN_CLASSES and model_type in TYPES_WITHOUT_CLASS
-    if not takes_file and (config.get("add_prefix_space") or not _cuts_like_qwen(plain)):
-        return False
-    added = plain.get_added_tokens_decoder()
-    for i, wanted in config.get("added_tokens_decoder", {}).items():
-        if int(i) not in added or any(
-            getattr(added[int(i)], name, value) != value for name, value in wanted.items()
-        ):
-            return False
-    if any(
-        plain.token_to_id(token) != i
-        for token, i in _read_if_there(folder / "added_tokens.json").items()
-    ):
-        return False
-    older = _read_if_there(folder / "special_tokens_map.json")
-    if any(
-        _content(older[name]) != _content(config.get(name))
-        for name in NAMED_TOKENS
-        if name in older
-    ):
-        return False
-    named = [config.get(name) for name in NAMED_TOKENS]
-    for values in (config, older):
-        more = values.get("additional_special_tokens") or values.get("extra_special_tokens") or []
-        named += more.values() if isinstance(more, dict) else more
-    special = {token.content for token in added.values() if token.special} | {None}
-    return {_content(token) for token in named} <= special
-
-
-def _cuts_like_qwen(plain: tokenizers.Tokenizer) -> bool:
-    """Whether transformers' class for Qwen gives the same ids as the file itself.
-
-    That class takes the vocabulary and the merges of a file, and has its own idea of the rest.
-    """
-    model = plain.model
-    if not isinstance(model, tokenizers.models.BPE) or model.dropout or model.end_of_word_suffix:
-        return False
-    words = {
-        "type": "Split",
-        "pattern": {"Regex": QWEN_WORDS},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    parts = plain.normalizer, plain.pre_tokenizer, plain.decoder
-    match [json.loads(part.__getstate__()) if part else {} for part in parts]:
-        case [
-            {"type": "NFC"},
-            {
-                "pretokenizers": [
-                    split,
-                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-                ]
-            },
-            {"type": "ByteLevel"},
-        ]:
-            return split == words
-    return False
-
-
-def _is_failure(error: BaseException) -> bool:
-    """Whether `error` tells of a failure. Ctrl-C does not; a panic in the tokenizers package does.
-
-    Neither of them is an Exception.
-    """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _content(token: "str | dict[str, Any] | None") -> str | None:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
-
-
-def load_stop_ids(folder: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end a sequence: the tokenizer's, and those that the folder's files name.
-
-    The files are generation_config.json and, where that names none, config.json.
-    """
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        eos = _read_if_there(path).get("eos_token_id")
-        if eos is not None:
-            eos = eos if isinstance(eos, list) else [eos]
-            if any(type(i) is not int or i < 0 for i in eos):
-                raise ValueError(
-                    f"{path}: eos_token_id is {eos}: it must be a token id or a list of them"
-                )
-            ids.update(eos)
-            break
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)

@@ -84,3 +84,22 @@ def says_all(values: dict[str, Any]) -> bool:
         and values.get("rope_scaling") is None
         and rope.get("rope_type", "default") == "default"
     )
+
+
+def load_eos_ids(folder: Path) -> frozenset[int]:
+    """The end-of-sequence tokens that the folder's files name.
+
+    The files are generation_config.json and, where that names none, config.json.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        eos = read_json(path).get("eos_token_id") if path.exists() else None
+        if eos is None:
+            continue
+        eos = eos if isinstance(eos, list) else [eos]
+        if any(type(i) is not int or i < 0 for i in eos):
+            raise ValueError(
+                f"{path}: eos_token_id is {eos}: it must be a token id or a list of them"
+            )
+        return frozenset(eos)
+    return frozenset()
