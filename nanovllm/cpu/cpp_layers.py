@@ -5,7 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.cpu import cpp_ops
-from nanovllm.cpu.layers import OnePassRMSNorm, replace, speed_up
+from nanovllm.cpu.layers import (
+    InPlaceGatedMLP,
+    JointSelfAttention,
+    OnePassRMSNorm,
+    replace,
+    speed_up,
+)
 from nanovllm.cpu.paged_attention import PagedSelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.mlp import GatedMLP
@@ -22,12 +28,12 @@ def speed_up_by_cpp(model: nn.Module) -> None:
         raise ValueError(f"kernels is 'cpp', but dtype is {dtype}: use float32, or kernels='auto'")
     cpp_ops.load()
     speed_up(model)
-    replace(model, {OnePassRMSNorm: CppRMSNorm})
+    replace(model, {OnePassRMSNorm: CppRMSNorm, JointSelfAttention: CppSelfAttention})
     for module in model.modules():
-        if type(module) is GatedMLP and module.activation is F.silu:
+        if type(module) is InPlaceGatedMLP and module.activation is F.silu:
             module.__class__ = CppGatedMLP
         if type(module) is PagedSelfAttention and type(module.rotary) is RotaryEmbedding:
-            if type(module.q_norm) in (nn.Identity, CppRMSNorm):
+            if type(module.q_norm) is type(module.k_norm) is nn.Identity:
                 module.__class__ = CppSelfAttention
 
 

@@ -9,15 +9,21 @@ from torch import Tensor, nn
 from nanovllm.cpu.paged_attention import PagedSelfAttention
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.embedding import ParallelLMHead
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RotaryEmbedding
 
 
 def speed_up(model: nn.Module) -> None:
     """For a CPU and any dtype."""
     replace(
-        model,
-        {RMSNorm: OnePassRMSNorm, SelfAttention: PagedSelfAttention, ParallelLMHead: TwoRowLMHead},
+        model, {RMSNorm: OnePassRMSNorm, GatedMLP: InPlaceGatedMLP, ParallelLMHead: TwoRowLMHead}
     )
+    for module in model.modules():
+        if type(module) is SelfAttention:
+            module.__class__ = PagedSelfAttention
+            if JointSelfAttention.suits(module):
+                module.__class__ = JointSelfAttention
     transpose_weights(model)
 
 
@@ -41,11 +47,51 @@ def transpose_weights(model: nn.Module) -> None:
 
 class OnePassRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    # One pass over x; the rest is small.
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+class InPlaceGatedMLP(GatedMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation(gate).mul_(up))
+
+
+class JointSelfAttention(PagedSelfAttention):
+    """Norms and rotates q and k together: half as many operations, each of more elements."""
+
+    @staticmethod
+    def suits(plain: SelfAttention) -> bool:
+        norms = {type(plain.q_norm), type(plain.k_norm)}
+        return type(plain.rotary) is RotaryEmbedding and norms == {OnePassRMSNorm}
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        qk, v = heads.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        weights = (
+            self.q_norm.weight.expand(num_heads, -1),
+            self.k_norm.weight.expand(num_kv_heads, -1),
+        )
+        qk = rms_norm(qk, torch.cat(weights), self.q_norm.eps)
+        q, k = self.rotate(qk, positions).split([num_heads, num_kv_heads], dim=1)
+        return self.o_proj(self.attend(q, k, v).flatten(1))
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = self.rotary.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         wide = x.float()
-        # One pass over x; the rest is small.
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = length.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        swapped = wide.roll(x.shape[-1] // 2, dims=-1)  # the halves of each head
+        rotated = (wide * torch.cat((cos, cos), dim=-1)).addcmul_(
+            swapped, torch.cat((-sin, sin), dim=-1)
+        )
+        return rotated.to(x.dtype)
 
 
 class TwoRowLMHead(ParallelLMHead):
