@@ -455,32 +455,32 @@ def compare(args: argparse.Namespace) -> list[dict]:
     results: dict[str, dict[str, dict]] = {}
     for engine in ("nanovllm", args.compare):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            own = ["--options", args.options] if engine == "nanovllm" else []
-            command = [
-                sys.executable,
-                __file__,
-                "--engine",
-                engine,
-                "--model",
-                args.model,
-                "--workload",
-                args.workload,
-            ]
-            command += [
-                "--repeat",
-                str(args.repeat),
-                "--max-model-len",
-                str(args.max_model_len),
-                "--json",
-                file.name,
-            ]
-            command += ["--tensor-parallel-size", str(args.tensor_parallel_size), *own]
+            options = {
+                "--engine": engine,
+                "--model": args.model,
+                "--workload": args.workload,
+                "--repeat": args.repeat,
+                "--max-model-len": args.max_model_len,
+                "--tensor-parallel-size": args.tensor_parallel_size,
+                "--json": file.name,
+            }
+            if engine == "nanovllm":
+                options["--options"] = args.options
+            command = [sys.executable, __file__]
+            command += [str(word) for option in options.items() for word in option]
             if subprocess.run(command).returncode:
                 sys.exit(f"bench.py: {engine} failed (its error is above)")
             results[engine] = {
                 row["workload"]: row for row in json.loads(Path(file.name).read_text())
             }
-    ours, theirs = results["nanovllm"], results[args.compare]
+    print_comparison(args, results["nanovllm"], results[args.compare])
+    return [row for rows in results.values() for row in rows.values()]
+
+
+def print_comparison(
+    args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]
+) -> None:
+    """The table of two engines' rows by workload."""
     one = next(iter(ours.values()))
     print(
         f"\n{args.model} on {one['device']}; seconds, best of {args.repeat}; "
@@ -500,7 +500,6 @@ def compare(args: argparse.Namespace) -> list[dict]:
         )
     start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
     print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
-    return [row for rows in results.values() for row in rows.values()]
 
 
 def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400) -> None:

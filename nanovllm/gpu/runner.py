@@ -89,7 +89,7 @@ class CUDAModelRunner(ModelRunner):
         )
         fuse(model, self._backend)
         if self.group.size > 1:
-            from nanovllm.distributed.overlapped_decoder import overlap_all_reduces
+            from nanovllm.gpu.overlapped_decoder import overlap_all_reduces
 
             overlap_all_reduces(model)
         return model
