@@ -3,7 +3,6 @@
 import ast
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -236,36 +235,36 @@ def test_every_module_says_what_it_knows():
     assert not silent
 
 
-RUN = """
+# What Python runs at its start, in the processes of ranks too. To delete a folder from a copy of
+# the package would not do: where that is installed as editable, Python still finds its modules.
+HIDE = """
 import sys
-{before}
-import nanovllm
+class Hider:
+    def find_spec(self, name, path=None, target=None):
+        if name in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hider())
+"""
+RUN = """
 from nanovllm import LLM, SamplingParams
-assert nanovllm.__file__.startswith({where!r}), nanovllm.__file__
-with LLM({folder!r}, device={device!r}, max_model_len=256, kvcache_block_size=16, {options}) as llm:
+with LLM({folder!r}, max_model_len=256, kvcache_block_size=16, **{options}) as llm:
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     for output in llm.generate({prompts}, params, use_tqdm=False):
         print(output["token_ids"])
 """
 
 
-def assert_greedy_apart(
-    checkpoint, where: Path, *, before: str = "", device: str = "cpu", options: str = ""
-) -> None:
-    """The package in the folder `where`, in a process of its own, makes the reference's tokens."""
-    code = RUN.format(
-        before=before,
-        device=device,
-        where=str(where),
-        folder=str(checkpoint.folder),
-        options=options,
-        prompts=PROMPTS,
-    )
-    environment = os.environ | {"PYTHONPATH": str(where)}
+def assert_greedy_without(hidden: list[str], checkpoint, tmp_path: Path, **options) -> None:
+    """Where these modules cannot be imported, the tokens are the reference's."""
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
     run = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        cwd=checkpoint.folder,
+        [
+            sys.executable,
+            "-c",
+            RUN.format(folder=str(checkpoint.folder), options=options, prompts=PROMPTS),
+        ],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )
@@ -273,34 +272,30 @@ def assert_greedy_apart(
     assert run.stdout.splitlines() == expected, run.stderr
 
 
-def package_without(where: Path, *rooms: str) -> Path:
-    """A copy of the package from which these rooms were deleted."""
-    left_out = shutil.ignore_patterns("__pycache__")
-
-    def ignore(folder: str, names: list[str]) -> set[str]:
-        gone = {"assets", *rooms} if Path(folder) == PACKAGE else set()
-        return gone | left_out(folder, names)
-
-    shutil.copytree(PACKAGE, where / "nanovllm", ignore=ignore)
-    return where
+def rooms_but(*kept: str) -> list[str]:
+    return [f"nanovllm.{room}" for room in ROOMS if room not in kept]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_can_be_deleted(room, device, checkpoint, tmp_path):
-    assert_greedy_apart(checkpoint, package_without(tmp_path, room), device=device)
+def test_a_room_can_be_taken_out(room, device, checkpoint, tmp_path):
+    assert_greedy_without([f"nanovllm.{room}"], checkpoint, tmp_path, device=device)
 
 
 def test_the_core_runs_alone(checkpoint, tmp_path):
-    assert_greedy_apart(checkpoint, package_without(tmp_path, *ROOMS))
+    assert_greedy_without(rooms_but(), checkpoint, tmp_path, device="cpu")
 
 
 def test_ranks_need_no_other_room(checkpoint, tmp_path):
-    others = [room for room in ROOMS if room != "distributed"]
-    where = package_without(tmp_path, *others)
-    assert_greedy_apart(checkpoint, where, options="tensor_parallel_size=2")
+    hidden = rooms_but("distributed")
+    assert_greedy_without(hidden, checkpoint, tmp_path, device="cpu", tensor_parallel_size=2)
 
 
-def test_the_library_runs_where_triton_and_flash_attn_are_not_installed(checkpoint):
-    missing = ("triton", "flash_attn")
-    assert_greedy_apart(checkpoint, ROOT, before=f"sys.modules |= dict.fromkeys({missing})")
+def test_the_library_runs_where_triton_and_flash_attn_are_not_installed(checkpoint, tmp_path):
+    assert_greedy_without(["triton", "flash_attn"], checkpoint, tmp_path, device="cpu")
+
+
+def test_a_hidden_room_is_not_found(checkpoint, tmp_path):
+    """Else the tests above would say nothing."""
+    with pytest.raises(AssertionError, match="No module named 'nanovllm.layers'"):
+        assert_greedy_without(["nanovllm.layers"], checkpoint, tmp_path, device="cpu")
