@@ -144,7 +144,7 @@ def test_too_many_completions_are_refused(folder):
     with make_llm(folder, num_kvcache_blocks=4) as llm:
         with pytest.raises(
             ValueError,
-            match=r"n is 9 for prompts\[1\], and 8 sequences may run at the same time, .*lower n",
+            match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower the one or raise the other",
         ):
             generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
         with pytest.raises(
