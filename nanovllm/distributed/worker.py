@@ -115,7 +115,7 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
         start.store_path,
         symmetric_memory=start.config.symmetric_memory,
     )
-    runner = start.runner_class(
+    runner = start.build_runner(
         start.config,
         start.hf_config,
         start.folder,
