@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -281,9 +282,8 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     kv_read = sum(sum(range(len(prompt) + 1, len(prompt) + n)) for prompt, n in work)
     kv_read = (kv_read - spared * sum(n - 1 for _, n in work[1:])) * kv_bytes
     prompt_ops = 2 * body * (sum(len(prompt) for prompt, _ in work) - spared * (len(work) - 1))
-    pairs = (
-        sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)
-    ) / 2  # of query and key
+    # Pairs of query and key.
+    pairs = (sum(len(prompt) ** 2 for prompt, _ in work) - spared**2 * (len(work) - 1)) / 2
     all_ops = prompt_ops + 2 * (body + head) * drawn + 4 * layers * heads * head_dim * pairs
     return max((kv_read + weights_read * 2) / bandwidth + prompt_ops / flops, all_ops / flops)
 
@@ -311,7 +311,7 @@ def ceilings() -> tuple[float, float] | None:
     copy = 2 * x.nbytes / seconds(lambda: y.copy_(x))
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     rate = 2 * 8192**3 / seconds(lambda: a @ b)
-    del x, y, a, b
+    x = y = a = b = None
     torch.cuda.empty_cache()
     return copy, rate
 
@@ -434,10 +434,8 @@ def device_name() -> str:
 def versions(engine: str) -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in {"torch", "triton", "flash-attn", "flash-attn-4", "transformers", engine}:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            pass
     return found
 
 
@@ -467,7 +465,8 @@ def compare(args: argparse.Namespace) -> list[dict]:
                 command += [f"--{name.replace('_', '-')}", str(value)]
             if subprocess.run(command).returncode:
                 sys.exit(f"bench.py: {engine} failed (its error is above)")
-            results[engine] = {row["workload"]: row for row in json.load(open(file.name))}
+            rows = json.loads(Path(file.name).read_text())
+            results[engine] = {row["workload"]: row for row in rows}
     print_table(args, *results.values())
     return [row for rows in results.values() for row in rows.values()]
 
@@ -560,7 +559,9 @@ def check(args: argparse.Namespace) -> None:
     try:
         options = json.loads(args.options)
     except ValueError as error:
-        raise ValueError(f"--options {args.options}: use JSON such as {EXAMPLE} ({error})")
+        raise ValueError(
+            f"--options {args.options}: use JSON such as {EXAMPLE} ({error})"
+        ) from error
     if not isinstance(options, dict) or {"max_model_len", "tensor_parallel_size"} & set(options):
         raise ValueError(
             f"--options {args.options}: use an object of LLM's options, but for those that have "

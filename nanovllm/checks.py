@@ -21,10 +21,11 @@ def as_integer(value: Any) -> int | None:
         return None
 
 
-def as_number(value: Any) -> numbers.Real | None:
+def as_number(value: Any) -> Any:
     """`value` if it is a real number, as a NumPy float is one; None if it is none. A bool is
     none."""
-    return value if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
+    is_number = isinstance(value, numbers.Real) and type(value) is not bool
+    return value if is_number else None
 
 
 def shown(value: Any) -> str:
@@ -49,7 +50,8 @@ def name_the_nearest(kind: str) -> Callable[[Class], Class]:
     """A decorator of dataclasses: an unknown keyword raises TypeError that names the nearest of its
     fields."""
 
-    def decorate(cls: Class) -> Class:
+    def decorate(dataclass: Class) -> Class:
+        cls: Any = dataclass
         init = cls.__init__
 
         @functools.wraps(init)
@@ -58,6 +60,6 @@ def name_the_nearest(kind: str) -> Callable[[Class], Class]:
             init(self, *args, **values)
 
         cls.__init__ = checked
-        return cls
+        return dataclass
 
     return decorate

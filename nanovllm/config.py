@@ -29,7 +29,7 @@ class Config:
     gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache
         included.
     tensor_parallel_size: ranks the model is split over.
-    enforce_eager: run without CUDA graphs.
+    enforce_eager: launch the operations of every step one by one; record none to replay them.
     kvcache_block_size: tokens of a KV block.
     num_kvcache_blocks: KV blocks; None: as many as fit into memory.
     dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16".

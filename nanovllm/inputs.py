@@ -91,7 +91,7 @@ class Inputs:
 
     def _check_params(self, name: str, params: SamplingParams) -> None:
         _token_ids(f"{name}.stop_token_ids", params.stop_token_ids, self.vocab_size)
-        if params.min_tokens and len(set(params.stop_token_ids)) == self.vocab_size:
+        if params.min_tokens and len(set(params.stop_token_ids or ())) == self.vocab_size:
             raise ValueError(
                 f"{name}.stop_token_ids holds the whole vocabulary, of which "
                 f"min_tokens={params.min_tokens} lets none be sampled: "
@@ -105,6 +105,7 @@ class Inputs:
 
     def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
         """The whole KV cache must hold the request at its longest."""
+        assert params.max_tokens is not None
         # K and V of the last token are never needed.
         needed = min(length + params.max_tokens, self.max_model_len) - 1
         cache_tokens = self.num_blocks * self.config.kvcache_block_size

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from call_helpers import completed, check_empty, generate, make_folder, make_llm, random_prompts
+from call_helpers import check_empty, completed, generate, make_folder, make_llm, random_prompts
 from simulated_device import check_blocks
 from simulated_device import check_empty as check_nothing_left
 

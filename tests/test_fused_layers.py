@@ -17,8 +17,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 pytest.importorskip("triton")
 
 from nanovllm.cpu.layers import speed_up
-from nanovllm.distributed import overlapped_decoder
-from nanovllm.gpu import fused_layers
+from nanovllm.gpu import fused_layers, overlapped_decoder
 from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse
 from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.kernels.triton import attention

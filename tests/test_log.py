@@ -1,4 +1,6 @@
-"""What is said at the start: one line on stderr, for those who have not configured logging, and to their handlers else."""
+"""What is said at the start: one line on stderr, for those who have not configured logging, and
+to their handlers else.
+"""
 
 import logging
 import os
@@ -12,10 +14,13 @@ from nanovllm import TINY_MODEL
 from nanovllm.log import parameters
 
 LINE = (
-    r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: \w+, 4 KV blocks of 256 tokens "
-    r"\(0\.0 GiB\), sequences of up to 2,048 tokens, ready in (\d+\.\d) s\n"
+    r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: \w+, 4 KV blocks of "
+    r"256 tokens \(0\.0 GiB\), sequences of up to 2,048 tokens, ready in (\d+\.\d) s\n"
 )
-MAKE = f"from nanovllm import LLM\nllm = LLM({str(TINY_MODEL)!r}, device='cpu', num_kvcache_blocks=4)\n"
+MAKE = (
+    "from nanovllm import LLM\n"
+    f"llm = LLM({str(TINY_MODEL)!r}, device='cpu', num_kvcache_blocks=4)\n"
+)
 
 
 def run(code: str) -> subprocess.CompletedProcess:
@@ -37,8 +42,8 @@ def test_one_line_says_what_runs_where():
     "code",
     [
         "import logging; logging.getLogger('nanovllm').setLevel(logging.WARNING)\n" + MAKE,
-        "from nanovllm import LLM\nimport logging; logging.getLogger('nanovllm').setLevel(logging.WARNING)\n"
-        + MAKE,
+        "from nanovllm import LLM\nimport logging; "
+        "logging.getLogger('nanovllm').setLevel(logging.WARNING)\n" + MAKE,
         "import logging; logging.basicConfig()\n" + MAKE,
     ],
     ids=["level", "level-after-import", "configured-for-warnings"],
@@ -49,8 +54,8 @@ def test_it_is_silent_where_the_user_wants_no_more_than_warnings(code):
 
 def test_handlers_of_the_user_get_the_line_once():
     done = run(
-        "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout, format='%(name)s|%(message)s')\n"
-        + MAKE
+        "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout, "
+        "format='%(name)s|%(message)s')\n" + MAKE
     )
     assert re.fullmatch(r"nanovllm\|" + LINE, done.stdout) and done.stderr == ""
 

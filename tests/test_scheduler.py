@@ -199,6 +199,18 @@ POLICIES = {
 }
 
 
+def check_answers(request, first: Sequence) -> None:
+    """Each completion is the one the request gets alone, or the begin of it if it was aborted."""
+    for i, seq in enumerate(first.completions):
+        alone = output_alone(request.prompt, seq.max_len, request.stop_ids, seed=i)
+        if seq.finish_reason == "abort":
+            assert request.patience is not None
+            assert seq.output_ids == alone[: len(seq.output_ids)]
+        else:
+            assert seq.output_ids == alone
+            assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=250)
 @given(streams())
@@ -238,15 +250,7 @@ def test_any_stream_of_requests_is_served_right(policy, stream):
         assert step <= bound, "a request starves"
 
     for id, request in enumerate(requests):
-        for i, seq in enumerate(sequences[id].completions):
-            alone = output_alone(request.prompt, seq.max_len, request.stop_ids, seed=i)
-            if seq.finish_reason == "abort":
-                assert (
-                    request.patience is not None and seq.output_ids == alone[: len(seq.output_ids)]
-                )
-            else:
-                assert seq.output_ids == alone
-                assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
+        check_answers(request, sequences[id])
     if policy == "first come, first served":
         assert scheduler.first_starts == [id for id in added if id in scheduler.first_starts]
     check_empty(scheduler)

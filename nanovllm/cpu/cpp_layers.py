@@ -50,14 +50,14 @@ class CppGatedMLP(GatedMLP):
 class CppSelfAttention(PagedSelfAttention):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         metadata = current_metadata()
-        has_norm = isinstance(self.q_norm, RMSNorm)
+        norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k, v = cpp_ops.qk_norm_rope_store(
             self.qkv_proj(x),
             self.head_dim,
             self.num_kv_heads,
-            self.q_norm.weight if has_norm else None,
-            self.k_norm.weight if has_norm else None,
-            self.q_norm.eps if has_norm else 0.0,
+            *norms,
             self.rotary.cos_sin,
             positions,
             metadata.slot_mapping,
@@ -67,5 +67,5 @@ class CppSelfAttention(PagedSelfAttention):
         return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
-        lens, tables = metadata.context_lens, metadata.block_tables
+        lens, tables = metadata.decode_inputs
         return cpp_ops.decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)

@@ -19,7 +19,7 @@ PAGE = 64
 
 class PagedSelfAttention(SelfAttention):
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
-        lens, tables = metadata.context_lens, metadata.block_tables
+        lens, tables = metadata.decode_inputs
         return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
@@ -55,9 +55,10 @@ def prefill_attention(
         mask = None
         if len_q < len_k:  # query j is token len_k - len_q + j of its sequence
             mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril_(len_k - len_q)
-        heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k_i, v_i))
+        # Heads first.
+        q_i, k_i, v_i = (x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k_i, v_i))
         o = F.scaled_dot_product_attention(
-            *heads_first, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            q_i, k_i, v_i, mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         out[begin:end] = o[0].transpose(0, 1)
     return out

@@ -6,6 +6,7 @@ Messages are frozen dataclasses. A channel delivers them whole and in order, wha
 import pickle
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ class Start:
 
     size: int  # number of ranks
     store_path: str  # of the file through which the ranks find each other
-    runner_class: type
+    build_runner: Callable[..., Any]
     config: Config
     hf_config: Any
     folder: str
@@ -101,7 +102,8 @@ class Channel:
         return memoryview(cls.HEADER.pack(len(body)) + body)
 
     def send(self, message: Any) -> None:
-        frame, sent = self.frame(message), []
+        frame = self.frame(message)
+        sent: list[int] = []
         while self.send_some(frame, sent):
             pass
 

@@ -9,7 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ def join_group(
         os.environ.setdefault(name, value)
     store = dist.FileStore(store_path, size)
     store.set_timeout(PATIENCE)
-    options = dict(store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    options: dict[str, Any] = dict(store=store, rank=rank, world_size=size, timeout=PATIENCE)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **options)

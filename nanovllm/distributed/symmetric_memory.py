@@ -28,7 +28,9 @@ class SymmetricMemorySum:
     def __init__(self, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self.group_name = dist.group.WORLD.group_name
+        world = dist.group.WORLD
+        assert world is not None, "the ranks have joined"
+        self.group_name = world.group_name
         self.max_bytes = self.MAX_BYTES[size]
         self.buffer = symmetric_memory.empty(self.max_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self.buffer, self.group_name)

@@ -104,7 +104,7 @@ class TensorParallelRunner:
             start = Start(
                 size=config.tensor_parallel_size,
                 store_path="",
-                runner_class=build_runner,
+                build_runner=build_runner,
                 config=config,
                 hf_config=plain_config(hf_config),
                 folder=folder,
@@ -132,7 +132,7 @@ class TensorParallelRunner:
             self._outgoing = frame, [(rank, []) for rank in self._ranks]
             self._send()
             self._listen(lambda: all(rank.ready for rank in self._ranks), self._start_seconds)
-        return [rank.ready.info for rank in self._ranks]
+        return [rank.ready.info for rank in self._ranks if rank.ready is not None]
 
     def launch(self, batch: Batch) -> RemoteTokens:
         """Start a step on every rank and return at once; `wait` gives the sampled tokens."""
@@ -332,10 +332,11 @@ def spawn_rank(number: int, store: IO[bytes], timeout: float) -> Rank:
         f"import sys; sys.path[:] = {[*map(str, sys.path)]!r}; "
         f"from nanovllm.distributed.worker import run_rank; run_rank({arguments})"
     )
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     try:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],
+                [sys.executable, *flags, "-c", code],
                 stdin=subprocess.DEVNULL,  # this process may be reading its script there
                 stdout=inherited(1),
                 stderr=inherited(2),

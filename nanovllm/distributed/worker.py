@@ -18,8 +18,7 @@ from contextlib import suppress
 
 import torch
 
-from nanovllm.compose import choose_device
-from nanovllm.cpu.threads import threads_of_rank
+from nanovllm.compose import choose_device, room
 from nanovllm.distributed.channel import (
     Channel,
     ChannelClosed,
@@ -106,9 +105,9 @@ def _serve(rank: int, channel: Channel) -> None:
 def _start(rank: int, channel: Channel) -> ModelRunner:
     start: Start = channel.receive()
     device = choose_device(start.config.device, rank)
-    if device.type == "cpu":
+    if device.type == "cpu" and (threads := room("cpu.threads")):
         # The ranks share the cores.
-        torch.set_num_threads(threads_of_rank(start.size))
+        torch.set_num_threads(threads.threads_of_rank(start.size))
     group = join_group(
         rank,
         start.size,
@@ -116,7 +115,7 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
         start.store_path,
         symmetric_memory=start.config.symmetric_memory,
     )
-    runner = start.runner_class(
+    runner = start.build_runner(
         start.config,
         start.hf_config,
         start.folder,

@@ -41,11 +41,13 @@ class Metrics:
         self.output_tokens += num_output
         self.preemptions += seq.num_preemptions
         if seq.parent is None:  # of several completions, the one that computed the prompt counts it
+            assert seq.num_cached_tokens is not None and seq.first_token_at is not None
             self.requests += 1
             self.prompt_tokens += seq.num_prompt_tokens
             self.cached_tokens += seq.num_cached_tokens
             self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
         if num_output > 1:
+            assert seq.first_token_at is not None
             self.seconds_per_output_token.append((now - seq.first_token_at) / (num_output - 1))
 
     def summary(self, num_blocks: int) -> dict[str, int | float | dict[str, float] | None]:

@@ -7,7 +7,7 @@ buffer and that padding rows are harmless.
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class DecodeGraphs:
         self.step = step
         self.sizes = sizes_up_to(max_num_seqs)
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, NamedTuple]] = {}
-        self._pool = None
+        self._pool: Any = None
 
     def capture(self, sizes: list[int], variant: bool = False) -> None:
         """The largest size comes first: the others then fit into its memory.

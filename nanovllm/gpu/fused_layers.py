@@ -7,6 +7,7 @@ does in its own way stays as it is, and the rest is fused around it.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
+    StackedLinear,
 )
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import MixtureOfExperts
@@ -48,7 +50,7 @@ class FusedRMSNorm(RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-class FusedLinear:
+class FusedLinear(StackedLinear):
     """Before any class of column-parallel linear layer."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,6 +85,7 @@ class FusedLMHead(ParallelLMHead):
 
 class FusedSelfAttention(SelfAttention):
     backend: AttentionBackend
+    o_proj: FusedRowParallelLinear
 
     @staticmethod
     def suits(plain: SelfAttention) -> bool:
@@ -95,14 +98,14 @@ class FusedSelfAttention(SelfAttention):
     def heads(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """qkv [T, (H + 2G) D], which is overwritten -> what the heads attend to [T, H D]."""
         metadata = current_metadata()
-        has_norm = isinstance(self.q_norm, RMSNorm)
+        norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q, k, v = qk_norm_rope_store(
             qkv,
             self.head_dim,
             self.num_kv_heads,
-            self.q_norm.weight if has_norm else None,
-            self.k_norm.weight if has_norm else None,
-            self.q_norm.eps if has_norm else 0.0,
+            *norms,
             self.rotary.cos_sin,
             positions,
             metadata.slot_mapping,
@@ -126,13 +129,14 @@ class FusedSelfAttention(SelfAttention):
 
     def _decode(self, q: Tensor) -> Tensor:
         metadata = current_metadata()
-        lens = metadata.context_lens
-        tables = metadata.block_tables
+        lens, tables = metadata.decode_inputs
         shared = metadata.shared_prefix_len
         return self.backend.decode(q, self.k_cache, self.v_cache, lens, tables, self.scale, shared)
 
 
 class FusedGatedMLP(GatedMLP):
+    down_proj: FusedRowParallelLinear
+
     @staticmethod
     def suits(plain: GatedMLP) -> bool:
         return plain.activation is F.silu
@@ -158,20 +162,42 @@ class FusedMixtureOfExperts(MixtureOfExperts):
         )
 
 
+class FusedDecoderLayer(DecoderLayer):
+    """One that FusedDecoder knows how to run. By itself it runs as a plain one does."""
+
+    self_attn: FusedSelfAttention
+    mlp: FusedGatedMLP | FusedMixtureOfExperts
+
+    @staticmethod
+    def suits(plain: DecoderLayer) -> bool:
+        return (
+            type(plain.self_attn) is FusedSelfAttention
+            and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
+            and type(plain.input_layernorm) is FusedRMSNorm
+            and type(plain.post_attention_layernorm) is FusedRMSNorm
+        )
+
+
 class FusedDecoder(Decoder):
     """Passes from block to block what the last one adds, not yet summed over ranks, and the
     residual stream before it.
     """
 
+    norm: FusedRMSNorm
     outline = False  # run the first and the last layer alone, which launch all kernels there are
 
     @staticmethod
     def suits(plain: Decoder) -> bool:
-        return type(plain.norm) is FusedRMSNorm and all(is_fused(layer) for layer in plain.layers)
+        layers = {type(layer) for layer in plain.layers}
+        return type(plain.norm) is FusedRMSNorm and layers == {FusedDecoderLayer}
+
+    @property
+    def fused_layers(self) -> list[FusedDecoderLayer]:
+        return [layer for layer in self.layers if isinstance(layer, FusedDecoderLayer)]
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         indices = current_metadata().logits_indices
-        layers: Sequence[DecoderLayer] = list(self.layers)
+        layers = self.fused_layers
         if self.outline and len(layers) > 2:
             layers = [layers[0], layers[-1]]
         residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
@@ -186,13 +212,13 @@ class FusedDecoder(Decoder):
                 x, residual = self.finish_layer(layer, heads, residual, next_norm, spare=x)
         return x
 
-    def following_norms(self, layers: Sequence[DecoderLayer]) -> list[RMSNorm]:
+    def following_norms(self, layers: Sequence[FusedDecoderLayer]) -> list[RMSNorm]:
         """The norm that comes after each layer."""
         return [*(layer.input_layernorm for layer in layers[1:]), self.norm]
 
     def finish_layer(
         self,
-        layer: DecoderLayer,
+        layer: FusedDecoderLayer,
         heads: Tensor,
         residual: Tensor,
         next_norm: RMSNorm,
@@ -207,23 +233,13 @@ class FusedDecoder(Decoder):
         """total = residual + the sum of the ranks' x -> (norm(total), total), which may
         overwrite both.
         """
-        group = self.embed_tokens.group
+        # A group of several ranks knows more than a ParallelGroup: see distributed/collectives.py.
+        group: Any = self.embed_tokens.group
         if group.size > 1:
             if (rows := group.shared_rows(x)) is not None:
                 return sum_add_rms_norm(x, residual, norm.weight, norm.eps, rows)
             x = group.all_reduce(x)
         return add_rms_norm(x, residual, norm.weight, norm.eps)
-
-
-def is_fused(layer: nn.Module) -> bool:
-    """Whether FusedDecoder knows what the layer does."""
-    return (
-        type(layer) is DecoderLayer
-        and type(layer.self_attn) is FusedSelfAttention
-        and type(layer.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
-        and type(layer.input_layernorm) is FusedRMSNorm
-        and type(layer.post_attention_layernorm) is FusedRMSNorm
-    )
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
@@ -236,5 +252,6 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     SelfAttention: FusedSelfAttention,
     GatedMLP: FusedGatedMLP,
     MixtureOfExperts: FusedMixtureOfExperts,
+    DecoderLayer: FusedDecoderLayer,
     Decoder: FusedDecoder,
 }

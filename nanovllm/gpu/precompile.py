@@ -6,6 +6,8 @@ a second each, most of it outside of Python's lock, so that threads compile seve
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -44,9 +46,11 @@ def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
     finally:
         hooks.jit_cache_hook = previous
     # Reading `run` of a compiled kernel builds its launcher and loads it onto the thread's device.
-    return [
-        lambda kernel=kernel, data=data: kernel.preload(data).run for kernel, data in found.values()
-    ]
+    return [partial(_compile, kernel, data) for kernel, data in found.values()]
+
+
+def _compile(kernel: Any, data: str) -> Any:
+    return kernel.preload(data).run
 
 
 class _Zeroed(TorchFunctionMode):

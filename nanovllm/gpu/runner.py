@@ -69,10 +69,6 @@ class CUDAModelRunner(ModelRunner):
             **options,
         )
 
-    @property
-    def attention_name(self) -> str:
-        return self._backend.name
-
     def _build_model(self, hf_config) -> nn.Module:
         from nanovllm.gpu.fused_layers import fuse
 
@@ -87,9 +83,10 @@ class CUDAModelRunner(ModelRunner):
         self._backend = select_attention_backend(
             config.attention_backend, self.device, self.dtype, head_dim, self.block_size
         )
+        self.attention_name = self._backend.name
         fuse(model, self._backend)
         if self.group.size > 1:
-            from nanovllm.distributed.overlapped_decoder import overlap_all_reduces
+            from nanovllm.gpu.overlapped_decoder import overlap_all_reduces
 
             overlap_all_reduces(model)
         return model
@@ -120,7 +117,7 @@ class CUDAModelRunner(ModelRunner):
         """What is launched by a decode step of each size that is captured, and of 3 rows, and by
         prefills' attention.
         """
-        decoder = self.model.model
+        decoder: Any = self.model.model
         decoder.outline = True  # all layers launch the same kernels: see FusedDecoder
         # Some kernels are made for a few rows' number.
         for size in (3, *sizes_up_to(self.max_num_seqs)):
@@ -194,7 +191,7 @@ class CUDAModelRunner(ModelRunner):
         self._bind_cache(0)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> SampledTokens | SampledTokensInFlight:
+    def launch(self, batch: Batch) -> SampledTokens:
         """Start a step and return at once; `wait` on the result gives the sampled tokens in the
         batch's order.
         """
@@ -217,17 +214,18 @@ class CUDAModelRunner(ModelRunner):
             self._shared_len_holds = None
             self._shared_len.fill_(shared_tokens)
             self._shared_len_holds = shared_tokens
-        size = self.graphs.size_for(count) if self.graphs else None
-        if size is None:
+        graphs = self.graphs
+        size = graphs.size_for(count) if graphs is not None else None
+        if graphs is None or size is None:
             return self._run_padded_decode(count, shares)
         # Shared prefixes are rare enough to be captured when they come.
-        if not self.graphs.has(size, shares):
+        if not graphs.has(size, shares):
             slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
             self._slots.fill_(self.max_num_seqs)
-            self.graphs.capture([size], shares)
+            graphs.capture([size], shares)
             self._slots.copy_(slots)
             self._slots_hold = slots_hold
-        return StepOutput(*(x[:count] for x in self.graphs.replay(size, shares)))
+        return StepOutput(*(x[:count] for x in graphs.replay(size, shares)))
 
     def _run_padded_decode(self, count: int, shares: bool) -> StepOutput:
         return self._run_decode(self._slots[:count], self._shared_len if shares else None)

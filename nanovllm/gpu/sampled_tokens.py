@@ -1,6 +1,6 @@
 """A step's answer on its way from the device to the host, while the device goes on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,10 @@ from nanovllm.engine.model_runner import SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
-class SampledTokensInFlight:
-    """Like SampledTokens, which are there once `arrived` has happened on the device."""
+class SampledTokensInFlight(SampledTokens):
+    """On the host, and there once `arrived` has happened on the device."""
 
-    on_host: SampledTokens
-    arrived: torch.cuda.Event
+    arrived: torch.cuda.Event = field(kw_only=True)
 
     @classmethod
     def send(cls, tokens: Tensor, logprobs: list[Any]) -> "SampledTokensInFlight":
@@ -26,14 +25,14 @@ class SampledTokensInFlight:
         ]
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(SampledTokens(tokens, logprobs), arrived)
+        return cls(tokens, logprobs, arrived=arrived)
 
     def ready(self) -> bool:
         return self.arrived.query()
 
     def wait(self) -> StepResult:
         self.arrived.synchronize()
-        return self.on_host.wait()
+        return SampledTokens.wait(self)
 
 
 def _to_host(x: Tensor) -> Tensor:

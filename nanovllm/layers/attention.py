@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
         return torch.cat(parts)
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
-        lens, tables = metadata.context_lens, metadata.block_tables
+        lens, tables = metadata.decode_inputs
         return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:

@@ -43,6 +43,12 @@ class AttentionMetadata:
     prefill: PrefillMetadata | None = None
     logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all
 
+    @property
+    def decode_inputs(self) -> tuple[Tensor, Tensor]:
+        """context_lens and block_tables, where any sequence decodes."""
+        assert self.context_lens is not None and self.block_tables is not None
+        return self.context_lens, self.block_tables
+
 
 _current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata", default=None)
 

@@ -13,6 +13,8 @@ class RotaryEmbedding(nn.Module):
     [positions, D] float32 holds the cosines of the D / 2 angles of a position, then their sines.
     """
 
+    cos_sin: Tensor
+
     def __init__(self, frequencies: Tensor, max_positions: int, scale: float = 1.0):
         super().__init__()
         frequencies = frequencies.to(torch.get_default_device())

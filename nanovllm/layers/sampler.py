@@ -119,15 +119,11 @@ def philox(
     """
     mask = 0xFFFFFFFF
     k0, k1 = seeds & mask, (seeds >> 32) & mask
-    c0, c1, c2, c3 = c0 & mask, c1 & mask, torch.full_like(c0, c2), torch.zeros_like(c0)
+    x0, x1, x2, x3 = c0 & mask, c1 & mask, torch.full_like(c0, c2), torch.zeros_like(c0)
     for _ in range(rounds):
         # The products wrap to 64 bits; their two halves are exact all the same.
-        p0, p2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (
-            ((p2 >> 32) & mask) ^ c1 ^ k0,
-            p2 & mask,
-            ((p0 >> 32) & mask) ^ c3 ^ k1,
-            p0 & mask,
-        )
+        p0, p2 = 0xD2511F53 * x0, 0xCD9E8D57 * x2
+        x0, x2 = ((p2 >> 32) & mask) ^ x1 ^ k0, ((p0 >> 32) & mask) ^ x3 ^ k1
+        x1, x3 = p2 & mask, p0 & mask
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    return torch.broadcast_tensors(c0, c1, c2, c3)
+    return torch.broadcast_tensors(x0, x1, x2, x3)

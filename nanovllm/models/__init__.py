@@ -1,5 +1,7 @@
 """Which class runs which architecture, by the name a checkpoint's config.json gives it."""
 
+from typing import Any
+
 from torch import nn
 
 from nanovllm.layers.parallel import ParallelGroup
@@ -82,7 +84,7 @@ def check_sizes(hf_config) -> None:
             f"config.json: head_dim is {head_dim} (or hidden_size / num_attention_heads): it must "
             "be even"
         )
-    eps = getattr(hf_config, "rms_norm_eps", None)
+    eps: Any = getattr(hf_config, "rms_norm_eps", None)
     if type(eps) not in (int, float) or not 0 <= eps < 1:
         raise ValueError(f"config.json: rms_norm_eps is {eps!r}: it must be a number from 0 to 1")
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):

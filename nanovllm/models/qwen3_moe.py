@@ -2,6 +2,8 @@
 keeps dense.
 """
 
+from torch import nn
+
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
@@ -13,7 +15,7 @@ class Qwen3MoeForCausalLM(CausalLM):
             config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias
         )
         if is_sparse(config, index):
-            mlp = MixtureOfExperts(
+            mlp: nn.Module = MixtureOfExperts(
                 config.hidden_size,
                 config.moe_intermediate_size,
                 config.num_experts,

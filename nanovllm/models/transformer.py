@@ -35,7 +35,9 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, embed_tokens: nn.Module, layers: list[nn.Module], norm: nn.Module):
+    def __init__(
+        self, embed_tokens: VocabParallelEmbedding, layers: list[nn.Module], norm: RMSNorm
+    ):
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)

@@ -65,7 +65,8 @@ def says_all(values: dict[str, Any]) -> bool:
     """Whether models find all that they read among a configuration's values, so that no default is
     needed.
     """
-    counts, flags, others = COUNTS, FLAGS, OTHERS
+    counts: tuple[str, ...] = COUNTS
+    flags: tuple[str, ...] = FLAGS
     if "moe" in f"{values.get('model_type')} {values.get('architectures')}".lower():
         # Transformers knows the number of experts under two names.
         experts = values.get("num_experts")
@@ -78,7 +79,7 @@ def says_all(values: dict[str, Any]) -> bool:
     return (
         all(type(values.get(name)) is int for name in counts)
         and all(type(values.get(name)) is bool for name in flags)
-        and all(name in values for name in others)
+        and all(name in values for name in OTHERS)
         and isinstance(rope, dict)
         and type(rope.get("rope_theta")) in (int, float)
         and values.get("rope_scaling") is None

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -144,7 +145,7 @@ def check_num_layers(num_layers: int, folder: str | Path) -> None:
         )
 
 
-def tied_heads(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules, with their paths, that take their weight from another one."""
     return [
         (path, module) for path, module in model.named_modules() if getattr(module, "tied", False)

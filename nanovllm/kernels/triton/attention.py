@@ -51,34 +51,20 @@ def prefill_attention(
     # short prompts do not make up for.
     block_m, block_n, warps, stages = 64, 64, 4, 3
     tiled = meta.max_seqlen_k >= TILED_KEYS and _suits_tiles(k, v, page, block_n)
+    many_keys = not page and meta.max_seqlen_q >= (4096 if tiled else 1024)
     if head_dim * q.element_size() > 256:
         block_n, stages = 32, 2
-    elif (
-        meta.max_seqlen_q >= (4096 if tiled else 1024)
-        and not page
-        and has_large_shared_memory(q.device)
-    ):
+    elif many_keys and has_large_shared_memory(q.device):
         block_m, block_n, warps = 128, 128, 8  # 225 KB of shared memory
-    grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
+    tensors = (q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables)
+    table_stride = tables.stride(0) if tables is not None else 0
     launch(
         _prefill_kernel,
-        grid,
-        q,
-        k,
-        v,
-        k_tiles,
-        v_tiles,
-        out,
-        meta.cu_seqlens_q,
-        meta.cu_seqlens_k,
-        tables,
+        (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1),
+        *tensors,
         scale * LOG2_E,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        out.stride(0),
-        tables.stride(0) if page else 0,
+        *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
         num_heads // k.shape[1],
         head_dim,
         triton.next_power_of_2(head_dim),
@@ -253,90 +239,53 @@ def decode_attention(
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    block_n = 64 if head_dim * q.element_size() <= 256 else 32
-    block_d = triton.next_power_of_2(head_dim)
-    splits = _num_splits(batch * groups, triton.cdiv(tables.shape[1] * page, block_n), q.device)
-    prefix_splits = 0
-    # Measured on an H200, few splits read large tiles 1 to 3 % faster. Of short sequences, which so
-    # many at a time mostly are, such a tile would be half empty.
-    if (
-        shared is None
-        and splits <= 4
-        and batch <= 256
-        and block_n == 64
-        and has_large_shared_memory(q.device)
-    ):
-        block_n = 128
+    block_n, splits = _cut_contexts(q, groups, tables.shape[1] * page, shared is not None)
+    sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_n)
+    strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
+    prefix_splits = block_m = tiles = 0
     if shared is not None:
         block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
         tiles = triton.cdiv(batch * group, block_m)
         prefix_splits = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
     parts = part_lse = None
     if splits + prefix_splits > 1:
-        parts = torch.empty(
-            batch,
-            groups,
-            splits + prefix_splits,
-            group,
-            head_dim,
-            dtype=torch.float32,
-            device=q.device,
-        )
-        part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
-    counters = arrivals(q.device) if splits > 1 else None
-    strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
+        rows = (batch, groups, splits + prefix_splits, group)
+        parts = torch.empty((*rows, head_dim), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
-            q,
-            k_cache,
-            v_cache,
-            shared,
-            tables,
-            parts,
-            part_lse,
+            *(q, k_cache, v_cache, shared, tables, parts, part_lse),
             scale * LOG2_E,
             *strides[:3],
-            batch,
-            groups,
-            group,
-            block_m,
-            head_dim,
-            block_d,
-            page,
-            block_n,
-            splits,
+            *(batch, groups, group, block_m, *sizes, splits),
             num_warps=8 if block_m > 64 else 4,
             num_stages=3,
         )
+    counters = arrivals(q.device) if splits > 1 else None
     launch(
         _decode_kernel,
         (groups, splits, batch),
-        q,
-        k_cache,
-        v_cache,
-        lens,
-        shared,
-        tables,
-        out,
-        parts,
-        part_lse,
-        counters,
+        *(q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters),
         scale * LOG2_E,
         *strides,
-        groups,
-        group,
-        max(16, triton.next_power_of_2(group)),
-        head_dim,
-        block_d,
-        page,
-        block_n,
-        splits,
-        prefix_splits,
+        *(groups, group, max(16, triton.next_power_of_2(group)), *sizes, splits, prefix_splits),
         num_warps=4,
         num_stages=2 if splits <= 8 else 3,
         **overlap(q),
     )
     return out
+
+
+def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) -> tuple[int, int]:
+    """Tokens of a tile, and how many programs share a sequence of up to `longest` tokens."""
+    block_n = 64 if q.shape[2] * q.element_size() <= 256 else 32
+    splits = _num_splits(len(q) * groups, triton.cdiv(longest, block_n), q.device)
+    # Measured on an H200, few splits read large tiles 1 to 3 % faster. Of short sequences, which so
+    # many at a time mostly are, such a tile would be half empty.
+    is_one_of_few = splits <= 4 and len(q) <= 256 and not is_prefix_shared
+    if is_one_of_few and block_n == 64 and has_large_shared_memory(q.device):
+        block_n = 128
+    return block_n, splits
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:

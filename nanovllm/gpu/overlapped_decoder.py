@@ -5,6 +5,7 @@ next is computed. Attention itself needs all rows at once.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ class OverlappedDecoder(FusedDecoder):
             return super().forward(input_ids, positions)
         count = max(2, round(len(input_ids) / MICRO_BATCH_ROWS))
         indices = current_metadata().logits_indices
-        layers = list(self.layers)
+        layers = self.fused_layers
         residuals = list(self.embed_tokens(input_ids).tensor_split(count))
         micro_batches: Iterator[Tensor] = map(layers[0].input_layernorm, residuals)
         for layer, next_norm in zip(layers, self.following_norms(layers)):
@@ -49,7 +50,8 @@ class OverlappedDecoder(FusedDecoder):
 
     def begin_sum(self, x: Tensor):
         """This rank's part of a sum -> that, and the all-reduce that is under way in its place."""
-        return x, self.embed_tokens.group.begin_all_reduce(x)
+        group: Any = self.embed_tokens.group
+        return x, group.begin_all_reduce(x)
 
     def finish_sums(self, sums, residuals: list[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
         """Wait for each sum when its turn comes, add it to its residual, and give the norm of
