@@ -457,50 +457,35 @@ def compare(args: argparse.Namespace) -> list[dict]:
     results: dict[str, dict[str, dict]] = {}
     for engine in ("nanovllm", args.compare):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            own = ["--options", args.options] if engine == "nanovllm" else []
-            command = [
-                sys.executable,
-                __file__,
-                "--engine",
-                engine,
-                "--model",
-                args.model,
-                "--workload",
-                args.workload,
-            ]
-            command += [
-                "--repeat",
-                str(args.repeat),
-                "--max-model-len",
-                str(args.max_model_len),
-                "--json",
-                file.name,
-            ]
-            command += ["--tensor-parallel-size", str(args.tensor_parallel_size), *own]
+            options = {"engine": engine, "json": file.name}
+            for name in ("model", "workload", "repeat", "max_model_len", "tensor_parallel_size"):
+                options[name] = getattr(args, name)
+            if engine == "nanovllm":
+                options["options"] = args.options
+            command = [sys.executable, __file__]
+            for name, value in options.items():
+                command += [f"--{name.replace('_', '-')}", str(value)]
             if subprocess.run(command).returncode:
                 sys.exit(f"bench.py: {engine} failed (its error is above)")
             results[engine] = {row["workload"]: row for row in json.load(open(file.name))}
-    ours, theirs = results["nanovllm"], results[args.compare]
+    print_table(args, *results.values())
+    return [row for rows in results.values() for row in rows.values()]
+
+
+def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
+    """Two engines' rows, by workload, as a table in Markdown."""
     one = next(iter(ours.values()))
-    print(
-        f"\n{args.model} on {one['device']}; seconds, best of {args.repeat}; "
-        f"nanovllm: {options_name(args.options)}\n"
-    )
-    print(
-        f"| workload | nanovllm | {args.compare} | {args.compare} / nanovllm "
-        "| nanovllm of roofline |"
-    )
+    setting = f"{args.model} on {one['device']}; seconds, best of {args.repeat}"
+    print(f"\n{setting}; nanovllm: {options_name(args.options)}\n")
+    titles = ("workload", "nanovllm", args.compare, f"{args.compare} / nanovllm")
+    print(f"| {' | '.join(titles)} | nanovllm of roofline |")
     print("| --- | --- | --- | --- | --- |")
     for name, row in ours.items():
         fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
-        other = theirs[name]["seconds"]
-        print(
-            f"| {name} | {row['seconds']:.3f} | {other:.3f} | {other / row['seconds']:.2f} "
-            f"| {fraction} |"
-        )
+        own, other = row["seconds"], theirs[name]["seconds"]
+        print(f"| {name} | {own:.3f} | {other:.3f} | {other / own:.2f} | {fraction} |")
     start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
     print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
-    return [row for rows in results.values() for row in rows.values()]
 
 
 def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400) -> None:

@@ -1,4 +1,6 @@
-"""What can be said of an installed wheel without torch: it compiles, is described, and its plain part works."""
+"""What can be said of an installed wheel without torch: it compiles, is described, and its plain
+part works.
+"""
 
 import compileall
 import importlib
@@ -14,19 +16,32 @@ assert Path(sys.prefix) in package.parents, f"{package} is not the installed one
 assert compileall.compile_dir(package, quiet=1), "a file is no Python of this version"
 assert wheel.version and wheel.metadata["Requires-Python"] == ">=3.10"
 needed = " ".join(wheel.requires)
-assert all(name in needed for name in ("torch", "transformers", "tokenizers", "safetensors")), needed
-for name in ("assets/tiny-qwen3/model.safetensors", "assets/tiny-qwen3/tokenizer.json", "cpu/cpp_ops.cpp"):
+assert all(name in needed for name in ("torch", "transformers", "tokenizers", "safetensors")), (
+    needed
+)
+for name in (
+    "assets/tiny-qwen3/model.safetensors",
+    "assets/tiny-qwen3/tokenizer.json",
+    "cpu/cpp_ops.cpp",
+):
     assert (package / name).stat().st_size, name
 
 # The package's own __init__ imports torch: leave it out, and import the modules that never do.
 stub = sys.modules["nanovllm"] = types.ModuleType("nanovllm")
 stub.__path__ = [str(package)]
-for name in ("checks", "config", "sampling_params", "engine.batch", "engine.block_manager", "engine.scheduler"):
+for name in (
+    "checks",
+    "config",
+    "sampling_params",
+    "engine.batch",
+    "engine.block_manager",
+    "engine.scheduler",
+):
     importlib.import_module(f"nanovllm.{name}")
 assert "torch" not in sys.modules
 
-from nanovllm.config import Config  # noqa: E402
-from nanovllm.sampling_params import SamplingParams  # noqa: E402
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
 
 assert SamplingParams(0.5, top_k=3, stop="x").stop == ("x",)
 assert Config.from_options("model", {"max_num_seqs": 3}).max_num_seqs == 3
@@ -34,4 +49,7 @@ try:
     SamplingParams(max_token=3)
 except TypeError as error:
     assert "did you mean max_tokens" in str(error)
-print(f"nanovllm {wheel.version} on Python {sys.version.split()[0]}: installed, compiled and imported without torch")
+print(
+    f"nanovllm {wheel.version} on Python {sys.version.split()[0]}: installed, compiled and "
+    "imported without torch"
+)

@@ -7,15 +7,16 @@ from time import perf_counter
 
 _begin = perf_counter()
 
-from pathlib import Path  # noqa: E402
+from pathlib import Path
 
-from nanovllm.llm import LLM  # noqa: E402
-from nanovllm.log import count_import  # noqa: E402
-from nanovllm.sampling_params import SamplingParams  # noqa: E402
+from nanovllm.llm import LLM
+from nanovllm.log import count_import
+from nanovllm.sampling_params import SamplingParams
 
 __all__ = ["LLM", "TINY_MODEL", "SamplingParams"]
 __version__ = "0.1.0"
 
-TINY_MODEL = Path(__file__).parent / "assets" / "tiny-qwen3"  # a small model of Python code, for trying things out
+# A small model of Python code, for trying things out.
+TINY_MODEL = Path(__file__).parent / "assets" / "tiny-qwen3"
 
 count_import(perf_counter() - _begin)

@@ -12,7 +12,6 @@ from typing import Any
 
 from nanovllm.checks import as_integer, as_number, refuse_unknown_names, shown
 
-
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
 
 

@@ -214,7 +214,7 @@ def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
         if None in ids:
             wrong = given[ids.index(None)]
             raise TypeError(f"{name} holds {shown(wrong)}: token ids are integers{_hint(wrong)}")
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise ValueError(
             f"{name} holds token id {shown(wrong)}: the model's vocabulary is 0 to {vocab_size - 1}"

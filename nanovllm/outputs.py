@@ -40,9 +40,8 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
 
 
 def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    whole = [
-        seq for seq in sequences if seq.text is None
-    ]  # the others' texts were read as they grew
+    # The others' texts were read as they grew.
+    whole = [seq for seq in sequences if seq.text is None]
     texts = decode([seq.output_ids for seq in whole]) if decode is not None else [""] * len(whole)
     text_of = {seq.id: text for seq, text in zip(whole, texts)}
     completions = []

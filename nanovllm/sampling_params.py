@@ -134,9 +134,8 @@ class SamplingParams:
         )
         if None in ids:
             raise TypeError(f"stop_token_ids is {shown(token_ids)}: use a list of token ids")
-        object.__setattr__(
-            self, "stop", tuple(stop)
-        )  # frozen, so the caller's list must not change it
+        # Frozen, so the caller's list must not change it.
+        object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     @property

@@ -1,4 +1,6 @@
-"""A random small Qwen3 with a byte-level tokenizer, and its plain continuation, for the tests of sampling and calls."""
+"""A random small Qwen3 with a byte-level tokenizer, and its plain continuation, for the tests of
+sampling and calls.
+"""
 
 import json
 import random
@@ -14,9 +16,15 @@ from nanovllm import LLM
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 END = 256  # <|end|>; then <|user|> and <|assistant|>, and a few tokens of several bytes
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('unknown role ' + m.role) }}"
-    "{% endif %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if not enable_thinking | default(true) %}no{% endif %}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + m.role) }}"
+    "{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "<|assistant|>{% if not enable_thinking | default(true) %}no{% endif %}"
+    "{% endif %}"
 )
 
 
@@ -30,7 +38,9 @@ def make_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", additional_special_tokens=["<|user|>", "<|assistant|>"]
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
     )
     tokenizer.chat_template = CHAT_TEMPLATE if chat else None
     return tokenizer
@@ -38,9 +48,17 @@ def make_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
 
 def make_folder(folder: Path, *, tokenizer: bool = True, chat: bool = True) -> Path:
     config = Qwen3Config(
-        vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=263,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+    )
     make_checkpoint(folder, config)
     if tokenizer:
         make_tokenizer(chat).save_pretrained(folder)
@@ -83,9 +101,13 @@ def generate(llm, prompts, params=None):
 
 
 def completed(outputs):
-    """Outputs without what is said of the prompt: the prefix cache holds more of it when it comes again."""
+    """Outputs without what is said of the prompt: the prefix cache holds more of it when it
+    comes again.
+    """
     prompts = ("prompt_token_ids", "num_cached_tokens")
-    return [{key: value for key, value in output.items() if key not in prompts} for output in outputs]
+    return [
+        {key: value for key, value in output.items() if key not in prompts} for output in outputs
+    ]
 
 
 def random_prompts(count, seed=0):

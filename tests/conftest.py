@@ -1,4 +1,6 @@
-"""What the tests share: random small checkpoints, their greedy output by transformers, and LLMs that run them."""
+"""What the tests share: random small checkpoints, their greedy output by transformers, and LLMs
+that run them.
+"""
 
 import os
 import signal
@@ -9,14 +11,15 @@ if not torch.cuda.is_available():
     # Triton's kernels run in its interpreter; the choice must be made before triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Where pytest runs in the background, Ctrl-C may be ignored from the start, and tests of interrupts would wait forever.
+# Where pytest runs in the background, Ctrl-C may be ignored from the start, and tests of interrupts
+# would wait forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pytest  # noqa: E402
-from engine_helpers import MODELS, Checkpoint, save_checkpoint  # noqa: E402
-from hypothesis import HealthCheck, settings  # noqa: E402
+import pytest
+from engine_helpers import MODELS, Checkpoint, save_checkpoint
+from hypothesis import HealthCheck, settings
 
-from nanovllm import LLM  # noqa: E402
+from nanovllm import LLM
 
 # Time says nothing on a machine that others use too.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,7 +60,12 @@ def make_llm(checkpoint):
     made: list[LLM] = []
 
     def make(folder=checkpoint.folder, **options) -> LLM:
-        options = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 96} | options
+        options = {
+            "device": "cpu",
+            "max_model_len": 256,
+            "kvcache_block_size": 16,
+            "num_kvcache_blocks": 96,
+        } | options
         made.append(LLM(folder, **options))
         return made[-1]
 

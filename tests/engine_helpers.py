@@ -1,4 +1,6 @@
-"""What the tests of the whole engine share: small models, prompts, and the output that transformers gives for them."""
+"""What the tests of the whole engine share: small models, prompts, and the output that
+transformers gives for them.
+"""
 
 import random
 from pathlib import Path
@@ -38,7 +40,9 @@ MODELS = {
     "gqa-4": Qwen3Config(**SHAPE | dict(num_key_value_heads=1, head_dim=24)),
     "tied": Qwen3Config(**SHAPE | dict(tie_word_embeddings=True)),
     "attention-bias": Qwen3Config(**SHAPE | dict(attention_bias=True)),
-    "experts": Qwen3MoeConfig(**SHAPE | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)),
+    "experts": Qwen3MoeConfig(
+        **SHAPE | dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24)
+    ),
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
@@ -50,7 +54,8 @@ def save_checkpoint(folder: Path, config: PretrainedConfig, seed: int = 2) -> No
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.mul_(2)  # attention that chooses: the output varies, and depends on every token
+                # Attention that chooses: the output varies, and depends on every token.
+                parameter.mul_(2)
     model.save_pretrained(folder, max_shard_size="40KB")
 
 
@@ -64,7 +69,9 @@ def save_tokenizer(folder: Path, eos_token: str | None = None) -> None:
 def make_prompts(seed: int = 0) -> list[list[int]]:
     """From one token to several blocks of 16, around their borders; some begin alike."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 15, 16, 17, 33, 64, 70)]
+    prompts = [
+        [rng.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 15, 16, 17, 33, 64, 70)
+    ]
     return prompts + [prompts[6][:40] + prompts[5][:5], prompts[7][:48], prompts[6][:32] + [5]]
 
 
@@ -90,14 +97,24 @@ class Checkpoint:
     def probabilities(self, prompt: list[int], temperature: float) -> list[float]:
         """Of each token to come next."""
         with torch.no_grad():
-            return (self._model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1).tolist()
+            return (
+                (self._model(torch.tensor([prompt])).logits[0, -1] / temperature)
+                .softmax(-1)
+                .tolist()
+            )
 
     def _generate(self, prompt: list[int], count: int) -> list[int]:
-        how = GenerationConfig(max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True)
+        how = GenerationConfig(
+            max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
         ids = torch.tensor([prompt])
-        answer = self._model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=how)
+        answer = self._model.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=how
+        )
         first, second = torch.cat(answer.logits).topk(2).values.unbind(-1)
-        assert (first - second).min() > 1e-4, "a near tie: rounding could decide it, choose another prompt"
+        assert (first - second).min() > 1e-4, (
+            "a near tie: rounding could decide it, choose another prompt"
+        )
         return answer.sequences[0, len(prompt) :].tolist()
 
 
@@ -105,7 +122,9 @@ def greedy(max_tokens: int, ignore_eos: bool = True) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
 
 
-def assert_greedy(llm: LLM, checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, max_tokens: int = 24) -> None:
+def assert_greedy(
+    llm: LLM, checkpoint: Checkpoint, prompts: list[list[int]] = PROMPTS, max_tokens: int = 24
+) -> None:
     """One call gives what transformers gives for each prompt alone, and leaves the engine empty."""
     outputs = llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [
@@ -119,6 +138,8 @@ def assert_empty(llm: LLM) -> None:
     """No request is left and no block is referenced."""
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_unfinished() and not scheduler.waiting and not scheduler.running
-    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and not any(scheduler.blocks.ref_counts)
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and not any(
+        scheduler.blocks.ref_counts
+    )
     assert scheduler.num_running == 0
     assert llm.engine._in_flight is None and not scheduler._in_flight

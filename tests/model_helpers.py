@@ -4,17 +4,20 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.models import build_model
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.loader import load_weights
-from nanovllm.layers.parallel import ParallelGroup
 
 BLOCK_SIZE = 4
 
 
 def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_size: str = "40KB"):
-    """Save a random model of `config` in several files; return it, in float32. Norms and biases are random too."""
+    """Save a random model of `config` in several files; return it, in float32.
+
+    Norms and biases are random too.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
@@ -39,7 +42,9 @@ def expected_logits(reference, tokens: list[int]) -> torch.Tensor:
 
 
 class Driver:
-    """Runs a model's steps over a small paged cache, whose blocks lie in no order; sequences are numbered from 0."""
+    """Runs a model's steps over a small paged cache, whose blocks lie in no order; sequences are
+    numbered from 0.
+    """
 
     def __init__(self, model, num_sequences: int, max_tokens: int):
         self.model = model
@@ -55,14 +60,18 @@ class Driver:
 
     @torch.inference_mode()
     def step(self, decodes: dict[int, int], chunks: dict[int, list[int]]) -> torch.Tensor:
-        """One token for each decoding sequence, then chunks of prompts -> the logits of all these tokens, in order."""
+        """One token for each decoding sequence, then chunks of prompts -> the logits of all
+        these tokens, in order.
+        """
         tokens, positions, slots = [], [], []
         for i, new in [(i, [token]) for i, token in decodes.items()] + list(chunks.items()):
             for token in new:
                 position = self.lens[i]
                 tokens.append(token)
                 positions.append(position)
-                slots.append(int(self.tables[i, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE)
+                slots.append(
+                    int(self.tables[i, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+                )
                 self.lens[i] += 1
         prefill = None
         if chunks:
@@ -84,4 +93,6 @@ class Driver:
             prefill=prefill,
         )
         with forward_context(meta):
-            return self.model.compute_logits(self.model(torch.tensor(tokens), torch.tensor(positions)))
+            return self.model.compute_logits(
+                self.model(torch.tensor(tokens), torch.tensor(positions))
+            )

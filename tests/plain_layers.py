@@ -1,4 +1,6 @@
-"""What the kernels compute, by the plain layers that they take the place of, in the kernels' signatures."""
+"""What the kernels compute, by the plain layers that they take the place of, in the kernels'
+signatures.
+"""
 
 import torch
 from torch import nn
@@ -16,7 +18,9 @@ def with_weights(module: nn.Module, **weights) -> nn.Module:
     for name, value in weights.items():
         parent, _, attribute = name.replace("__", ".").rpartition(".")
         owner = module.get_submodule(parent)
-        setattr(owner, attribute, value if value is None else nn.Parameter(value, requires_grad=False))
+        setattr(
+            owner, attribute, value if value is None else nn.Parameter(value, requires_grad=False)
+        )
     return module
 
 
@@ -41,14 +45,26 @@ def gated_linear(x, weight, bias=None):
 
 def moe(x, logits, gate_up, down, top_k, renormalize):
     experts, width, hidden = gate_up.shape
-    layer = MixtureOfExperts(hidden, width // 2, experts, top_k, ParallelGroup(), renormalize=renormalize)
+    layer = MixtureOfExperts(
+        hidden, width // 2, experts, top_k, ParallelGroup(), renormalize=renormalize
+    )
     with_weights(layer, experts__gate_up_proj=gate_up, experts__down_proj=down)
     layer.gate.forward = lambda _: logits
     return layer(x)
 
 
 def qk_norm_rope_store(
-    qkv, head_dim, num_kv_heads, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, k_cache, v_cache
+    qkv,
+    head_dim,
+    num_kv_heads,
+    q_weight,
+    k_weight,
+    eps,
+    cos_sin,
+    positions,
+    slot_mapping,
+    k_cache,
+    v_cache,
 ):
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
@@ -63,7 +79,9 @@ def qk_norm_rope_store(
 
 def decode_inputs(slots, last_tokens, context_lens, block_tables, block_size):
     state = BatchState(len(context_lens) - 1, block_tables.shape[1], block_size, slots.device)
-    state.last_tokens, state.context_lens, state.block_tables = last_tokens, context_lens, block_tables
+    state.last_tokens = last_tokens
+    state.context_lens = context_lens
+    state.block_tables = block_tables
     return state.advance(slots)
 
 

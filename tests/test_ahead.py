@@ -1,4 +1,6 @@
-"""Finding what has to be compiled, with Triton's hook but without a device: kernels here are stand-ins."""
+"""Finding what has to be compiled, with Triton's hook but without a device: kernels here are
+stand-ins.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ triton = pytest.importorskip("triton")
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this release of Triton does not compile in threads", allow_module_level=True)
 
-from nanovllm.gpu.precompile import find_uncompiled  # noqa: E402
+from nanovllm.gpu.precompile import find_uncompiled
 
 
 class Kernel:
@@ -22,7 +24,16 @@ class Kernel:
     def launch(self, key: str):
         hook = triton.knobs.runtime.jit_cache_hook
         fn = SimpleNamespace(module="m", name="k", jit_function=self)
-        if not (hook and hook(key=key, repr="", fn=fn, compile={"specialization_data": key}, already_compiled=False)):
+        if not (
+            hook
+            and hook(
+                key=key,
+                repr="",
+                fn=fn,
+                compile={"specialization_data": key},
+                already_compiled=False,
+            )
+        ):
             self.launched.append(key)
 
     def preload(self, specialization: str):

@@ -1,4 +1,6 @@
-"""A wrong call raises ValueError or TypeError that names the place, the value and the remedy; nothing is queued."""
+"""A wrong call raises ValueError or TypeError that names the place, the value and the remedy;
+nothing is queued.
+"""
 
 import json
 import math
@@ -21,7 +23,6 @@ def llm(make_llm, checkpoint, tmp_path):
     return make_llm(folder, max_model_len=100, num_kvcache_blocks=5)
 
 
-
 def nest(depth):
     value = [7]
     for _ in range(depth):
@@ -33,12 +34,24 @@ WRONG_PROMPTS = {
     "empty-ids": ([GOOD, []], ValueError, r"prompts\[1\] is empty.* at least one token"),
     "empty-text": (["7 8", ""], ValueError, r"prompts\[1\] is empty.* at least one token"),
     "only-empty-text": ("", ValueError, r"prompts\[0\] is empty"),
-    "too-long": ([GOOD, [1] * 100], ValueError, r"prompts\[1\] has 100 tokens, max_model_len is 100: shorten it"),
-    "above-vocabulary": ([GOOD, [1, VOCAB]], ValueError, rf"prompts\[1\] holds token id {VOCAB}: .* 0 to {VOCAB - 1}"),
+    "too-long": (
+        [GOOD, [1] * 100],
+        ValueError,
+        r"prompts\[1\] has 100 tokens, max_model_len is 100: shorten it",
+    ),
+    "above-vocabulary": (
+        [GOOD, [1, VOCAB]],
+        ValueError,
+        rf"prompts\[1\] holds token id {VOCAB}: .* 0 to {VOCAB - 1}",
+    ),
     "negative": ([[3, -1], GOOD], ValueError, r"prompts\[0\] holds token id -1: .* 0 to"),
     "huge": ([[2**70], GOOD], ValueError, r"prompts\[0\] holds token id 1180591620717411303424"),
     "float": ([GOOD, [1, 2.0]], TypeError, r"prompts\[1\] holds 2\.0: token ids are integers"),
-    "none-inside": ([GOOD, [1, None]], TypeError, r"prompts\[1\] holds None: token ids are integers"),
+    "none-inside": (
+        [GOOD, [1, None]],
+        TypeError,
+        r"prompts\[1\] holds None: token ids are integers",
+    ),
     "bool": ([GOOD, [1, True]], TypeError, r"prompts\[1\] holds True: token ids are integers"),
     "bools-alone": ([True, False], TypeError, r"prompts\[0\] holds True"),
     "text-inside": ([GOOD, [1, "2"]], TypeError, r"prompts\[1\] holds '2': token ids are integers"),
@@ -49,15 +62,47 @@ WRONG_PROMPTS = {
     "none": (None, TypeError, r"prompts is a NoneType: give a str"),
     "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\] is a NoneType"),
     "number": (5, TypeError, r"prompts is a int: give a str"),
-    "dict": ({"a": 1}, TypeError, r"prompts is a dict: give a str.*; a conversation goes to chat or stream_chat"),
-    "message": ({"role": "user", "content": "7"}, TypeError, r"prompts is a dict: .* goes to chat or stream_chat"),
-    "messages": ([{"role": "user", "content": "7"}], TypeError, r"prompts\[0\] is a dict: .* goes to chat or stream_chat"),
-    "chats": ([[{"role": "user", "content": "7"}]], TypeError, r"prompts\[0\] holds \{.*: .* goes to chat or stream_chat"),
-    "numpy-float": ([GOOD, [1, np.float64(2)]], TypeError, r"prompts\[1\] holds .*2\.0.*: token ids are integers"),
-    "numpy-bool": ([GOOD, [np.False_]], TypeError, r"prompts\[1\] holds .*False.*: token ids are integers"),
-    "numpy-above-vocabulary": ([[np.int64(VOCAB)]], ValueError, rf"prompts\[0\] holds token id {VOCAB}: .* 0 to"),
+    "dict": (
+        {"a": 1},
+        TypeError,
+        r"prompts is a dict: give a str.*; a conversation goes to chat or stream_chat",
+    ),
+    "message": (
+        {"role": "user", "content": "7"},
+        TypeError,
+        r"prompts is a dict: .* goes to chat or stream_chat",
+    ),
+    "messages": (
+        [{"role": "user", "content": "7"}],
+        TypeError,
+        r"prompts\[0\] is a dict: .* goes to chat or stream_chat",
+    ),
+    "chats": (
+        [[{"role": "user", "content": "7"}]],
+        TypeError,
+        r"prompts\[0\] holds \{.*: .* goes to chat or stream_chat",
+    ),
+    "numpy-float": (
+        [GOOD, [1, np.float64(2)]],
+        TypeError,
+        r"prompts\[1\] holds .*2\.0.*: token ids are integers",
+    ),
+    "numpy-bool": (
+        [GOOD, [np.False_]],
+        TypeError,
+        r"prompts\[1\] holds .*False.*: token ids are integers",
+    ),
+    "numpy-above-vocabulary": (
+        [[np.int64(VOCAB)]],
+        ValueError,
+        rf"prompts\[0\] holds token id {VOCAB}: .* 0 to",
+    ),
     "deeply-nested": (nest(100_000), TypeError, r"prompts\[0\] holds \[\[\["),
-    "long-inside": ([[1, "x" * 10**6]], TypeError, r"prompts\[0\] holds '.{1,60}': token ids are integers"),
+    "long-inside": (
+        [[1, "x" * 10**6]],
+        TypeError,
+        r"prompts\[0\] holds '.{1,60}': token ids are integers",
+    ),
     "never-fits": (
         [GOOD, [1] * 70],
         ValueError,
@@ -70,7 +115,9 @@ WRONG_PROMPTS = {
 def test_a_wrong_prompt_is_refused_before_any_is_queued(llm, checkpoint, monkeypatch, name):
     prompts, error, message = WRONG_PROMPTS[name]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "add", lambda *_: pytest.fail("queued although another prompt is wrong"))
+        patch.setattr(
+            llm.engine, "add", lambda *_: pytest.fail("queued although another prompt is wrong")
+        )
         with pytest.raises(error, match=message):
             llm.generate(prompts, greedy(12), use_tqdm=False)
     assert_empty(llm)
@@ -88,10 +135,15 @@ WRONG_PARAMS = {
     "all-tokens-barred": (
         SamplingParams(stop_token_ids=list(range(VOCAB)), min_tokens=1),
         ValueError,
-        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 lets none be sampled",
+        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 "
+        r"lets none be sampled",
     ),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
-    "a-number-inside": ([greedy(1), 5], TypeError, r"sampling_params\[1\] is a int: give a SamplingParams"),
+    "a-number-inside": (
+        [greedy(1), 5],
+        TypeError,
+        r"sampling_params\[1\] is a int: give a SamplingParams",
+    ),
     "none-inside": ([None, greedy(1)], TypeError, r"sampling_params\[0\] is a NoneType"),
 }
 
@@ -120,13 +172,25 @@ def test_wrong_sampling_params_are_refused_before_any_is_queued(llm, checkpoint,
         (dict(max_tokens=True), TypeError, "max_tokens is True: use an integer"),
         (dict(max_tokens="all"), TypeError, "max_tokens is 'all': use an integer"),
         (dict(ignore_eos=1), TypeError, "ignore_eos is 1: use True or False"),
-        (dict(temprature=1.0), TypeError, "SamplingParams has no parameter 'temprature': did you mean temperature"),
+        (
+            dict(temprature=1.0),
+            TypeError,
+            "SamplingParams has no parameter 'temprature': did you mean temperature",
+        ),
         (dict(max_token=3), TypeError, "no parameter 'max_token': did you mean max_tokens"),
-        (dict(zzz=3), TypeError, "no parameter 'zzz': the parameters are temperature, top_k, .*frequency_penalty$"),
+        (
+            dict(zzz=3),
+            TypeError,
+            "no parameter 'zzz': the parameters are temperature, top_k, .*frequency_penalty$",
+        ),
         (dict(seed=10**400), ValueError, r"seed is 1\d+\.\.\.0+: use an integer from 0"),
         (dict(top_k=np.float32(3)), TypeError, "top_k is .*3.*: use an integer"),
         (dict(n=np.True_), TypeError, "n is .*True.*: use an integer"),
-        (dict(stop_token_ids=[1, True]), TypeError, r"stop_token_ids is \[1, True\]: use a list of token ids"),
+        (
+            dict(stop_token_ids=[1, True]),
+            TypeError,
+            r"stop_token_ids is \[1, True\]: use a list of token ids",
+        ),
         (dict(stop_token_ids=7), TypeError, "stop_token_ids is 7: use a list of token ids"),
         (dict(stop=0), TypeError, "stop is 0: use a string or a list"),
         (dict(stop=["a", ["b"]]), TypeError, r"stop is \['a', \['b'\]\]: use a string or a list"),
@@ -157,22 +221,36 @@ def test_a_prompt_longer_than_the_model_takes_is_told_so(make_llm, checkpoint, t
     folder = shutil.copytree(checkpoint.folder, tmp_path / "short")
     change_config(folder, max_position_embeddings=20)
     llm = make_llm(folder, max_model_len=100)
-    with pytest.raises(ValueError, match=r"prompts\[0\] has 20 tokens, the model itself takes 20 .*: shorten it"):
+    with pytest.raises(
+        ValueError, match=r"prompts\[0\] has 20 tokens, the model itself takes 20 .*: shorten it"
+    ):
         llm.generate([[1] * 20], use_tqdm=False)
 
 
 def test_an_n_that_does_not_fit_names_the_option_that_is_too_low(make_llm):
-    for option, other in (("max_num_seqs", "max_num_batched_tokens"), ("max_num_batched_tokens", "max_num_seqs")):
+    for option, other in (
+        ("max_num_seqs", "max_num_batched_tokens"),
+        ("max_num_batched_tokens", "max_num_seqs"),
+    ):
         llm = make_llm(**{option: 2, other: 4})
-        with pytest.raises(ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower the one or raise the"):
+        with pytest.raises(
+            ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower the one or raise the"
+        ):
             llm.generate([GOOD], SamplingParams(n=3), use_tqdm=False)
 
 
 def test_numpy_integers_are_integers(llm, checkpoint):
     params = SamplingParams(
-        np.float32(0), top_k=np.int8(3), max_tokens=np.int64(5), min_tokens=np.uint8(1), seed=np.uint64(2**62),
-        n=np.int16(1), stop_token_ids=[np.int64(VOCAB - 1)], ignore_eos=True, top_p=np.float64(1),
-    )  # fmt: skip
+        np.float32(0),
+        top_k=np.int8(3),
+        max_tokens=np.int64(5),
+        min_tokens=np.uint8(1),
+        seed=np.uint64(2**62),
+        n=np.int16(1),
+        stop_token_ids=[np.int64(VOCAB - 1)],
+        ignore_eos=True,
+        top_p=np.float64(1),
+    )
     expected = checkpoint.expected(GOOD, 5)
     prompt = [np.int32(token) for token in GOOD]
     for prompts in (prompt, [prompt], tuple(np.array(GOOD))):
@@ -185,8 +263,16 @@ def test_numpy_integers_are_integers(llm, checkpoint):
 
 
 def test_numpy_integers_are_options(make_llm, checkpoint):
-    sizes = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "kvcache_block_size", "num_kvcache_blocks")
-    llm = make_llm(**{name: np.int64(64) for name in sizes}, seed=np.uint32(1), step_timeout=np.float32(9))
+    sizes = (
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_model_len",
+        "kvcache_block_size",
+        "num_kvcache_blocks",
+    )
+    llm = make_llm(
+        **{name: np.int64(64) for name in sizes}, seed=np.uint32(1), step_timeout=np.float32(9)
+    )
     assert_greedy(llm, checkpoint, [GOOD])
 
 
@@ -198,7 +284,13 @@ def test_a_prompt_that_just_fits_is_served(make_llm, checkpoint):
         llm.generate([prompt], greedy(17), use_tqdm=False)
 
 
-COUNTS = ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "tensor_parallel_size", "num_kvcache_blocks")
+COUNTS = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "tensor_parallel_size",
+    "num_kvcache_blocks",
+)
 WRONG_OPTIONS = [
     *[(name, 0, ValueError, f"{name} is 0: use 1 or more") for name in COUNTS],
     *[(name, 2.5, TypeError, rf"{name} is 2\.5: use an integer") for name in COUNTS],
@@ -209,7 +301,12 @@ WRONG_OPTIONS = [
     ("kvcache_block_size", 16.0, TypeError, r"kvcache_block_size is 16\.0: use an integer"),
     ("gpu_memory_utilization", 0, ValueError, "gpu_memory_utilization is 0: use a fraction"),
     ("gpu_memory_utilization", 1.5, ValueError, r"gpu_memory_utilization is 1\.5: use a fraction"),
-    ("gpu_memory_utilization", math.nan, ValueError, "gpu_memory_utilization is nan: use a fraction"),
+    (
+        "gpu_memory_utilization",
+        math.nan,
+        ValueError,
+        "gpu_memory_utilization is nan: use a fraction",
+    ),
     ("gpu_memory_utilization", "0.9", TypeError, r"gpu_memory_utilization is '0\.9': use a number"),
     ("enforce_eager", 1, TypeError, "enforce_eager is 1: use True or False"),
     ("enable_prefix_caching", None, TypeError, "enable_prefix_caching is None: use True or False"),
@@ -221,13 +318,28 @@ WRONG_OPTIONS = [
     ("dtype", "float8", ValueError, "dtype is 'float8': use one of 'auto', 'float32'"),
     ("dtype", 16, ValueError, "dtype is 16: use one of"),
     ("dtype", np.zeros(2), ValueError, r"dtype is array\(\[0., 0.\]\): use one of"),
-    ("enforce_eager", np.zeros(2), TypeError, r"enforce_eager is array\(\[0., 0.\]\): use True or False"),
+    (
+        "enforce_eager",
+        np.zeros(2),
+        TypeError,
+        r"enforce_eager is array\(\[0., 0.\]\): use True or False",
+    ),
     ("device", np.zeros(2), ValueError, r"device is array\(\[0., 0.\]\): use 'auto'"),
     ("max_num_seqs", np.float64(8), TypeError, "max_num_seqs is .*8.*: use an integer"),
     ("max_num_seqs", 10**30, ValueError, r"max_num_seqs is 1000\d+: use 1 or more, below 2\*\*63"),
-    ("step_timeout", 10**400, ValueError, r"step_timeout is 1\d+\.\.\.0+: use a number of seconds above 0"),
+    (
+        "step_timeout",
+        10**400,
+        ValueError,
+        r"step_timeout is 1\d+\.\.\.0+: use a number of seconds above 0",
+    ),
     ("load_format", "gguf", ValueError, "load_format is 'gguf': use one of 'auto', 'dummy'"),
-    ("attention_backend", "xformers", ValueError, "attention_backend is 'xformers': use one of 'auto'"),
+    (
+        "attention_backend",
+        "xformers",
+        ValueError,
+        "attention_backend is 'xformers': use one of 'auto'",
+    ),
     ("device", "tpu", ValueError, "device is 'tpu': use 'auto', 'cuda'"),
     ("device", 0, ValueError, "device is 0: use 'auto', 'cuda'"),
     ("device", "cuda:first", ValueError, "device is 'cuda:first': use 'auto', 'cuda'"),
@@ -240,7 +352,9 @@ WRONG_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("name, value, error, message", WRONG_OPTIONS, ids=[f"{o[0]}={o[1]}" for o in WRONG_OPTIONS])
+@pytest.mark.parametrize(
+    "name, value, error, message", WRONG_OPTIONS, ids=[f"{o[0]}={o[1]}" for o in WRONG_OPTIONS]
+)
 def test_a_wrong_option_is_refused(checkpoint, name, value, error, message):
     with pytest.raises(error, match=message):
         LLM(checkpoint.folder, **{name: value})
@@ -284,11 +398,15 @@ BROKEN_FOLDERS = {
         lambda f: change_config(f, quantization_config={"quant_method": "fp8"}),
         "quantization_config is set: choose",
     ),
-    "no-architecture": (lambda f: change_config(f, architectures=None), r"this library runs .*Qwen3ForCausalLM"),
+    "no-architecture": (
+        lambda f: change_config(f, architectures=None),
+        r"this library runs .*Qwen3ForCausalLM",
+    ),
     "no-config": (lambda f: (f / "config.json").unlink(), "has no config.json: give the folder"),
     "corrupt-config": (
         lambda f: (f / "config.json").write_text("{"),
-        r"config\.json cannot be read|tokenizer cannot be loaded.*config\.json' is not a valid JSON",
+        r"config\.json cannot be read|"
+        r"tokenizer cannot be loaded.*config\.json' is not a valid JSON",
     ),
     "corrupt-tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{"),

@@ -12,9 +12,9 @@ import torch
 import nanovllm
 from nanovllm import LLM, TINY_MODEL
 from nanovllm.config import Config
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
-from nanovllm.layers.parallel import ParallelGroup
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(SPEC)
@@ -33,7 +33,9 @@ TOTALS = {  # requests, tokens in, tokens out
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
     "qwen3-0.6b": dict(bench=3.67, latency=0.147, prefill=0.37, shared=0.248, long=3.20, many=0.70),
-    "qwen3-30b-a3b": dict(bench=17.38, latency=0.730, prefill=2.08, shared=2.19, long=10.85, many=5.52),
+    "qwen3-30b-a3b": dict(
+        bench=17.38, latency=0.730, prefill=2.08, shared=2.19, long=10.85, many=5.52
+    ),
     "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=1.29, long=8.83, many=5.45),
 }
 
@@ -41,13 +43,21 @@ LIMITS = {
 @pytest.fixture(scope="module")
 def work():
     # The greedy ones draw within the vocabulary: these are the tiny model's totals.
-    return {name: bench.workload(name, 4096 if name in bench.GREEDY else bench.VOCAB) for name in bench.WORKLOADS}
+    return {
+        name: bench.workload(name, 4096 if name in bench.GREEDY else bench.VOCAB)
+        for name in bench.WORKLOADS
+    }
 
 
 def test_workloads_are_what_they_were_to_the_token(work):
-    found = {name: (len(w), sum(len(prompt) for prompt, _ in w), sum(n for _, n in w)) for name, w in work.items()}
+    found = {
+        name: (len(w), sum(len(prompt) for prompt, _ in w), sum(n for _, n in w))
+        for name, w in work.items()
+    }
     assert found == TOTALS
-    assert work["bench"][0][0][:4] == [6311, 6890, 663, 4242] and [n for _, n in work["bench"][:4]] == [
+    assert work["bench"][0][0][:4] == [6311, 6890, 663, 4242] and [
+        n for _, n in work["bench"][:4]
+    ] == [
         845,
         312,
         607,
@@ -62,21 +72,27 @@ def test_what_is_said_of_a_workload_is_so(work):
 
 
 def test_prompts_fit_any_vocabulary():
-    assert all(0 <= token < 100 for prompt, _ in bench.workload("shared", 100)[:3] for token in prompt)
+    assert all(
+        0 <= token < 100 for prompt, _ in bench.workload("shared", 100)[:3] for token in prompt
+    )
 
 
 def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
     for name in ("bench", "shared"):
         first, second = (bench.refresh(work[name], name, repeat, bench.VOCAB) for repeat in (0, 1))
         assert not {prompt[0] for prompt, _ in first} & {prompt[0] for prompt, _ in second}
-        assert [(prompt[1:], n) for prompt, n in first] == [(prompt[1:], n) for prompt, n in work[name]]
+        assert [(prompt[1:], n) for prompt, n in first] == [
+            (prompt[1:], n) for prompt, n in work[name]
+        ]
     assert len({tuple(prompt[:2048]) for prompt, _ in second}) == 1
 
 
 @pytest.mark.parametrize("model", LIMITS)
 def test_rooflines_are_those_worked_out_apart(model, work):
     for name, limit in LIMITS[model].items():
-        assert bench.roofline(model, work[name], name, 4.3e12, 790e12) == pytest.approx(limit, rel=0.01)
+        assert bench.roofline(model, work[name], name, 4.3e12, 790e12) == pytest.approx(
+            limit, rel=0.01
+        )
 
 
 def test_a_model_of_unknown_shape_has_no_roofline(work):
@@ -87,7 +103,9 @@ def test_a_shape_with_experts_is_the_model_of_its_name():
     folder, dummy = bench.model_folder("qwen3-30b-a3b")
     with torch.device("meta"):
         model = build_model(load_hf_config(folder), ParallelGroup())
-    assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(30.5e9, rel=0.01)
+    assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
+        30.5e9, rel=0.01
+    )
 
 
 def run(monkeypatch, *args: str) -> None:
@@ -99,30 +117,50 @@ def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
     small = [([1, 2, 3], 5), (list(range(40)), 3)]
     monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
-    args = ["--engine", "nanovllm", "--model", "tiny", "--workload", "laptop,bench", "--options", options]
+    args = [
+        "--engine",
+        "nanovllm",
+        "--model",
+        "tiny",
+        "--workload",
+        "laptop,bench",
+        "--options",
+        options,
+    ]
     run(monkeypatch, *args, "--repeat", "3", "--json", str(tmp_path / "out.json"))
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [(row["engine"], row["model"], row["workload"]) for row in rows] == [
-        ("nanovllm", "tiny", "laptop"), ("nanovllm", "tiny", "bench")
-    ]  # fmt: skip
+        ("nanovllm", "tiny", "laptop"),
+        ("nanovllm", "tiny", "bench"),
+    ]
     for row in rows:
-        assert row["output_tokens"] == 8 and len(row["runs"]) == 3 and row["seconds"] == min(row["runs"]) > 0
+        assert (
+            row["output_tokens"] == 8
+            and len(row["runs"]) == 3
+            and row["seconds"] == min(row["runs"]) > 0
+        )
         assert row["output_tokens_per_second"] == pytest.approx(8 / row["seconds"])
         assert row["startup_seconds"] > 0 and row["roofline_seconds"] is None and row["device"]
         assert {"python", "torch", "nanovllm"} <= row["versions"].keys()
         assert row["options"] == json.loads(options)
     out, err = capsys.readouterr()
     assert re.search(r"nanovllm +tiny +laptop +\d+\.\d+ s", out) and f"options {options}" in out
-    assert err.splitlines() == [f"{name}: run {i} of 3" for name in ("laptop", "bench") for i in (1, 2, 3)]
+    assert err.splitlines() == [
+        f"{name}: run {i} of 3" for name in ("laptop", "bench") for i in (1, 2, 3)
+    ]
 
 
 def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, capsys):
     monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 5)])
     made = []
-    monkeypatch.setattr(nanovllm, "LLM", lambda *args, **options: made.append(options) or LLM(*args, **options))
+    monkeypatch.setattr(
+        nanovllm, "LLM", lambda *args, **options: made.append(options) or LLM(*args, **options)
+    )
     run(monkeypatch, "--model", "tiny", "--workload", "small", "--repeat", "1")
     assert made == [dict(load_format="auto", max_model_len=4096, tensor_parallel_size=1)]
-    assert all(Config.from_options("model", {name: made[0][name]}) == Config("model") for name in made[0])
+    assert all(
+        Config.from_options("model", {name: made[0][name]}) == Config("model") for name in made[0]
+    )
     assert "the library's default options" in capsys.readouterr().out
 
 
@@ -131,18 +169,24 @@ def test_tokens_a_second_add_up():
     rates, edges = bench.tokens_a_second(times, counts, num_spans=4)
     assert edges == [0, 1, 2, 3, 4] and rates == [30, 0, 0, 12]
     rates, edges = bench.tokens_a_second([0.0], [3])
-    assert len(rates) == 60 and sum(rate * (end - begin) for rate, begin, end in zip(rates, edges, edges[1:])) > 0
+    assert (
+        len(rates) == 60
+        and sum(rate * (end - begin) for rate, begin, end in zip(rates, edges, edges[1:])) > 0
+    )
 
 
 def test_the_host_alone_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(bench.host_cost, "__defaults__", ((4, 8), 20))
     run(monkeypatch, "--host")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["4", "8"] and all("ms a step" in line for line in lines)
+    assert [line.split()[0] for line in lines] == ["4", "8"] and all(
+        "ms a step" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize(
-    "args, message", [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")]
+    "args, message",
+    [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")],
 )
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
     with pytest.raises(SystemExit) as error:

@@ -41,9 +41,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(num_blocks, block_size, caching)
         self.caching = caching
         self.held: list[list[int]] = []  # the table of each sequence
-        self.contents: dict[
-            int, tuple[int, ...]
-        ] = {}  # block -> all tokens up to its end, if it is full
+        # Block -> all tokens up to its end, if it is full.
+        self.contents: dict[int, tuple[int, ...]] = {}
         # The same from the other side, for blocks that the manager should find.
         self.known: dict[tuple[int, ...], int] = {}
 

@@ -1,4 +1,6 @@
-"""The ways to call an LLM: chat, stream, requests one by one, stop strings; what they leave behind."""
+"""The ways to call an LLM: chat, stream, requests one by one, stop strings; what they leave
+behind.
+"""
 
 import dataclasses
 import importlib.util
@@ -7,13 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from call_helpers import check_empty, completed, generate, make_folder, make_llm, make_tokenizer, random_prompts
+from call_helpers import (
+    check_empty,
+    completed,
+    generate,
+    make_folder,
+    make_llm,
+    make_tokenizer,
+    random_prompts,
+)
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
-from nanovllm.text.detokenizer import TextStream, extend_texts
 from nanovllm.engine.metrics import percentiles
+from nanovllm.text.detokenizer import TextStream, extend_texts
 from nanovllm.text.tokenizer import load_tokenizer
 
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
@@ -61,11 +71,22 @@ def bytes_of_text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory):
-    """One of the other kind: "▁" for spaces, and a token for each byte of a character that it has no name for."""
-    vocab = {"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3} | {f"<0x{i:02X}>": 4 + i for i in range(256)} | {"</s>": 260}
+    """One of the other kind: "▁" for spaces, and a token for each byte of a character that it
+    has no name for.
+    """
+    vocab = (
+        {"▁Hello": 0, "▁world": 1, "s": 2, "▁": 3}
+        | {f"<0x{i:02X}>": 4 + i for i in range(256)}
+        | {"</s>": 260}
+    )
     backend = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     folder = tmp_path_factory.mktemp("sentencepiece")
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(folder)
@@ -94,7 +115,10 @@ def test_any_tokens_add_up_to_what_is_decoded_at_once(name, request):
     """Cut anywhere, and with special tokens and some that only the model has among them."""
     tokenizer, r = request.getfixturevalue(name), random.Random(0)
     for _ in range(300):
-        kinds = r.choices([range(263), [3, 65, 97], [0xE4, 0xBD, 0xA0, 0xF0, 0x9F], [256, 260, 900], range(4)], k=2)
+        kinds = r.choices(
+            [range(263), [3, 65, 97], [0xE4, 0xBD, 0xA0, 0xF0, 0x9F], [256, 260, 900], range(4)],
+            k=2,
+        )
         tokens = [r.choice(r.choice(kinds)) for _ in range(r.randint(1, 120))]
         _, pieces, stream = grow(tokens, tokenizer)
         assert "".join(pieces) == stream.text == decoded(tokenizer, tokens)
@@ -108,22 +132,32 @@ def test_spaces_and_byte_tokens_of_sentencepiece_come_whole(sentencepiece):
     assert "".join(pieces) == decoded(sentencepiece, tokens) == "Hello worlds 你好🙂 world Hello  s"
 
 
-@pytest.mark.parametrize("end", [[], [260], [999], [2]], ids=["cut", "eos", "beyond-the-tokenizer", "text"])
+@pytest.mark.parametrize(
+    "end", [[], [260], [999], [2]], ids=["cut", "eos", "beyond-the-tokenizer", "text"]
+)
 @pytest.mark.parametrize("stops", [(), ("好",), ("好!", "\ufffdx")])
 def test_a_character_that_is_cut_changes_no_byte_token_that_was_shown(sentencepiece, end, stops):
-    """Where the last character of a run of byte tokens is cut, the decoder makes nothing of all of the run."""
+    """Where the last character of a run of byte tokens is cut, the decoder makes nothing of all
+    of the run.
+    """
     whole, cut = [4 + byte for byte in "你好".encode()], [4 + byte for byte in "你🙂".encode()[:-1]]
     for tokens in (whole, cut, whole + [260] + cut, whole + [2] + cut + [3] + whole):
         _, pieces, stream = grow(tokens + end, sentencepiece, stops)
         text = decoded(sentencepiece, tokens + end)
-        assert "".join(pieces) == stream.text == min(text.split(stop)[0] for stop in stops or ("none",))
+        assert (
+            "".join(pieces)
+            == stream.text
+            == min(text.split(stop)[0] for stop in stops or ("none",))
+        )
 
 
 class Counting:
     """A tokenizer that counts what it decodes."""
 
     def __init__(self, tokenizer):
-        self.is_silent, self.is_byte, self._decode = tokenizer.is_silent, tokenizer.is_byte, tokenizer.decode
+        self.is_silent = tokenizer.is_silent
+        self.is_byte = tokenizer.is_byte
+        self._decode = tokenizer.decode
         self.num_decoded = 0
 
     def decode(self, outputs):
@@ -132,9 +166,15 @@ class Counting:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize("cycle", [[0xFF], [0xE4], [0xE4, 0xBD], [256, 900], [65, 256], [70, 71], [3], [3, 0xE4]], ids=str)
+@pytest.mark.parametrize(
+    "cycle",
+    [[0xFF], [0xE4], [0xE4, 0xBD], [256, 900], [65, 256], [70, 71], [3], [3, 0xE4]],
+    ids=str,
+)
 def test_what_is_decoded_for_a_token_does_not_grow_with_the_text(name, cycle, request):
-    """Invalid bytes without end, special tokens without end, and a token that only another one completes."""
+    """Invalid bytes without end, special tokens without end, and a token that only another one
+    completes.
+    """
     tokenizer = Counting(request.getfixturevalue(name))
     tokens = (cycle * 4000)[:4000]
     _, pieces, _ = grow(tokens, tokenizer, stops=("never there",))
@@ -142,7 +182,9 @@ def test_what_is_decoded_for_a_token_does_not_grow_with_the_text(name, cycle, re
     assert "".join(pieces) == decoded(tokenizer, tokens)
 
 
-def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing_of_it_is_shown(bytes_of_text):
+def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing_of_it_is_shown(
+    bytes_of_text,
+):
     r = random.Random(1)
     letters = make_tokenizer().encode("ab你")  # five tokens
     num_stopped = 0
@@ -152,25 +194,45 @@ def test_a_stop_string_is_found_at_the_first_token_that_completes_it_and_nothing
         min_tokens = r.choice([0, 0, r.randint(1, 8)])
         count, pieces, stream = grow(tokens, bytes_of_text, stops, min_tokens)
         assert "".join(pieces) == stream.text
-        end = next((n for n in range(1, len(tokens) + 1) if first_stop(bytes_of_text, tokens, n, stops, min_tokens) is not None), None)
+        end = next(
+            (
+                n
+                for n in range(1, len(tokens) + 1)
+                if first_stop(bytes_of_text, tokens, n, stops, min_tokens) is not None
+            ),
+            None,
+        )
         if end is None:
             assert not stream.stopped and stream.text == decoded(bytes_of_text, tokens)
         else:
             num_stopped += 1
             assert stream.stopped and count == end
-            assert stream.text == decoded(bytes_of_text, tokens[:end])[: first_stop(bytes_of_text, tokens, end, stops, min_tokens)]
+            assert (
+                stream.text
+                == decoded(bytes_of_text, tokens[:end])[
+                    : first_stop(bytes_of_text, tokens, end, stops, min_tokens)
+                ]
+            )
     assert num_stopped > 100
 
 
 def first_stop(tokenizer, tokens, count, stops, min_tokens):
-    """Where the first stop string begins in the text of `count` tokens that ends after the text of min_tokens, if any."""
+    """Where the first stop string begins in the text of `count` tokens that ends after the text
+    of min_tokens, if any.
+    """
     if count <= min_tokens:
         return None
     text = decoded(tokenizer, tokens[:count])
     if count < len(tokens) and text.endswith("\ufffd"):
-        text = ""  # an incomplete character is not text yet, and what was before it has been looked at
+        # An incomplete character is not text yet, and what was before it has been looked at.
+        text = ""
     begin = len(complete(decoded(tokenizer, tokens[:min_tokens]))) if min_tokens else 0
-    found = [at for stop in stops for at in range(len(text)) if text.startswith(stop, at) and at + len(stop) > begin]
+    found = [
+        at
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > begin
+    ]
     return min(found, default=None)
 
 
@@ -183,7 +245,8 @@ def complete(text):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_stop_string_ends_the_output_and_cuts_the_text(llm, temperature):
-    prompts, params = random_prompts(20), SamplingParams(temperature=temperature, max_tokens=30, seed=3)
+    prompts = random_prompts(20)
+    params = SamplingParams(temperature=temperature, max_tokens=30, seed=3)
     stopped = 0
     for prompt, before in zip(prompts, generate(llm, prompts, params)):
         text, ids = before["text"], before["token_ids"]
@@ -192,13 +255,17 @@ def test_a_stop_string_ends_the_output_and_cuts_the_text(llm, temperature):
             continue
         stopped += 1
         stop = text[at : at + 3]
-        stopping = SamplingParams(temperature=temperature, max_tokens=30, seed=3, stop=["never there", stop])
+        stopping = SamplingParams(
+            temperature=temperature, max_tokens=30, seed=3, stop=["never there", stop]
+        )
         (output,) = generate(llm, [prompt], stopping)
         assert output["finish_reason"] == "stop"
         assert output["text"] == text[: text.index(stop)]
         count = len(output["token_ids"])
         assert output["token_ids"] == ids[:count]
-        assert stop in decoded(llm._tokenizer, ids[:count]) and stop not in decoded(llm._tokenizer, ids[: count - 1])
+        assert stop in decoded(llm._tokenizer, ids[:count]) and stop not in decoded(
+            llm._tokenizer, ids[: count - 1]
+        )
     assert stopped > 8
 
 
@@ -219,7 +286,10 @@ def test_nothing_stops_before_min_tokens(llm):
     chars = list({char for char in before["text"] if char != "\ufffd"})
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop=chars, min_tokens=6)
     (output,) = generate(llm, [[1, 2, 3]], params)
-    assert len(output["token_ids"]) > 6 and output["token_ids"] == before["token_ids"][: len(output["token_ids"])]
+    assert (
+        len(output["token_ids"]) > 6
+        and output["token_ids"] == before["token_ids"][: len(output["token_ids"])]
+    )
 
 
 # stream
@@ -228,7 +298,8 @@ def test_nothing_stops_before_min_tokens(llm):
 def test_streams_add_up_to_what_generate_returns(llm):
     prompts = random_prompts(12, seed=3)
     params = [
-        SamplingParams(seed=i, max_tokens=1 + 3 * i, temperature=1.3, stop="th" if i % 3 else ()) for i in range(12)
+        SamplingParams(seed=i, max_tokens=1 + 3 * i, temperature=1.3, stop="th" if i % 3 else ())
+        for i in range(12)
     ]
     texts, ids, reasons = [""] * 12, [[] for _ in range(12)], [None] * 12
     for index, text, new_ids, reason in llm.stream(prompts, params):
@@ -249,7 +320,8 @@ def test_streams_of_byte_tokens_add_up_to_what_generate_returns(folder, sentence
             (tmp_path / path.name).symlink_to(path)
     for path in sentencepiece._folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    prompts, params = random_prompts(30, seed=4), [SamplingParams(seed=i, max_tokens=1 + i, top_k=9) for i in range(30)]
+    prompts = random_prompts(30, seed=4)
+    params = [SamplingParams(seed=i, max_tokens=1 + i, top_k=9) for i in range(30)]
     with make_llm(tmp_path) as llm:
         expected = [output["text"] for output in generate(llm, prompts, params)]
         texts = [""] * 30
@@ -276,13 +348,17 @@ def test_stream_chat_yields_what_chat_returns(llm):
 @pytest.mark.parametrize("name", ["stream", "stream_chat"])
 def test_a_stream_of_several_completions_is_refused_when_it_is_asked_for(llm, name):
     what = [1] if name == "stream" else [{"role": "user", "content": "a"}]
-    with pytest.raises(ValueError, match=r"sampling_params\[0\]\.n is 2: stream one completion of a prompt, or"):
+    with pytest.raises(
+        ValueError, match=r"sampling_params\[0\]\.n is 2: stream one completion of a prompt, or"
+    ):
         getattr(llm, name)(what, SamplingParams(n=2))
 
 
 def test_stream_yields_while_sequences_run(llm):
     seen = {0: 0, 1: 0}
-    for index, _, new_ids, reason in llm.stream([[1], [2, 3]], SamplingParams(max_tokens=10, ignore_eos=True)):
+    for index, _, new_ids, reason in llm.stream(
+        [[1], [2, 3]], SamplingParams(max_tokens=10, ignore_eos=True)
+    ):
         assert len(new_ids) == 1
         seen[index] += 1
         assert (reason == "length") == (seen[index] == 10)
@@ -348,7 +424,8 @@ def test_an_interrupt_leaves_the_llm_empty_and_usable(llm, monkeypatch):
 
 
 def test_requests_may_come_while_others_run(llm):
-    prompts, params = random_prompts(9, seed=7), [SamplingParams(temperature=0, max_tokens=5 + i) for i in range(9)]
+    prompts = random_prompts(9, seed=7)
+    params = [SamplingParams(temperature=0, max_tokens=5 + i) for i in range(9)]
     expected = generate(llm, prompts, params)
     waiting, index_of, got = list(range(9)), {}, {}
     while waiting or llm.has_unfinished():
@@ -379,7 +456,9 @@ def test_abort_drops_a_request_wherever_it_stands(llm):
 
 
 def test_requests_beside_one_that_is_aborted_before_its_first_token_are_counted(llm):
-    requests = [llm.add_request([1, 2, i], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(3)]
+    requests = [
+        llm.add_request([1, 2, i], SamplingParams(max_tokens=4, ignore_eos=True)) for i in range(3)
+    ]
     llm.step()
     outputs = []
     llm.abort(requests[2])
@@ -401,7 +480,10 @@ def test_threads_wait_for_each_other(llm):
     prompts = [[i, i + 1] for i in range(8)]
     expected = [generate(llm, [prompt], params) for prompt in prompts]
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(lambda p=p: [ids for *_, ids, _ in llm.stream([p], params)]) for p in prompts]
+        streams = [
+            pool.submit(lambda p=p: [ids for *_, ids, _ in llm.stream([p], params)])
+            for p in prompts
+        ]
         outputs = [pool.submit(generate, llm, [prompt], params) for prompt in prompts]
         assert [future.result(60) for future in outputs] == expected
         for stream, (output,) in zip(streams, expected):
@@ -423,13 +505,19 @@ def test_chat_completes_what_the_template_writes(llm):
     params = SamplingParams(temperature=0, max_tokens=8)
     chats = [
         [{"role": "user", "content": "in 你"}],
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}],
+        [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
     ]
     texts = ["<|user|>in 你<|assistant|>", "<|user|>a<|assistant|>b<|user|>c<|assistant|>"]
     expected = generate(llm, texts, params)
     assert completed(llm.chat(chats, params, use_tqdm=False)) == expected
     assert completed(llm.chat(chats[0], params, use_tqdm=False)) == expected[:1]
-    no_thinking = llm.chat(chats[0], params, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})
+    no_thinking = llm.chat(
+        chats[0], params, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
+    )
     assert completed(no_thinking) == generate(llm, [texts[0] + "no"], params)
     assert llm.chat([], params, use_tqdm=False) == []
 
@@ -440,7 +528,11 @@ def test_chat_completes_what_the_template_writes(llm):
         ("hello", TypeError, "messages is a str"),
         (["hello"], TypeError, r"messages\[0\] is 'hello'"),
         ([[{"role": "user", "content": "a"}], ["b"]], TypeError, r"messages\[1\]"),
-        ([{"role": "wizard", "content": "a"}], ValueError, r"messages\[0\] does not fit.*unknown role wizard"),
+        (
+            [{"role": "wizard", "content": "a"}],
+            ValueError,
+            r"messages\[0\] does not fit.*unknown role wizard",
+        ),
         ([{"role": "user", "content": "a" * 300}], ValueError, r"messages\[0\] has 302 tokens"),
     ],
     ids=["str", "list-of-str", "no-dict", "template-error", "too-long"],
@@ -465,7 +557,9 @@ def test_without_a_template_or_a_tokenizer_the_error_says_what_to_do(tmp_path):
         with pytest.raises(ValueError, match="stop needs text.*use stop_token_ids"):
             generate(llm, [[1]], SamplingParams(stop="a"))
         items = list(llm.stream([[1, 2]], SamplingParams(max_tokens=3, ignore_eos=True)))
-        assert [(text, len(ids), reason) for _, text, ids, reason in items] == [("", 1, None)] * 2 + [("", 1, "length")]
+        assert [(text, len(ids), reason) for _, text, ids, reason in items] == [
+            ("", 1, None)
+        ] * 2 + [("", 1, "length")]
 
 
 def test_no_call_enqueues_anything_if_one_request_is_wrong(llm):
@@ -501,7 +595,8 @@ def test_metrics_count_requests_tokens_and_what_the_prefix_cache_had(folder):
         generate(llm, prompts, params)
         call = llm.metrics()["last_call"]
         assert (call["requests"], call["prompt_tokens"], call["output_tokens"]) == (3, 110, 15)
-        assert call["prefix_cache_hit_rate"] == 32 / 110  # two blocks that the first prompt had just made
+        # Two blocks that the first prompt had just made.
+        assert call["prefix_cache_hit_rate"] == 32 / 110
         assert call["kv_cache_use"] == (3 + 2 + 2) / 128
         assert call["time_to_first_token"]["median"] > 0
         list(llm.stream(prompts, params))
@@ -527,7 +622,9 @@ def test_metrics_count_preemptions(folder):
 
 
 def test_latencies_are_read_off_the_clock(folder, monkeypatch):
-    """The clock goes on by a second at each launch; without overlap a step is committed when it has been launched."""
+    """The clock goes on by a second at each launch; without overlap a step is committed when it
+    has been launched.
+    """
     now = 0.0
     with make_llm(folder, max_num_seqs=2, overlap=False) as llm:
         launch = llm.engine.runner.launch
@@ -566,7 +663,9 @@ def test_steps_are_recorded_when_asked(llm):
 
 def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
+    spec = importlib.util.spec_from_file_location(
+        "bench", Path(__file__).parent.parent / "bench.py"
+    )
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
     llm.engine.steps = []

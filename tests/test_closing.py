@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -172,10 +173,8 @@ def run_interrupted(call, count: int, delay: float, interval: float) -> None:
     try:
         signal.setitimer(signal.ITIMER_REAL, delay, interval)
         while count:
-            try:
+            with suppress(KeyboardInterrupt):
                 call()
-            except KeyboardInterrupt:
-                pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)

@@ -142,7 +142,10 @@ def test_a_request_of_several_completions_may_be_stepped_and_aborted(folder):
 
 def test_too_many_completions_are_refused(folder):
     with make_llm(folder, num_kvcache_blocks=4) as llm:
-        with pytest.raises(ValueError, match=r"n is 9 for prompts\[1\], and 8 sequences may run at the same time, .*lower n"):
+        with pytest.raises(
+            ValueError,
+            match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower the one or raise the other",
+        ):
             generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
         with pytest.raises(
             ValueError, match=r"n is 4 for prompts\[0\], which takes 5 KV blocks.*there are 4"

@@ -1,8 +1,10 @@
-"""The C++ kernels against their plain PyTorch twins, and what the engine makes of them against transformers."""
+"""The C++ kernels against their plain PyTorch twins, and what the engine makes of them against
+transformers.
+"""
 
+import plain_layers as plain
 import pytest
 import torch
-import plain_layers as plain
 from engine_helpers import PROMPTS, assert_greedy
 
 from nanovllm import LLM
@@ -46,7 +48,9 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows):
     caches = torch.randn(2, 64, 16, kv_heads, dim)
     q = torch.randn(rows, heads + 2 * kv_heads, dim)[:, :heads]  # as a view of projected q, k and v
     expected = plain.decode_attention(q.contiguous(), *caches, lens, tables, dim**-0.5)
-    torch.testing.assert_close(cpp_ops.decode_attention(q, *caches, lens, tables, dim**-0.5), expected)
+    torch.testing.assert_close(
+        cpp_ops.decode_attention(q, *caches, lens, tables, dim**-0.5), expected
+    )
 
 
 @needs_compiler

@@ -1,4 +1,6 @@
-"""Sampling: reproducible from a seed, the same in any batch, and as random as its temperature says."""
+"""Sampling: reproducible from a seed, the same in any batch, and as random as its temperature
+says.
+"""
 
 from collections import Counter
 
@@ -22,7 +24,9 @@ def test_the_same_seed_draws_the_same_tokens(make_llm, overlap):
 
 def test_another_seed_draws_other_tokens(make_llm):
     runs = [draw(make_llm(seed=seed), PROMPTS) for seed in (3, 4, None, None)]
-    assert all(a != b for i, run in enumerate(runs) for other in runs[:i] for a, b in zip(run, other))
+    assert all(
+        a != b for i, run in enumerate(runs) for other in runs[:i] for a, b in zip(run, other)
+    )
 
 
 def test_requests_of_one_call_draw_independently(make_llm):
@@ -64,14 +68,19 @@ def test_greedy_and_sampled_requests_share_a_batch(make_llm, checkpoint):
 
 
 def test_first_tokens_follow_the_models_distribution(make_llm, checkpoint):
-    """Chi-square of 2000 draws against transformers' softmax; the seed is fixed, so it never fails by chance."""
+    """Chi-square of 2000 draws against transformers' softmax; the seed is fixed, so it never
+    fails by chance.
+    """
     temperature, count = 1.3, 2000
     llm = make_llm(seed=0, max_num_seqs=256)
     params = SamplingParams(temperature=temperature, max_tokens=1)
     seen = Counter(tokens[0] for tokens in draw(llm, [PROMPTS[4]] * count, params))
     probabilities = checkpoint.probabilities(PROMPTS[4], temperature)
     likely = [token for token, p in enumerate(probabilities) if p * count >= 5]
-    rest = count - sum(seen[token] for token in likely), count * (1 - sum(probabilities[token] for token in likely))
+    rest = (
+        count - sum(seen[token] for token in likely),
+        count * (1 - sum(probabilities[token] for token in likely)),
+    )
     cells = [(seen[token], count * probabilities[token]) for token in likely] + [rest]
     chi_square = sum((got - expected) ** 2 / expected for got, expected in cells)
     freedom = len(cells) - 1
@@ -79,5 +88,7 @@ def test_first_tokens_follow_the_models_distribution(make_llm, checkpoint):
 
 
 def test_a_low_temperature_is_all_but_greedy(make_llm, checkpoint):
-    outputs = draw(make_llm(seed=0), PROMPTS, SamplingParams(temperature=1e-6, max_tokens=20, ignore_eos=True))
+    outputs = draw(
+        make_llm(seed=0), PROMPTS, SamplingParams(temperature=1e-6, max_tokens=20, ignore_eos=True)
+    )
     assert outputs == [checkpoint.expected(prompt, 20) for prompt in PROMPTS]

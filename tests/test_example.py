@@ -1,4 +1,6 @@
-"""example.py, run as a newcomer runs it: in a process of its own, or where that adds nothing, by the same entry here."""
+"""example.py, run as a newcomer runs it: in a process of its own, or where that adds nothing, by
+the same entry here.
+"""
 
 import os
 import runpy
@@ -19,8 +21,13 @@ def run_apart(*args: str) -> subprocess.CompletedProcess:
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     return subprocess.run(
         [sys.executable, EXAMPLE.name, *args],
-        cwd=EXAMPLE.parent, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=EXAMPLE.parent,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.fixture
@@ -51,7 +58,11 @@ def test_without_arguments_it_completes_prompts_together_and_alone():
     assert "def read_lines(path):" in done.stdout and CLASS in done.stdout
     assert "prompts together: " in done.stdout and "1 prompt alone: " in done.stdout
     assert done.stdout.count("tokens/s") == 2
-    assert (done.stdout + done.stderr).count("tiny-qwen3") == (done.stdout + done.stderr).count("ready in") == 1
+    assert (
+        (done.stdout + done.stderr).count("tiny-qwen3")
+        == (done.stdout + done.stderr).count("ready in")
+        == 1
+    )
 
 
 def test_a_wrong_model_is_one_line_and_exit_2():
@@ -62,7 +73,9 @@ def test_a_wrong_model_is_one_line_and_exit_2():
 
 
 def test_it_shows_what_generate_returns(run):
-    status, out, _ = run("--prompt", CLASS, "--temperature", "0", "--max-tokens", "24", "--enforce-eager")
+    status, out, _ = run(
+        "--prompt", CLASS, "--temperature", "0", "--max-tokens", "24", "--enforce-eager"
+    )
     assert status == 0
     assert CLASS + complete([CLASS], 24)[0] in out
     assert "1 prompt alone: 24 tokens" in out and "together" not in out
@@ -70,7 +83,9 @@ def test_it_shows_what_generate_returns(run):
 
 def test_a_model_with_a_chat_template_chats(run, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    tokenizer.chat_template = "{% for message in messages %}# {{ message.content }}\n{% endfor %}def "
+    tokenizer.chat_template = (
+        "{% for message in messages %}# {{ message.content }}\n{% endfor %}def "
+    )
     tokenizer.save_pretrained(tmp_path)
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         os.symlink(TINY_MODEL / name, tmp_path / name)
@@ -100,5 +115,12 @@ def test_a_mistake_says_what_to_do_in_one_line(run, option, value, message):
 def test_help_names_every_option(run):
     status, out, _ = run("--help")
     assert status == 0
-    for option in ("model", "prompt", "temperature", "max-tokens", "tensor-parallel-size", "enforce-eager"):
+    for option in (
+        "model",
+        "prompt",
+        "temperature",
+        "max-tokens",
+        "tensor-parallel-size",
+        "enforce-eager",
+    ):
         assert f"--{option} " in out or f"--{option}]" in out

@@ -16,18 +16,18 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 pytest.importorskip("triton")
 
-from nanovllm.cpu.layers import speed_up  # noqa: E402
-from nanovllm.distributed import overlapped_decoder  # noqa: E402
-from nanovllm.gpu import fused_layers  # noqa: E402
-from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse  # noqa: E402
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend  # noqa: E402
-from nanovllm.kernels.triton import attention  # noqa: E402
-from nanovllm.layers.norm import RMSNorm  # noqa: E402
-from nanovllm.layers.parallel import ParallelGroup  # noqa: E402
-from nanovllm.models import build_model  # noqa: E402
-from nanovllm.models.transformer import Decoder, DecoderLayer  # noqa: E402
-from nanovllm.weights.hf_config import load_hf_config  # noqa: E402
-from nanovllm.weights.loader import load_weights  # noqa: E402
+from nanovllm.cpu.layers import speed_up
+from nanovllm.distributed import overlapped_decoder
+from nanovllm.gpu import fused_layers
+from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse
+from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend
+from nanovllm.kernels.triton import attention
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import build_model
+from nanovllm.models.transformer import Decoder, DecoderLayer
+from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.loader import load_weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 
@@ -45,13 +45,17 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
-    "experts": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
+    "experts": Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
 }
 TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
 
 
 def run(model) -> torch.Tensor:
-    """Logits of whole prompts, of decodes, of both together with a chunk that goes on, and of decodes again."""
+    """Logits of whole prompts, of decodes, of both together with a chunk that goes on, and of
+    decodes again.
+    """
     tokens = torch.randint(101, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     driver = Driver(model, num_sequences=3, max_tokens=32)
     steps = [
@@ -77,7 +81,9 @@ def test_a_fused_model_computes_what_the_plain_one_does(folder, backend):
     plain, fused = load(folder), load(folder)
     fuse(fused, backend)
     assert type(fused.model) is FusedDecoder
-    assert not {type(module) for module in fused.modules()} & FUSED.keys(), "every layer was replaced"
+    assert not {type(module) for module in fused.modules()} & FUSED.keys(), (
+        "every layer was replaced"
+    )
     torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
 
 
@@ -121,7 +127,9 @@ def test_what_a_family_does_in_its_own_way_is_left_as_it_is(folder):
 
 @dataclass(frozen=True)
 class ThreadGroup(ParallelGroup):
-    """Ranks that are threads of this process and meet at a barrier, each with a place for what it brings."""
+    """Ranks that are threads of this process and meet at a barrier, each with a place for what
+    it brings.
+    """
 
     meeting: tuple[threading.Barrier, list] | None = None
 
@@ -145,8 +153,11 @@ class ThreadGroup(ParallelGroup):
 
 def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     for name in ("rms_norm", "add_rms_norm", "qk_norm_rope_store", "gated_linear"):
-        monkeypatch.setattr(fused_layers, name, getattr(plain, name))  # the interpreter knows no threads
-    monkeypatch.setattr(fused_layers, "linear", lambda x, weight, bias, spare=None: F.linear(x, weight, bias))
+        # The interpreter knows no threads.
+        monkeypatch.setattr(fused_layers, name, getattr(plain, name))
+    monkeypatch.setattr(
+        fused_layers, "linear", lambda x, weight, bias, spare=None: F.linear(x, weight, bias)
+    )
     monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
     monkeypatch.setattr(overlapped_decoder, "add_rms_norm", plain.add_rms_norm)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)

@@ -1,5 +1,8 @@
-"""The engine on CUDA: every back end, graphs, memory. Float32 is compared token for token; bfloat16 by regret, how far the
-model's own float32 logits put a chosen token below the best one, which rounding alone keeps small."""
+"""The engine on CUDA: every back end, graphs, memory.
+
+Float32 is compared token for token; bfloat16 by regret, how far the model's own float32 logits put
+a chosen token below the best one, which rounding alone keeps small.
+"""
 
 import gc
 from functools import partial
@@ -12,7 +15,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.attention_backends import select_attention_backend
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -29,20 +35,34 @@ HAS_FLASH_ATTN = torch.cuda.is_available() and available("flash-attn")
 BACKENDS = [
     "auto",
     "triton",
-    pytest.param("flash-attn", marks=pytest.mark.skipif(not HAS_FLASH_ATTN, reason="flash-attn is not installed")),
+    pytest.param(
+        "flash-attn",
+        marks=pytest.mark.skipif(not HAS_FLASH_ATTN, reason="flash-attn is not installed"),
+    ),
 ]
 
 
 def make_model(folder, **changes):
     torch.manual_seed(0)
     shape = dict(
-        vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=1023, rope_theta=1000000.0, dtype="float32",
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1023,
+        rope_theta=1000000.0,
+        dtype="float32",
+    )
     config = Qwen3Config(**(shape | changes))
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")  # no fused kernel's rounding
+        # No fused kernel's rounding.
+        model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1 and "embed" not in name:
@@ -60,13 +80,25 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """Qwen3-0.6B's shape in bfloat16: the folder, and transformers' model of the same weights in float32 and bfloat16."""
+    """Qwen3-0.6B's shape in bfloat16: the folder, and transformers' model of the same weights in
+    float32 and bfloat16.
+    """
     folder = str(tmp_path_factory.mktemp("large"))
-    shape = dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, eos_token_id=151645)
-    heads = dict(num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)
+    shape = dict(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        eos_token_id=151645,
+    )
+    heads = dict(
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True
+    )
     make_model(folder, **shape, **heads).bfloat16().save_pretrained(folder)
     # Loaded again rather than cast: a cast to bfloat16 would round the rotary frequencies too.
-    load = partial(Qwen3ForCausalLM.from_pretrained, folder, attn_implementation="eager", device_map="cuda")
+    load = partial(
+        Qwen3ForCausalLM.from_pretrained, folder, attn_implementation="eager", device_map="cuda"
+    )
     return folder, load(dtype=torch.float32), load(dtype=torch.bfloat16)
 
 
@@ -78,7 +110,13 @@ def prompts_of(lengths, vocab=1000):
 @torch.inference_mode()
 def greedy(model, prompt, count):
     ids = torch.tensor([prompt], device="cuda")
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -90,7 +128,9 @@ def logits_of(model, prompt, output):
 
 
 def regret(logits, chosen):
-    """The largest distance of a chosen token's logit from the best, in units of the logits' deviation."""
+    """The largest distance of a chosen token's logit from the best, in units of the logits'
+    deviation.
+    """
     picked = logits.gather(1, torch.as_tensor(chosen, device="cuda").unsqueeze(1)).squeeze(1)
     return ((logits.amax(dim=1) - picked) / logits.std(dim=1)).max().item()
 
@@ -107,9 +147,17 @@ def test_float32_greedy_output_equals_transformers(small, backend, eager):
     folder, model = small
     prompts = prompts_of((1, 2, 15, 16, 17, 100, 255, 256, 257, 600, 1500))
     expected = [greedy(model, prompt, 24) for prompt in prompts]
-    with LLM(folder, dtype="float32", attention_backend=backend, enforce_eager=eager, num_kvcache_blocks=64) as llm:
+    with LLM(
+        folder,
+        dtype="float32",
+        attention_backend=backend,
+        enforce_eager=eager,
+        num_kvcache_blocks=64,
+    ) as llm:
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected, "with every prompt cached"
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected, (
+            "with every prompt cached"
+        )
         assert tokens(llm.generate(prompts[4], GREEDY, use_tqdm=False)) == [expected[4]], "alone"
 
 
@@ -128,7 +176,9 @@ def test_float32_greedy_output_is_the_same_however_it_is_run(small, options):
     folder, model = small
     prompts = prompts_of([17 * i % 300 + 1 for i in range(40)])
     expected = [greedy(model, prompt, 24) for prompt in prompts]
-    with LLM(folder, dtype="float32", attention_backend="triton", **{"num_kvcache_blocks": 64} | options) as llm:
+    with LLM(
+        folder, dtype="float32", attention_backend="triton", **{"num_kvcache_blocks": 64} | options
+    ) as llm:
         assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
         assert (llm.engine.scheduler.num_preemptions > 0) == ("kvcache_block_size" in options)
         assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_blocks
@@ -148,7 +198,13 @@ def test_any_max_num_seqs_decodes_in_graphs(small, max_num_seqs):
 @pytest.mark.parametrize("eager", [False, True])
 def test_experts_decode_in_graphs(get_checkpoint, eager):
     checkpoint = get_checkpoint("experts")
-    with LLM(checkpoint.folder, dtype="float32", max_model_len=256, num_kvcache_blocks=32, enforce_eager=eager) as llm:
+    with LLM(
+        checkpoint.folder,
+        dtype="float32",
+        max_model_len=256,
+        num_kvcache_blocks=32,
+        enforce_eager=eager,
+    ) as llm:
         assert (llm.engine.runner.graphs is None) == eager
         assert_greedy(llm, checkpoint)
 
@@ -158,8 +214,13 @@ def test_bfloat16_tokens_are_the_reference_models_choice(large, backend):
     folder, exact, rounded = large
     lengths = (1, 2, 17, 255, 256, 257, 1000, 2048, 4072, 4095)
     prompts = prompts_of(lengths, 150000)
-    params = [SamplingParams(temperature=0.0, max_tokens=min(24, 4096 - n), ignore_eos=True) for n in lengths]
-    with LLM(folder, attention_backend=backend, num_kvcache_blocks=100, max_num_batched_tokens=5000) as llm:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=min(24, 4096 - n), ignore_eos=True)
+        for n in lengths
+    ]
+    with LLM(
+        folder, attention_backend=backend, num_kvcache_blocks=100, max_num_batched_tokens=5000
+    ) as llm:
         assert llm.engine.runner.dtype is torch.bfloat16
         plain = tokens(llm.generate(prompts, params, use_tqdm=False))
         cached = tokens(llm.generate(prompts, params, use_tqdm=False))
@@ -180,10 +241,17 @@ def test_a_prefix_that_all_sequences_share_is_read_once_and_changes_nothing(smal
     common, own = prompts_of((600,)) + [prompts_of([i % 40 + 1 for i in range(30)])]
     prompts = [common + tail for tail in own]
     expected = [greedy(model, prompt, 24) for prompt in prompts]
-    for options in (dict(), dict(enforce_eager=True), dict(kvcache_block_size=16, num_kvcache_blocks=2000)):
+    for options in (
+        dict(),
+        dict(enforce_eager=True),
+        dict(kvcache_block_size=16, num_kvcache_blocks=2000),
+    ):
         with LLM(folder, dtype="float32", **{"num_kvcache_blocks": 100} | options) as llm:
             assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
-            assert llm.engine.runner._shared_len.item() == 600 // llm.engine.runner.block_size * llm.engine.runner.block_size
+            assert (
+                llm.engine.runner._shared_len.item()
+                == 600 // llm.engine.runner.block_size * llm.engine.runner.block_size
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -193,9 +261,17 @@ def test_graphs_do_not_change_seeded_samples(large, backend):
     params = SamplingParams(temperature=0.8, max_tokens=16, ignore_eos=True)
     found = []
     for eager in (False, True):
-        with LLM(folder, attention_backend=backend, enforce_eager=eager, num_kvcache_blocks=20, max_num_seqs=4, seed=3) as llm:
+        with LLM(
+            folder,
+            attention_backend=backend,
+            enforce_eager=eager,
+            num_kvcache_blocks=20,
+            max_num_seqs=4,
+            seed=3,
+        ) as llm:
             found.append(tokens(llm.generate(prompts, params, use_tqdm=False)))
-    # The graph pads the batch to another size, where cuBLAS may round otherwise: the first tokens are far from that.
+    # The graph pads the batch to another size, where cuBLAS may round otherwise: the first tokens
+    # are far from that.
     assert [ids[:2] for ids in found[0]] == [ids[:2] for ids in found[1]]
 
 
@@ -219,7 +295,8 @@ def test_memory_comes_back(large):
 def test_memory_in_use_by_others_is_not_subtracted_twice(large):
     folder = large[0]
     total = torch.cuda.mem_get_info()[1]
-    others = torch.empty(int(total * 0.3), dtype=torch.uint8, device="cuda")  # counts as another's: it is not the LLM's
+    # Counts as another's: it is not the LLM's.
+    others = torch.empty(int(total * 0.3), dtype=torch.uint8, device="cuda")
     with LLM(folder, gpu_memory_utilization=0.4) as llm:
         cache = llm.engine.runner.kv_cache.nbytes
     del others

@@ -1,4 +1,6 @@
-"""Sampling, several completions and streams on CUDA: with graphs and without, and without waiting for the device."""
+"""Sampling, several completions and streams on CUDA: with graphs and without, and without
+waiting for the device.
+"""
 
 import random
 
@@ -10,7 +12,10 @@ from test_sampling import draw, random_params
 
 from nanovllm import SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,9 @@ def test_special_rows_draw_on_the_gpu_what_they_draw_on_the_cpu():
     assert (on_cpu != on_gpu).sum() <= 1  # the last bit of a logarithm can decide
 
 
-@pytest.mark.parametrize("options", [dict(), dict(num_kvcache_blocks=12), dict(max_num_batched_tokens=24)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(), dict(num_kvcache_blocks=12), dict(max_num_batched_tokens=24)], ids=str
+)
 def test_graphs_change_nothing_for_special_rows_and_forks(folder, options):
     prompts, params = random_prompts(14, seed=9), mixed_params(14)
     outputs = []
@@ -37,19 +44,30 @@ def test_graphs_change_nothing_for_special_rows_and_forks(folder, options):
         with make_llm(folder, dtype="float32", enforce_eager=enforce_eager, **options) as llm:
             outputs.append(generate(llm, prompts, params))
             texts = [""] * 14
-            singles = [SamplingParams(seed=i, max_tokens=20, top_p=0.9, stop="th") for i in range(14)]
+            singles = [
+                SamplingParams(seed=i, max_tokens=20, top_p=0.9, stop="th") for i in range(14)
+            ]
             for index, text, _, _ in llm.stream(prompts, singles):
                 texts[index] += text
             assert texts == [output["text"] for output in generate(llm, prompts, singles)]
             check_empty(llm)
     eager, graphs = ([output.pop("completions", [output]) for output in one] for one in outputs)
-    assert [[c["token_ids"] for c in one] for one in eager] == [[c["token_ids"] for c in one] for one in graphs]
+    assert [[c["token_ids"] for c in one] for one in eager] == [
+        [c["token_ids"] for c in one] for one in graphs
+    ]
 
 
 def test_special_rows_do_not_make_the_host_wait(folder):
-    params = [SamplingParams(**one, max_tokens=40, ignore_eos=True) for one in (
-        dict(top_p=0.9), dict(top_k=5, min_p=0.1), dict(logprobs=3), dict(repetition_penalty=1.2, min_tokens=30), dict(n=3),
-    )]  # fmt: skip
+    params = [
+        SamplingParams(**one, max_tokens=40, ignore_eos=True)
+        for one in (
+            dict(top_p=0.9),
+            dict(top_k=5, min_p=0.1),
+            dict(logprobs=3),
+            dict(repetition_penalty=1.2, min_tokens=30),
+            dict(n=3),
+        )
+    ]
     with make_llm(folder) as llm:
         generate(llm, random_prompts(5), params)  # compiles what is compiled
         launch = llm.engine.runner.launch

@@ -1,4 +1,6 @@
-"""A ladder of equivalences: whatever the engine does to run it, a prompt's greedy output is what transformers gives."""
+"""A ladder of equivalences: whatever the engine does to run it, a prompt's greedy output is what
+transformers gives.
+"""
 
 import random
 
@@ -51,7 +53,9 @@ def test_prefix_caching_does_not_change_greedy_output(checkpoint, make_llm, cach
     first = llm.engine.num_prefill_tokens
     assert_greedy(llm, checkpoint)
     again = llm.engine.num_prefill_tokens - first
-    assert first == sum(map(len, PROMPTS)) if not caching else again < first < sum(map(len, PROMPTS))
+    assert (
+        first == sum(map(len, PROMPTS)) if not caching else again < first < sum(map(len, PROMPTS))
+    )
 
 
 @overlapped
@@ -72,7 +76,9 @@ def test_preemption_does_not_change_greedy_output(checkpoint, make_llm, caching,
 
 @overlapped
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 7])
-def test_the_number_of_sequences_at_a_time_does_not_change_greedy_output(checkpoint, make_llm, max_num_seqs, overlap):
+def test_the_number_of_sequences_at_a_time_does_not_change_greedy_output(
+    checkpoint, make_llm, max_num_seqs, overlap
+):
     assert_greedy(make_llm(max_num_seqs=max_num_seqs, overlap=overlap), checkpoint)
 
 
@@ -92,12 +98,17 @@ def test_a_fully_cached_prompt_gives_the_same_output(checkpoint, make_llm, block
     assert_greedy(llm, checkpoint, [prompt])
     before = llm.engine.num_prefill_tokens
     assert_greedy(llm, checkpoint, [prompt])
-    assert llm.engine.num_prefill_tokens == before + 1, "only the last token is computed again, for its logits"
+    assert llm.engine.num_prefill_tokens == before + 1, (
+        "only the last token is computed again, for its logits"
+    )
     assert_greedy(llm, checkpoint, [prompt] * 3 + [PROMPTS[0]])
 
 
 def test_the_last_token_of_a_cached_prompt_is_computed_again_but_not_stored(make_llm):
-    """Others may be reading the block at that moment. Its content is marked, to see that nothing is written."""
+    """Others may be reading the block at that moment.
+
+    Its content is marked, to see that nothing is written.
+    """
     llm = make_llm()
     prompt = PROMPTS[6]
     llm.generate(prompt, greedy(1), use_tqdm=False)
@@ -111,7 +122,9 @@ def test_the_last_token_of_a_cached_prompt_is_computed_again_but_not_stored(make
 
 
 @overlapped
-def test_requests_of_one_step_share_their_prefix_without_changing_output(checkpoint, make_llm, overlap):
+def test_requests_of_one_step_share_their_prefix_without_changing_output(
+    checkpoint, make_llm, overlap
+):
     prompt = PROMPTS[6]
     llm = make_llm(overlap=overlap)
     assert_greedy(llm, checkpoint, [prompt, prompt, prompt[:40] + [9, 9], prompt])
@@ -119,12 +132,16 @@ def test_requests_of_one_step_share_their_prefix_without_changing_output(checkpo
 
 
 @overlapped
-def test_a_preempted_request_hits_its_own_prefix_without_changing_output(checkpoint, make_llm, overlap):
+def test_a_preempted_request_hits_its_own_prefix_without_changing_output(
+    checkpoint, make_llm, overlap
+):
     llm = make_llm(num_kvcache_blocks=9, overlap=overlap)
     prompts = [PROMPTS[5], PROMPTS[6]]  # 33 and 64 tokens: 3 and 4 blocks, and soon more
     assert_greedy(llm, checkpoint, prompts, max_tokens=31)  # the first one needs no block of it
     assert llm.engine.scheduler.num_preemptions == 1
-    assert llm.engine.num_prefill_tokens < 33 + 64 + 64, "the second one was not computed from its start again"
+    assert llm.engine.num_prefill_tokens < 33 + 64 + 64, (
+        "the second one was not computed from its start again"
+    )
 
 
 @overlapped
@@ -140,16 +157,22 @@ def test_a_follow_up_prompt_reuses_what_was_drawn(checkpoint, make_llm, overlap)
 
 @overlapped
 @pytest.mark.parametrize(
-    "options", [{}, dict(max_num_batched_tokens=20), dict(num_kvcache_blocks=9), dict(max_num_seqs=3)]
+    "options",
+    [{}, dict(max_num_batched_tokens=20), dict(num_kvcache_blocks=9), dict(max_num_seqs=3)],
 )
 def test_stopping_in_mid_batch_does_not_change_the_others(checkpoint, make_llm, options, overlap):
     llm = make_llm(overlap=overlap, **options)
     outputs = [checkpoint.expected(prompt, 60) for prompt in PROMPTS]
     # The token whose first appearances in the outputs are spread most widely.
-    stop = max(range(VOCAB), key=lambda token: len({output.index(token) for output in outputs if token in output}))
+    stop = max(
+        range(VOCAB),
+        key=lambda token: len({output.index(token) for output in outputs if token in output}),
+    )
     llm.engine.stop_ids = frozenset({stop})
     stopped = 0
-    for output, answer in zip(outputs, llm.generate(PROMPTS, greedy(60, ignore_eos=False), use_tqdm=False)):
+    for output, answer in zip(
+        outputs, llm.generate(PROMPTS, greedy(60, ignore_eos=False), use_tqdm=False)
+    ):
         if stop in output:
             output = output[: output.index(stop) + 1]
             stopped += 1
@@ -159,7 +182,10 @@ def test_stopping_in_mid_batch_does_not_change_the_others(checkpoint, make_llm, 
     assert_empty(llm)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     options=st.fixed_dictionaries(
         dict(
@@ -170,10 +196,14 @@ def test_stopping_in_mid_batch_does_not_change_the_others(checkpoint, make_llm, 
             num_kvcache_blocks=st.sampled_from([7, 9, 12, 96]),
         )
     ),
-    calls=st.lists(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=9), min_size=1, max_size=3),
+    calls=st.lists(
+        st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=9), min_size=1, max_size=3
+    ),
     max_tokens=st.sampled_from([1, 17, 24]),
 )
-def test_no_mixture_of_options_changes_greedy_output(checkpoint, make_llm, options, calls, max_tokens):
+def test_no_mixture_of_options_changes_greedy_output(
+    checkpoint, make_llm, options, calls, max_tokens
+):
     with make_llm(**options) as llm:
         for prompts in calls:
             assert_greedy(llm, checkpoint, prompts, max_tokens)

@@ -1,4 +1,6 @@
-"""Each kernel against its PyTorch twin: in Triton's interpreter on a CPU, and compiled, in bfloat16 too, on a GPU."""
+"""Each kernel against its PyTorch twin: in Triton's interpreter on a CPU, and compiled, in
+bfloat16 too, on a GPU.
+"""
 
 import pytest
 import torch
@@ -14,20 +16,23 @@ from nanovllm.kernels.triton import attention as triton_attention
 from nanovllm.kernels.triton import decode_gemm, elementwise, gemv
 from nanovllm.kernels.triton import moe as triton_moe
 from nanovllm.kernels.triton import sampling as triton_sampling
-from nanovllm.kernels.triton.linear import gated_linear, linear
 from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
-from nanovllm.layers.context import PrefillMetadata
+from nanovllm.kernels.triton.linear import gated_linear, linear
 from nanovllm.layers import sampler
+from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling_params import INVALID_TOKEN
 
-# The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN in padding rows.
+# The interpreter is numpy, which warns of what a device does silently: infinite noise ratios, NaN
+# in padding rows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter computes in numpy, which has no bfloat16.
-DTYPES = [torch.float32, torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
+DTYPES = [torch.float32, torch.float16] + [
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+] * HAS_GPU
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
@@ -57,7 +62,9 @@ def test_rms_norm_equals_its_twin(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (7, 100)])
 def test_add_rms_norm_equals_its_twin(shape, dtype):
-    x, residual, weight = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
+    x = randn(*shape, dtype=dtype)
+    residual = randn(*shape, dtype=dtype)
+    weight = randn(shape[-1], dtype=dtype)
     expected = plain.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
     for mine, twins in zip(elementwise.add_rms_norm(x, residual, weight, 1e-6), expected):
         assert_close(mine, twins)
@@ -72,7 +79,9 @@ def test_silu_and_mul_equals_its_twin(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(4, 1, 64, 16), (7, 2, 80, 32), (16, 8, 128, 256)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, block_size", [(4, 1, 64, 16), (7, 2, 80, 32), (16, 8, 128, 256)]
+)
 def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_size, norm, dtype):
     slots = torch.tensor([3, -1, 0, 2 * block_size - 1, block_size, -1, 5], device=DEVICE)
     tokens = len(slots)
@@ -96,7 +105,9 @@ def test_qk_norm_rope_store_without_a_cache_writes_nothing():
     at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     qkv = randn(2, 3 * 32)
     args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
-    for mine, twins in zip(elementwise.qk_norm_rope_store(qkv.clone(), *args), plain.qk_norm_rope_store(qkv, *args)):
+    for mine, twins in zip(
+        elementwise.qk_norm_rope_store(qkv.clone(), *args), plain.qk_norm_rope_store(qkv, *args)
+    ):
         assert_close(mine, twins)
 
 
@@ -104,16 +115,28 @@ def moe_inputs(tokens, num_experts, width, expert_width, dtype):
     """x, logits, gate_up, down; the logits are uneven, and the last expert's are the lowest."""
     logits = randn(tokens, num_experts) + torch.linspace(2, -2, num_experts, device=DEVICE)
     logits[:, -1] = -9.0
-    gate_up, down = randn(num_experts, 2 * expert_width, width), randn(num_experts, width, expert_width)
+    gate_up = randn(num_experts, 2 * expert_width, width)
+    down = randn(num_experts, width, expert_width)
     weights = gate_up / width**0.5, down / expert_width**0.5
-    return [randn(tokens, width, dtype=dtype), logits.to(dtype), *(weight.to(dtype) for weight in weights)]
+    return [
+        randn(tokens, width, dtype=dtype),
+        logits.to(dtype),
+        *(weight.to(dtype) for weight in weights),
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(
     "tokens, num_experts, top_k, width, expert_width",
-    [(0, 4, 2, 16, 16), (1, 8, 2, 32, 16), (5, 3, 3, 24, 20), (37, 5, 3, 40, 33), (70, 16, 1, 17, 7), (9, 1, 1, 16, 9)],
+    [
+        (0, 4, 2, 16, 16),
+        (1, 8, 2, 32, 16),
+        (5, 3, 3, 24, 20),
+        (37, 5, 3, 40, 33),
+        (70, 16, 1, 17, 7),
+        (9, 1, 1, 16, 9),
+    ],
 )
 def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, renormalize, dtype):
     args = *moe_inputs(tokens, num_experts, width, expert_width, dtype), top_k, renormalize
@@ -123,7 +146,9 @@ def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, re
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("pairs_an_expert", [limit for limit, *_ in triton_moe.TILES])
 def test_every_cut_of_moe_equals_its_twin(pairs_an_expert, dtype):
-    """All tokens take one expert of four and one of the others, so that a run has several tiles and others none."""
+    """All tokens take one expert of four and one of the others, so that a run has several tiles
+    and others none.
+    """
     tokens = int(min(pairs_an_expert, 200)) * 4 // 2
     x, logits, gate_up, down = moe_inputs(tokens, 4, 160, 96, dtype)
     logits[:, 2] = 9.0
@@ -164,20 +189,26 @@ def test_decode_inputs_equals_its_twin(width):
     rows = torch.tensor([2, 8, 0, 5, 8], device=DEVICE)  # 8 is the scratch row
     mine, twins = state(), state()
     for a, b in zip(
-        (*elementwise.decode_inputs(rows, *mine, 16), *mine), (*plain.decode_inputs(rows, *twins, 16), *twins)
+        (*elementwise.decode_inputs(rows, *mine, 16), *mine),
+        (*plain.decode_inputs(rows, *twins, 16), *twins),
     ):
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_philox_gives_its_known_answer():
     zero = torch.zeros(1, dtype=torch.int64)
-    assert [int(w) for w in sampler.philox(zero, zero, zero)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in sampler.philox(zero, zero, zero)] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
 
 
 def test_uniform_noise_never_reaches_its_bounds():
     """At 1 the Gumbel noise would be infinite, and its token would be drawn whatever its logit."""
     uniform = sampler.open_unit_interval(torch.tensor([0, 2**32 - 1]))
-    assert 0 < uniform[0] and uniform[1] < 1
+    assert uniform[0] > 0 and uniform[1] < 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -197,13 +228,19 @@ def test_sample_gives_a_tie_to_the_lowest_token():
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [300, 299, 1030, 8888]] = 1.0
     zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    assert triton_sampling.sample(logits, torch.zeros(1, device=DEVICE), zero, zero)[0].item() == 299
+    assert (
+        triton_sampling.sample(logits, torch.zeros(1, device=DEVICE), zero, zero)[0].item() == 299
+    )
 
 
 @pytest.mark.parametrize("vocab_start", [0, 777])
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.5, 1.0])
-@pytest.mark.parametrize("sampler_under_test", [triton_sampling.sample, sample], ids=["triton", "plain"])
-def test_a_row_with_logits_that_are_no_numbers_samples_no_token(sampler_under_test, temperature, vocab_start):
+@pytest.mark.parametrize(
+    "sampler_under_test", [triton_sampling.sample, sample], ids=["triton", "plain"]
+)
+def test_a_row_with_logits_that_are_no_numbers_samples_no_token(
+    sampler_under_test, temperature, vocab_start
+):
     logits = randn(9, 2100)
     logits[0] = torch.nan
     logits[1, 1999] = torch.nan
@@ -217,7 +254,11 @@ def test_a_row_with_logits_that_are_no_numbers_samples_no_token(sampler_under_te
     tokens, values = sampler_under_test(logits, temperatures, at, at, vocab_start)
     assert tokens[:6].tolist() == [INVALID_TOKEN] * 6
     assert values[:6].tolist() == [torch.inf] * 4 + [-torch.inf, torch.inf]
-    assert (tokens[6:] >= vocab_start).all() and tokens[6] >= vocab_start + 2000 and values[6:].isfinite().all()
+    assert (
+        (tokens[6:] >= vocab_start).all()
+        and tokens[6] >= vocab_start + 2000
+        and values[6:].isfinite().all()
+    )
 
 
 def test_sample_of_shards_equals_sample_of_the_whole():
@@ -226,7 +267,9 @@ def test_sample_of_shards_equals_sample_of_the_whole():
     seeds, positions = torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE) + 10
     whole, _ = triton_sampling.sample(logits, temperatures, seeds, positions)
     shards = [
-        triton_sampling.sample(logits[:, begin : begin + 1248], temperatures, seeds, positions, begin)
+        triton_sampling.sample(
+            logits[:, begin : begin + 1248], temperatures, seeds, positions, begin
+        )
         for begin in range(0, 4992, 1248)
     ]
     tokens, values = (torch.stack(x) for x in zip(*shards))
@@ -235,10 +278,13 @@ def test_sample_of_shards_equals_sample_of_the_whole():
 
 @pytest.mark.parametrize("order", ["within a cell", "over cells"])
 def test_sample_follows_the_softmax(order):
-    """Pearson's chi-squared over 10 tokens: 27.9 is passed once in a thousand, and the seeds are fixed."""
+    """Pearson's chi-squared over 10 tokens: 27.9 is passed once in a thousand, and the seeds are
+    fixed.
+    """
     draws, temperature = 5000, 0.7
     logits = torch.linspace(-1, 1, 10, device=DEVICE)
-    at = torch.arange(10, device=DEVICE) * (1 if order == "within a cell" else 7)  # the others are impossible
+    # The others are impossible.
+    at = torch.arange(10, device=DEVICE) * (1 if order == "within a cell" else 7)
     logits = torch.full((70,), float("-inf"), device=DEVICE).index_copy_(0, at, logits)
     tokens, _ = sample(
         logits.expand(draws, -1).contiguous(),
@@ -254,7 +300,9 @@ def test_sample_follows_the_softmax(order):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows, inputs, outputs", [(1, 96, 70), (1, 1024, 33), (3, 300, 50), (4, 256, 64), (5, 64, 5)])
+@pytest.mark.parametrize(
+    "rows, inputs, outputs", [(1, 96, 70), (1, 1024, 33), (3, 300, 50), (4, 256, 64), (5, 64, 5)]
+)
 def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
     b = randn(outputs, dtype=dtype) if bias else None
@@ -264,14 +312,17 @@ def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
 
 needs_tiles = pytest.mark.skipif(
     TensorDescriptor is None or HAS_GPU and not has_large_shared_memory(torch.device("cuda")),
-    reason="needs Hopper's tensor memory accelerator, or the interpreter, and a release of Triton that knows it",
+    reason="needs Hopper's tensor memory accelerator, or the interpreter, and a release of Triton "
+    "that knows it",
 )
 LOW_DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
 
 
 @needs_tiles
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
-@pytest.mark.parametrize("rows, tiling", [(33, (32, 4, 6)), (64, (64, 1, 4)), (70, (32, 2, 3)), (130, (128, 1, 4))])
+@pytest.mark.parametrize(
+    "rows, tiling", [(33, (32, 4, 6)), (64, (64, 1, 4)), (70, (32, 2, 3)), (130, (128, 1, 4))]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_decode_gemm_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype):
     x, weight = randn(rows, 512, dtype=dtype), randn(128, 512, dtype=dtype)
@@ -294,21 +345,39 @@ def test_gated_linear_equals_its_twin(rows, block_n, dtype):
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 def test_every_tiling_of_a_decode_step_fits_the_device():
     for rows in (33, 64, 65, 128, 129, 192, 256):
-        for outputs, inputs in ((4096, 1024), (1024, 2048), (1024, 3072), (6144, 1024), (6144, 4096), (4096, 12288)):
-            x, weight = randn(rows, inputs, dtype=torch.bfloat16), randn(outputs, inputs, dtype=torch.bfloat16)
+        for outputs, inputs in (
+            (4096, 1024),
+            (1024, 2048),
+            (1024, 3072),
+            (6144, 1024),
+            (6144, 4096),
+            (4096, 12288),
+        ):
+            x = randn(rows, inputs, dtype=torch.bfloat16)
+            weight = randn(outputs, inputs, dtype=torch.bfloat16)
             expected = F.linear(x, weight)
             assert_close(linear(x, weight), expected)
             assert_close(gated_linear(x, weight), plain.silu_and_mul(expected))
 
 
 # (query heads, KV heads, head size, block size)
-ATTENTION_SHAPES = [(4, 4, 32, 16), (4, 2, 64, 32), (4, 2, 80, 256), (8, 1, 128, 256), (2, 1, 256, 16)]
+ATTENTION_SHAPES = [
+    (4, 4, 32, 16),
+    (4, 2, 64, 32),
+    (4, 2, 80, 256),
+    (8, 1, 128, 256),
+    (2, 1, 256, 16),
+]
 
 
 def paged_cache(batch, longest, kv_heads, head_dim, block_size, dtype):
-    """Caches with unwritten blocks full of NaN, and tables of `batch` sequences: block 0 belongs to none of them."""
+    """Caches with unwritten blocks full of NaN, and tables of `batch` sequences: block 0 belongs
+    to none of them.
+    """
     width = -(-longest // block_size) + 1
-    caches = [randn(1 + batch * width, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    caches = [
+        randn(1 + batch * width, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)
+    ]
     tables = 1 + torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
     return caches, tables
 
@@ -335,10 +404,16 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
 
 @pytest.mark.parametrize("prefix_blocks", [0, 1, 3])
 @pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
-def test_decode_attention_that_shares_a_prefix_equals_its_twin(heads, kv_heads, head_dim, block_size, prefix_blocks):
+def test_decode_attention_that_shares_a_prefix_equals_its_twin(
+    heads, kv_heads, head_dim, block_size, prefix_blocks
+):
     prefix = prefix_blocks * block_size
-    lens = prefix + torch.tensor([1, 17, 3 * block_size, 9, 40 % block_size + 1], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(5, prefix + 3 * block_size, kv_heads, head_dim, block_size, torch.float32)
+    lens = prefix + torch.tensor(
+        [1, 17, 3 * block_size, 9, 40 % block_size + 1], dtype=torch.int32, device=DEVICE
+    )
+    caches, tables = paged_cache(
+        5, prefix + 3 * block_size, kv_heads, head_dim, block_size, torch.float32
+    )
     tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
     lens[4] = 1  # a padding row may be shorter than the prefix: it must not disturb the others
     q = randn(5, heads, head_dim)
@@ -349,21 +424,27 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(heads, kv_heads, 
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
-def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(block_size, monkeypatch):
+def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
+    block_size, monkeypatch
+):
     lens = torch.tensor([300, 5, 129], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 300, 2, 32, block_size, torch.float32)
     q = randn(3, 4, 32)
     expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
     caches = poison_unused(caches, lens, tables, block_size)
     for large_tiles in (False, True):
-        monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device, large=large_tiles: large)
+        monkeypatch.setattr(
+            triton_attention, "has_large_shared_memory", lambda device, large=large_tiles: large
+        )
         for splits in (1, 4, 32):
             monkeypatch.setattr(triton_attention, "_num_splits", lambda *_, splits=splits: splits)
             assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
 
 
 def test_decode_attention_that_is_repeated_gives_the_same_bits():
-    """Programs that share a row count themselves: each launch must find zeros, whoever came last in the one before."""
+    """Programs that share a row count themselves: each launch must find zeros, whoever came last
+    in the one before.
+    """
     lens = torch.tensor([300, 5, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
     q = randn(3, 4, 32)
@@ -376,7 +457,9 @@ def test_decode_attention_that_is_repeated_gives_the_same_bits():
 def test_rows_that_programs_share_have_a_counter_each():
     counters = len(arrivals(torch.device(DEVICE)))
     for rows in range(1, 4 * counters):
-        assert rows <= counters or triton_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
+        assert (
+            rows <= counters or triton_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
+        )
 
 
 def test_decode_attention_of_padding_rows_is_harmless():
@@ -397,7 +480,9 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     lens_q = torch.tensor([1, 17, 150])
     lens_k = lens_q + cached
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
-    q, k, v = randn(168, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = randn(168, heads + 2 * kv_heads, head_dim, dtype=dtype).split(
+        [heads, kv_heads, kv_heads], dim=1
+    )
     caches, tables = paged_cache(3, 300, kv_heads, head_dim, block_size, dtype)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
     expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
@@ -417,11 +502,16 @@ def test_prefill_attention_by_tiles_equals_its_twin(head_dim, cached, tiles, mon
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
     q, k, v = randn(264, 4 + 2 * 2, head_dim, dtype=torch.float16).split([4, 2, 2], dim=1)
     caches, tables = paged_cache(3, 328, 2, head_dim, 64, torch.float16)
-    longest = 200 if tiles == "small" else 4096  # more than there are makes the grid larger, no more
-    meta = PrefillMetadata(starts_q, starts_k, longest, longest + cached, tables if cached else None)
+    # More than there are makes the grid larger, no more.
+    longest = 200 if tiles == "small" else 4096
+    meta = PrefillMetadata(
+        starts_q, starts_k, longest, longest + cached, tables if cached else None
+    )
     fetched = []
     make = triton_attention._tiles
-    monkeypatch.setattr(triton_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows))
+    monkeypatch.setattr(
+        triton_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
+    )
     expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
     caches = poison_unused(caches, lens_k, tables, 64)
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
@@ -429,11 +519,17 @@ def test_prefill_attention_by_tiles_equals_its_twin(head_dim, cached, tiles, mon
 
 
 def test_the_cpu_takes_plain_pytorch():
-    assert select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16) is PLAIN_BACKEND
+    assert (
+        select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16)
+        is PLAIN_BACKEND
+    )
 
 
 def test_an_unknown_backend_raises():
-    with pytest.raises(ValueError, match="attention_backend is 'xformers': choose auto, flash-attn, triton or torch"):
+    with pytest.raises(
+        ValueError,
+        match="attention_backend is 'xformers': choose auto, flash-attn, triton or torch",
+    ):
         select_attention_backend("xformers", torch.device("cpu"), torch.float32, 64, 16)
 
 
@@ -443,7 +539,9 @@ def test_flash_attn_on_a_cpu_raises():
 
 
 def test_triton_on_a_cpu_raises():
-    with pytest.raises(ValueError, match="attention_backend is 'triton', but device cpu is no GPU: take"):
+    with pytest.raises(
+        ValueError, match="attention_backend is 'triton', but device cpu is no GPU: take"
+    ):
         select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 16)
 
 
@@ -457,7 +555,8 @@ def test_a_block_size_triton_cannot_take_raises():
 @pytest.mark.parametrize("name", ["auto", "flash-attn", "triton"])
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(16, 8, 128), (8, 2, 64)])
 def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim, monkeypatch):
-    monkeypatch.setattr(attention_backends, "MANY_PAIRS", 0)  # leave nothing to Triton that flash-attn 4 can do
+    # Leave nothing to Triton that flash-attn 4 can do.
+    monkeypatch.setattr(attention_backends, "MANY_PAIRS", 0)
     dtype = torch.bfloat16
     try:
         backend = select_attention_backend(name, torch.device("cuda"), dtype, head_dim, 256)
@@ -465,7 +564,9 @@ def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim
         pytest.skip(str(error))
     lens_q, lens_k = torch.tensor([1, 300, 700]), torch.tensor([40, 301, 1300])
     caches, tables = paged_cache(3, 1300, kv_heads, head_dim, 256, dtype)
-    q, k, v = randn(1001, heads + 2 * kv_heads, head_dim, dtype=dtype).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = randn(1001, heads + 2 * kv_heads, head_dim, dtype=dtype).split(
+        [heads, kv_heads, kv_heads], dim=1
+    )
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (lens_q, lens_k))
     for meta in (
         PrefillMetadata(starts_q, starts_k, 700, 1300, tables),

@@ -1,11 +1,14 @@
-"""Launching a compiled kernel again without asking Triton: only where it would find the same one. Kernels are stand-ins."""
+"""Launching a compiled kernel again without asking Triton: only where it would find the same one.
+
+Kernels are stand-ins.
+"""
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.triton import dispatch as launching  # noqa: E402
+from nanovllm.kernels.triton import dispatch as launching
 
 
 class Kernel:
@@ -68,7 +71,9 @@ def test_what_triton_tells_apart_is_looked_for_again(args, options):
     assert [how for how, *_ in kernel.launches] == ["found", "found"]
 
 
-@pytest.mark.skipif(launching.TensorDescriptor is None, reason="this release of Triton has no tiles")
+@pytest.mark.skipif(
+    launching.TensorDescriptor is None, reason="this release of Triton has no tiles"
+)
 def test_tiles_are_told_apart_by_their_type_and_shape():
     kernel, y, z = Kernel(), torch.zeros(8, 64), torch.ones(16, 64)
     for base, rows in ((y, 4), (z, 4), (y, 8), (y.half(), 4)):
@@ -78,7 +83,11 @@ def test_tiles_are_told_apart_by_their_type_and_shape():
 
 def test_a_launch_that_was_put_off_is_not_kept(monkeypatch):
     kernel = Kernel()
-    monkeypatch.setattr(Kernel, "__getitem__", lambda self, grid: lambda *args, **options: self.launches.append("found"))
+    monkeypatch.setattr(
+        Kernel,
+        "__getitem__",
+        lambda self, grid: lambda *args, **options: self.launches.append("found"),
+    )
     for _ in range(2):
         launching.launch(kernel, (3,), X)
     assert kernel.launches == ["found", "found"]

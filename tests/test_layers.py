@@ -1,4 +1,6 @@
-"""Layers: each rank holds its part of every tensor, and the ranks' results add up to the whole model's."""
+"""Layers: each rank holds its part of every tensor, and the ranks' results add up to the whole
+model's.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -8,20 +10,19 @@ import torch
 from model_helpers import Driver, load, make_checkpoint
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from nanovllm.layers.sampler import CELL
 from nanovllm.layers.embedding import ParallelLMHead
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.sampler import CELL
 from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.loader import init_dummy_weights, load_weights, model_weight_slices
-from nanovllm.layers.parallel import ParallelGroup
 
 SMALL = dict(
     vocab_size=101,  # which neither 2 nor 4 divide
@@ -48,7 +49,9 @@ CONFIGS = {"dense": CONFIG, "experts": MOE_CONFIG}
 
 @dataclass(frozen=True)
 class ThreadGroup(ParallelGroup):
-    """Ranks that are threads of this process and meet at a barrier, each with a slot for what it brings."""
+    """Ranks that are threads of this process and meet at a barrier, each with a slot for what it
+    brings.
+    """
 
     meeting: tuple[threading.Barrier, list] | None = None
 
@@ -124,7 +127,12 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
 def test_shares_of_an_uneven_vocabulary_are_real_and_meet():
     heads = [ParallelLMHead(101, 8, ParallelGroup(rank, 4)) for rank in range(4)]
     assert [head.weight.shape[0] for head in heads] == [16, 32, 16, 37]
-    assert [(head.vocab_start, head.vocab_end) for head in heads] == [(0, 16), (16, 48), (48, 64), (64, 101)]
+    assert [(head.vocab_start, head.vocab_end) for head in heads] == [
+        (0, 16),
+        (16, 48),
+        (48, 64),
+        (64, 101),
+    ]
 
 
 def test_shares_of_a_vocabulary_meet_between_the_cells_that_are_drawn_from():
@@ -132,15 +140,21 @@ def test_shares_of_a_vocabulary_meet_between_the_cells_that_are_drawn_from():
         for vocab in (151936, 128256, 1027, 16 * size):
             starts = ParallelGroup(0, size).vocab_starts(vocab)
             assert all(start % CELL == 0 for start in starts[:-1])
-            assert starts[0] == 0 and starts[-1] == vocab and all(map(int.__lt__, starts, starts[1:]))
-    assert ParallelGroup(0, 8).vocab_starts(9) == [0, 1, 2, 3, 4, 5, 6, 7, 9]  # none is left without
+            assert (
+                starts[0] == 0 and starts[-1] == vocab and all(map(int.__lt__, starts, starts[1:]))
+            )
+    # None is left without.
+    assert ParallelGroup(0, 8).vocab_starts(9) == [0, 1, 2, 3, 4, 5, 6, 7, 9]
 
 
 @pytest.mark.parametrize(
     "make, message",
     [
         (lambda group: ColumnParallelLinear(8, 10, group), "out_features is 10, .*=4"),
-        (lambda group: MergedColumnParallelLinear(8, 10, group, names=("gate", "up")), "gate is 10, .*=4"),
+        (
+            lambda group: MergedColumnParallelLinear(8, 10, group, names=("gate", "up")),
+            "gate is 10, .*=4",
+        ),
         (lambda group: RowParallelLinear(10, 8, group), "in_features is 10, .*=4"),
         (lambda group: QKVParallelLinear(8, 6, 2, 4, group), "num_attention_heads is 6, .*=4"),
         (lambda group: QKVParallelLinear(8, 12, 6, 4, group), "num_key_value_heads is 6, .*=4"),
@@ -166,4 +180,6 @@ def test_rotation_table_is_float32_whatever_the_default_dtype():
     finally:
         torch.set_default_dtype(torch.float32)
     assert table.dtype == torch.float32 and table.shape == (64, 16)
-    torch.testing.assert_close(table, RotaryEmbedding.from_config(CONFIG, 16).cos_sin, rtol=0, atol=0)
+    torch.testing.assert_close(
+        table, RotaryEmbedding.from_config(CONFIG, 16).cos_sin, rtol=0, atol=0
+    )

@@ -1,4 +1,6 @@
-"""The facade: what a call returns, what an error or an interrupt leaves behind, and how an LLM ends."""
+"""The facade: what a call returns, what an error or an interrupt leaves behind, and how an LLM
+ends.
+"""
 
 import gc
 import random
@@ -60,24 +62,36 @@ def test_one_prompt_needs_no_list(text_llm):
 def test_outputs_say_what_of_the_prompt_was_cached(make_llm):
     llm = make_llm(enable_prefix_caching=True)
     prompt = list(range(40))  # two blocks of 16 and a half
-    assert [llm.generate([prompt], use_tqdm=False)[0]["num_cached_tokens"] for _ in range(2)] == [0, 32]
+    assert [llm.generate([prompt], use_tqdm=False)[0]["num_cached_tokens"] for _ in range(2)] == [
+        0,
+        32,
+    ]
     (several,) = llm.generate([prompt], SamplingParams(n=2), use_tqdm=False)
     assert several["num_cached_tokens"] == 32 and several["prompt_token_ids"] == prompt
-    assert [set(one) for one in several["completions"]] == [{"text", "token_ids", "finish_reason"}] * 2
+    assert [set(one) for one in several["completions"]] == [
+        {"text", "token_ids", "finish_reason"}
+    ] * 2
     assert several["token_ids"] == several["completions"][0]["token_ids"]
 
 
 def test_max_tokens_of_none_goes_on_to_the_models_length(make_llm):
     llm = make_llm(max_model_len=70)
     for prompt in (PROMPTS[0], PROMPTS[6]):
-        for params in (SamplingParams(max_tokens=None, ignore_eos=True), SamplingParams(max_tokens=None, min_tokens=99)):
+        for params in (
+            SamplingParams(max_tokens=None, ignore_eos=True),
+            SamplingParams(max_tokens=None, min_tokens=99),
+        ):
             (output,) = llm.generate([prompt], params, use_tqdm=False)
-            assert len(output["token_ids"]) == 70 - len(prompt) and output["finish_reason"] == "length"
+            assert (
+                len(output["token_ids"]) == 70 - len(prompt) and output["finish_reason"] == "length"
+            )
 
 
 def test_max_tokens_of_none_is_refused_where_the_cache_is_smaller(make_llm):
     llm = make_llm(max_model_len=70, num_kvcache_blocks=4)
-    with pytest.raises(ValueError, match=r"needs 69 tokens of KV cache .*which holds 64: lower max_tokens"):
+    with pytest.raises(
+        ValueError, match=r"needs 69 tokens of KV cache .*which holds 64: lower max_tokens"
+    ):
         llm.generate([PROMPT], SamplingParams(max_tokens=None), use_tqdm=False)
 
 
@@ -127,7 +141,9 @@ def test_half_precision_runs(make_llm, dtype):
 def test_dummy_weights_need_no_checkpoint_and_are_the_same_each_time(make_llm, tmp_path):
     MODELS["gqa-2"].save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(
-        (tmp_path / "config.json").read_text().replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1)
+        (tmp_path / "config.json")
+        .read_text()
+        .replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1)
     )
     first, second = (
         generate(make_llm(tmp_path, load_format="dummy"), PROMPTS, greedy(5)) for _ in range(2)
@@ -136,7 +152,9 @@ def test_dummy_weights_need_no_checkpoint_and_are_the_same_each_time(make_llm, t
 
 
 @pytest.mark.parametrize("overlap, order", [(True, "LLWLWW"), (False, "LWLWLW"), (None, "LWLWLW")])
-def test_overlap_launches_a_step_before_it_waits_for_the_last(make_llm, monkeypatch, overlap, order):
+def test_overlap_launches_a_step_before_it_waits_for_the_last(
+    make_llm, monkeypatch, overlap, order
+):
     """On the CPU, where it gains nothing, it is off unless asked for."""
     llm = make_llm(overlap=overlap)
     seen = []
@@ -150,7 +168,8 @@ def test_overlap_launches_a_step_before_it_waits_for_the_last(make_llm, monkeypa
     assert "".join(seen) == order
 
 
-# An error or an interrupt, wherever it strikes, leaves an LLM that serves the next call as if nothing had been.
+# An error or an interrupt, wherever it strikes, leaves an LLM that serves the next call as if
+# nothing had been.
 
 CROWDED = dict(num_kvcache_blocks=9, max_num_batched_tokens=40, max_num_seqs=4)
 
@@ -184,7 +203,9 @@ PLACES = {
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
 @pytest.mark.parametrize("options", [{}, CROWDED], ids=["roomy", "crowded"])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_error_in_mid_call_leaves_an_empty_usable_llm(make_llm, checkpoint, monkeypatch, place, options, overlap):
+def test_an_error_in_mid_call_leaves_an_empty_usable_llm(
+    make_llm, checkpoint, monkeypatch, place, options, overlap
+):
     llm = make_llm(overlap=overlap, **options)
     for strike in (1, 2, 3, 8, 11):
         for error, after in ((KeyboardInterrupt, False), (RuntimeError, True)):
@@ -198,7 +219,9 @@ def test_an_error_in_mid_call_leaves_an_empty_usable_llm(make_llm, checkpoint, m
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
-def test_an_interrupt_between_any_two_lines_of_the_scheduler_leaves_an_empty_usable_llm(make_llm, checkpoint, overlap):
+def test_an_interrupt_between_any_two_lines_of_the_scheduler_leaves_an_empty_usable_llm(
+    make_llm, checkpoint, overlap
+):
     llm = make_llm(overlap=overlap, **CROWDED)
     chance, previous = random.Random(0), sys.gettrace()
 
@@ -234,7 +257,9 @@ def test_a_second_interrupt_leaves_an_empty_usable_llm_too(make_llm, checkpoint,
     llm = make_llm(overlap=True)
     runner = llm.engine.runner
     monkeypatch.setattr(runner, "launch", fail_at(runner.launch, 3, KeyboardInterrupt, False))
-    monkeypatch.setattr(runner, "synchronize", fail_at(runner.synchronize, 1, KeyboardInterrupt, False))
+    monkeypatch.setattr(
+        runner, "synchronize", fail_at(runner.synchronize, 1, KeyboardInterrupt, False)
+    )
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, greedy(24), use_tqdm=False)
     assert_empty(llm)
@@ -244,7 +269,11 @@ def test_a_second_interrupt_leaves_an_empty_usable_llm_too(make_llm, checkpoint,
 def test_an_error_goes_through_with_the_progress_bar_on(make_llm, checkpoint, monkeypatch):
     llm = make_llm()
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "launch", fail_at(llm.engine.runner.launch, 3, KeyboardInterrupt, True))
+        patch.setattr(
+            llm.engine.runner,
+            "launch",
+            fail_at(llm.engine.runner.launch, 3, KeyboardInterrupt, True),
+        )
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(24))
     assert_greedy(llm, checkpoint)
@@ -295,7 +324,9 @@ def test_two_llms_live_side_by_side(get_checkpoint, make_llm, overlap):
         for llm in llms:
             llm.engine.step()
     for checkpoint, running in zip(checkpoints, sequences):
-        assert [seq.output_ids for seq in running] == [checkpoint.expected(prompt, 10) for prompt in PROMPTS]
+        assert [seq.output_ids for seq in running] == [
+            checkpoint.expected(prompt, 10) for prompt in PROMPTS
+        ]
     for llm in llms:
         assert_empty(llm)
 

@@ -12,14 +12,16 @@ from nanovllm import TINY_MODEL
 from nanovllm.log import parameters
 
 LINE = (
-    r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: torch, 4 KV blocks of 256 tokens "
+    r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: \w+, 4 KV blocks of 256 tokens "
     r"\(0\.0 GiB\), sequences of up to 2,048 tokens, ready in (\d+\.\d) s\n"
 )
 MAKE = f"from nanovllm import LLM\nllm = LLM({str(TINY_MODEL)!r}, device='cpu', num_kvcache_blocks=4)\n"
 
 
 def run(code: str) -> subprocess.CompletedProcess:
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -35,7 +37,8 @@ def test_one_line_says_what_runs_where():
     "code",
     [
         "import logging; logging.getLogger('nanovllm').setLevel(logging.WARNING)\n" + MAKE,
-        "from nanovllm import LLM\nimport logging; logging.getLogger('nanovllm').setLevel(logging.WARNING)\n" + MAKE,
+        "from nanovllm import LLM\nimport logging; logging.getLogger('nanovllm').setLevel(logging.WARNING)\n"
+        + MAKE,
         "import logging; logging.basicConfig()\n" + MAKE,
     ],
     ids=["level", "level-after-import", "configured-for-warnings"],
@@ -45,7 +48,10 @@ def test_it_is_silent_where_the_user_wants_no_more_than_warnings(code):
 
 
 def test_handlers_of_the_user_get_the_line_once():
-    done = run("import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout, format='%(name)s|%(message)s')\n" + MAKE)
+    done = run(
+        "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout, format='%(name)s|%(message)s')\n"
+        + MAKE
+    )
     assert re.fullmatch(r"nanovllm\|" + LINE, done.stdout) and done.stderr == ""
 
 
@@ -53,12 +59,21 @@ def test_a_handler_of_the_packages_logger_is_the_only_one(caplog, make_llm):
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         make_llm(num_kvcache_blocks=96)
     (record,) = [record for record in caplog.records if record.name == "nanovllm"]
-    assert "96 KV blocks of 16 tokens" in record.getMessage() and "up to 256 tokens" in record.getMessage()
+    assert (
+        "96 KV blocks of 16 tokens" in record.getMessage()
+        and "up to 256 tokens" in record.getMessage()
+    )
     assert logging.getLogger("nanovllm").handlers == []
 
 
 @pytest.mark.parametrize(
-    "count, text", [(3_800_000, "3.8 M"), (596_049_920, "0.6 B"), (30_532_122_624, "30.5 B"), (134_515_008, "134.5 M")]
+    "count, text",
+    [
+        (3_800_000, "3.8 M"),
+        (596_049_920, "0.6 B"),
+        (30_532_122_624, "30.5 B"),
+        (134_515_008, "134.5 M"),
+    ],
 )
 def test_sizes_are_said_as_people_say_them(count, text):
     assert parameters(count) == f"{text} parameters"

@@ -5,9 +5,9 @@ import math
 import random
 from types import SimpleNamespace
 
+import plain_layers as plain
 import pytest
 import torch
-import plain_layers as plain
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from transformers import (
     AutoConfig,

@@ -11,10 +11,10 @@ from call_helpers import END, Plain, make_folder, make_llm
 
 from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import StepOutput
-from nanovllm.layers.sampler import best_over_ranks, sample
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.sampler import sample
 from nanovllm.sampling.resampler import Resampler, keep_likeliest
 from nanovllm.sampling_params import SamplingMetadata
-from nanovllm.layers.parallel import ParallelGroup
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
 
@@ -45,13 +45,17 @@ def token_ids(llm, prompts, params):
 def process(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], stop_ids=()
 ) -> list[float]:
-    """Logits / temperature after everything, -inf where a token may not be drawn; by Python's own floats."""
+    """Logits / temperature after everything, -inf where a token may not be drawn; by Python's
+    own floats.
+    """
     logits = list(logits)
     if len(output) < params.min_tokens:
         for token in stop_ids:
             logits[token] = -math.inf
     for token in set(prompt) | set(output):
-        logits[token] *= 1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
+        logits[token] *= (
+            1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
+        )
     for token in set(output):
         logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
     if params.temperature == 0:
@@ -73,7 +77,9 @@ def process(
     return [x if i in kept else -math.inf for i, x in enumerate(logits)]
 
 
-def draw(logits, params, seeds, prompt=(), output=(), stop_ids=(), group=ParallelGroup(), vocab_size=None):
+def draw(
+    logits, params, seeds, prompt=(), output=(), stop_ids=(), group=ParallelGroup(), vocab_size=None
+):
     """One token for each of the rows of logits, all at the same position."""
     rows, vocab_size = len(seeds), vocab_size or logits.shape[1]
     params = params if isinstance(params, list) else [params] * rows
@@ -89,19 +95,25 @@ def draw(logits, params, seeds, prompt=(), output=(), stop_ids=(), group=Paralle
     )
     resampler = Resampler(runner)
     for row in range(rows):
-        metadata = SamplingMetadata(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output])
+        metadata = SamplingMetadata(
+            params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]
+        )
         resampler.start(row, metadata)
     zeros = torch.zeros(rows, device=device)
     tokens, _ = sample(logits, zeros, seeds, zeros.long())
     positions = torch.full((rows,), length, dtype=torch.int32, device=device)
-    state = SimpleNamespace(seeds=seeds, last_tokens=torch.zeros(rows, dtype=torch.int64, device=device))
+    state = SimpleNamespace(
+        seeds=seeds, last_tokens=torch.zeros(rows, dtype=torch.int64, device=device)
+    )
     resampler.resample(tuple(range(rows)), StepOutput(tokens, logits, positions), state)
     assert torch.equal(state.last_tokens, tokens)
     return tokens
 
 
 def random_params(r: random.Random, **fixed) -> SamplingParams:
-    maybe = lambda off, on: off if r.random() < 0.4 else on  # noqa: E731
+    def maybe(off, on):
+        return off if r.random() < 0.4 else on
+
     options = dict(
         temperature=r.choice([0.0, 0.5, 1.0, 1.7]),
         top_k=maybe(r.choice([0, -1]), r.randint(1, 60)),
@@ -126,7 +138,9 @@ def test_a_special_draw_is_the_plain_reference_with_the_same_noise():
     params = [random_params(r) for _ in range(rows)]
     tokens = draw(logits, params, seeds, prompt, output, stop_ids)
     for row in range(rows):
-        scores = torch.tensor([process(logits[row].tolist(), params[row], prompt, output, stop_ids)])
+        scores = torch.tensor(
+            [process(logits[row].tolist(), params[row], prompt, output, stop_ids)]
+        )
         expected, _ = sample(scores, torch.ones(1), seeds[row : row + 1], torch.tensor([48]))
         assert tokens[row] == expected[0], params[row]
 
@@ -164,13 +178,20 @@ def test_a_tiny_temperature_is_greedy(temperature):
 
 def test_rows_drawn_together_do_not_bound_each_other():
     logits = torch.linspace(0, 1e-3, 500).repeat(64, 1)  # all tokens about equally likely
-    bounds = [dict(repetition_penalty=1.1), dict(top_k=2), dict(min_p=0.5), dict(logprobs=1), dict(top_k=7, top_p=0.9)]
+    bounds = [
+        dict(repetition_penalty=1.1),
+        dict(top_k=2),
+        dict(min_p=0.5),
+        dict(logprobs=1),
+        dict(top_k=7, top_p=0.9),
+    ]
     for some in (bounds, bounds[:2], bounds[2:], bounds + [dict(top_p=0.99)]):
         params = [SamplingParams(**some[i % len(some)]) for i in range(64)]
         tokens = draw(logits, params, torch.arange(64), prompt=[0])
         alone = [draw(logits[:1], [params[i]], torch.tensor([i]), prompt=[0]) for i in range(64)]
         assert tokens.tolist() == torch.cat(alone).tolist()
-        assert len(set(tokens[:: len(some)].tolist())) > 7  # the first of each has no bound that matters
+        # The first of each has no bound that matters.
+        assert len(set(tokens[:: len(some)].tolist())) > 7
 
 
 @pytest.mark.parametrize(
@@ -186,12 +207,17 @@ def test_rows_drawn_together_do_not_bound_each_other():
     ids=lambda options: "-".join(options),
 )
 def test_draws_follow_the_filtered_distribution(options):
-    """Chi-squared over 6000 draws; its upper 1e-4 quantile by Wilson and Hilferty's approximation."""
+    """Chi-squared over 6000 draws; its upper 1e-4 quantile by Wilson and Hilferty's
+    approximation.
+    """
     params = SamplingParams(**options)
     logits = [2.0, -1.0, 1.5, 0.3, 0.1, -2.0, 1.0, -0.5, 0.8]
     prompt, output, count = [0, 1, 1], [2, 2, 6], 6000
-    # A plain row does not come here in the engine; here it does, and must be drawn as kernels.sample draws.
-    tokens = draw(torch.tensor([logits] * count), params, torch.arange(count) * 7919, prompt, output)
+    # A plain row does not come here in the engine; here it does, and must be drawn as
+    # kernels.sample draws.
+    tokens = draw(
+        torch.tensor([logits] * count), params, torch.arange(count) * 7919, prompt, output
+    )
     scores = process(logits, params, prompt, output)
     total = sum(map(math.exp, scores))
     expected = [count * math.exp(score) / total for score in scores]
@@ -205,11 +231,17 @@ def test_draws_follow_the_filtered_distribution(options):
 
 def keep(scores, top_k=0, top_p=1.0, min_p=0.0):
     vocab = len(scores)
-    column = lambda x: torch.tensor([[x]])  # noqa: E731
+
+    def column(x):
+        return torch.tensor([[x]])
+
     kept = keep_likeliest(
-        torch.tensor([scores]), column(top_k or vocab), column(top_p if top_p < 1 else math.inf), column(min_p),
+        torch.tensor([scores]),
+        column(top_k or vocab),
+        column(top_p if top_p < 1 else math.inf),
+        column(min_p),
         (top_k or vocab) if top_k or top_p < 1 else 0,
-    )  # fmt: skip
+    )
     return set(kept[0].nonzero().flatten().tolist())
 
 
@@ -219,13 +251,18 @@ def test_top_p_keeps_the_token_that_crosses_the_bound():
     assert keep(scores, top_p=0.49) == {1}
     assert keep(scores, top_p=0.51) == {1, 3}
     assert keep(scores, top_p=0.74) == {1, 3}
-    assert keep(scores, top_p=0.76) == {0, 1, 2, 3}  # the last two are equally likely: neither goes without the other
+    # The last two are equally likely: neither goes without the other.
+    assert keep(scores, top_p=0.76) == {0, 1, 2, 3}
     assert keep(scores, top_p=1.0) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("options", [dict(top_p=0.5), dict(top_k=3), dict(top_k=2, top_p=0.5, min_p=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [dict(top_p=0.5), dict(top_k=3), dict(top_k=2, top_p=0.5, min_p=0.1)], ids=str
+)
 def test_filters_do_not_hide_logits_that_are_no_numbers(options):
-    logits = torch.tensor([[math.nan] * 9, [math.inf] * 9, [-math.inf] * 9, [math.nan, *range(8)], [0.0] * 9])
+    logits = torch.tensor(
+        [[math.nan] * 9, [math.inf] * 9, [-math.inf] * 9, [math.nan, *range(8)], [0.0] * 9]
+    )
     tokens = draw(logits, SamplingParams(**options), torch.arange(5), [0, 1], [2])
     assert tokens[:4].tolist() == [-1] * 4 and 0 <= tokens[4] < 9
 
@@ -280,7 +317,13 @@ def test_greedy_penalties_equal_a_plain_loop_over_transformers(llm, plain):
         SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, presence_penalty=1.1),
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.6),
         SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=17, ignore_eos=True, frequency_penalty=-0.3, repetition_penalty=0.8),
+        SamplingParams(
+            temperature=0,
+            max_tokens=17,
+            ignore_eos=True,
+            frequency_penalty=-0.3,
+            repetition_penalty=0.8,
+        ),
     ]
     for prompt, one, got in zip(PROMPTS, params, token_ids(llm, PROMPTS, params)):
         output = []
@@ -292,7 +335,10 @@ def test_greedy_penalties_equal_a_plain_loop_over_transformers(llm, plain):
 
 def many_params(count=12):
     r = random.Random(3)
-    return [random_params(r, seed=100 + i, max_tokens=r.randint(12, 40), logprobs=None) for i in range(count)]
+    return [
+        random_params(r, seed=100 + i, max_tokens=r.randint(12, 40), logprobs=None)
+        for i in range(count)
+    ]
 
 
 def many_prompts(count=12):
@@ -302,7 +348,9 @@ def many_prompts(count=12):
 
 @pytest.fixture(scope="module")
 def alone(llm):
-    return [token_ids(llm, [prompt], params)[0] for prompt, params in zip(many_prompts(), many_params())]
+    return [
+        token_ids(llm, [prompt], params)[0] for prompt, params in zip(many_prompts(), many_params())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -339,7 +387,9 @@ def test_two_ranks_draw_what_one_does(folder, alone):
 def test_another_seed_gives_other_tokens_and_none_the_engines_own(llm):
     prompts = [[1, 2, 3]] * 4
     seeds = [11, 11, 12, None]
-    outputs = token_ids(llm, prompts, [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True) for seed in seeds])
+    outputs = token_ids(
+        llm, prompts, [SamplingParams(seed=seed, max_tokens=20, ignore_eos=True) for seed in seeds]
+    )
     assert outputs[0] == outputs[1]
     assert len({tuple(output) for output in outputs}) == 3
 
@@ -352,7 +402,11 @@ def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone
         patch.setattr(Resampler, "_sample", None)  # would raise
         before = token_ids(llm, [[1, 2, 3]], plain_params)
     assert not resampler._asked and not resampler._parts
-    params = [plain_params, SamplingParams(top_k=2, max_tokens=20), SamplingParams(logprobs=1, max_tokens=20)]
+    params = [
+        plain_params,
+        SamplingParams(top_k=2, max_tokens=20),
+        SamplingParams(logprobs=1, max_tokens=20),
+    ]
     assert token_ids(llm, [[1, 2, 3]] * 3, params)[0] == before[0]
 
 
@@ -386,7 +440,13 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(llm, plain):
 def test_logprobs_are_the_models_own(folder, plain):
     params = [
         SamplingParams(
-            max_tokens=20, logprobs=3, temperature=2.0, top_k=40, repetition_penalty=1.5, seed=1, ignore_eos=True
+            max_tokens=20,
+            logprobs=3,
+            temperature=2.0,
+            top_k=40,
+            repetition_penalty=1.5,
+            seed=1,
+            ignore_eos=True,
         ),
         SamplingParams(max_tokens=11, logprobs=0, seed=2, ignore_eos=True),
         SamplingParams(max_tokens=9, seed=3),
@@ -411,10 +471,14 @@ def test_logprobs_are_the_models_own(folder, plain):
 
 def test_a_token_drawn_too_far_leaves_no_logprobs(folder, plain):
     stop = plain.greedy([1, 2, 3], 6)[-1]
-    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], logprobs=1, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0, max_tokens=20, stop_token_ids=[stop], logprobs=1, ignore_eos=True
+    )
     with make_llm(folder, overlap=True) as llm:
         outputs = llm.generate(
-            [[1, 2, 3], [7]], [params, dataclasses.replace(params, stop_token_ids=[])], use_tqdm=False
+            [[1, 2, 3], [7]],
+            [params, dataclasses.replace(params, stop_token_ids=[])],
+            use_tqdm=False,
         )
     assert all(len(output["logprobs"]) == len(output["token_ids"]) for output in outputs)
 
@@ -465,14 +529,22 @@ def test_a_wrong_parameter_raises_naming_field_value_and_remedy(error, options):
 
 def test_a_stop_token_outside_the_vocabulary_is_refused_before_anything_runs(llm):
     with pytest.raises(ValueError, match=r"stop_token_ids.*263.*0 to 262"):
-        llm.generate([[1], [2]], [SamplingParams(), SamplingParams(stop_token_ids=[4, 263])], use_tqdm=False)
+        llm.generate(
+            [[1], [2]], [SamplingParams(), SamplingParams(stop_token_ids=[4, 263])], use_tqdm=False
+        )
     assert not llm.engine.has_unfinished()
 
 
 def test_defaults_are_plain_and_lists_become_tuples():
-    assert SamplingParams(temperature=0, top_k=5, top_p=0.9, min_p=0.1).is_plain  # they change no arg max
-    assert not any(SamplingParams(**one).is_plain for one in (dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1)))
-    assert SamplingParams().is_plain and SamplingParams(seed=3, stop="a", stop_token_ids=[1], top_k=-1).is_plain
+    # They change no arg max.
+    assert SamplingParams(temperature=0, top_k=5, top_p=0.9, min_p=0.1).is_plain
+    assert not any(
+        SamplingParams(**one).is_plain for one in (dict(top_k=5), dict(top_p=0.9), dict(min_p=0.1))
+    )
+    assert (
+        SamplingParams().is_plain
+        and SamplingParams(seed=3, stop="a", stop_token_ids=[1], top_k=-1).is_plain
+    )
     params = SamplingParams(stop=["a", "b"], stop_token_ids=[1, 2])
     assert params.stop == ("a", "b") and params.stop_token_ids == (1, 2)
     assert SamplingParams(stop="ab", stop_token_ids=None).stop == ("ab",)

@@ -16,11 +16,10 @@ from simulated_device import (
     output_alone,
 )
 
-from nanovllm.sampling_params import INVALID_TOKEN
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.policies.throughput import ThroughputPolicy
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""When a request ends: at an end-of-sequence token wherever the model's folder names it, or at a length."""
+"""When a request ends: at an end-of-sequence token wherever the model's folder names it, or at a
+length.
+"""
 
 import json
 import shutil
@@ -86,10 +88,14 @@ def test_max_model_len_ends_the_output_at_a_length(make_llm, checkpoint, overlap
     assert generate(llm, greedy(100)) == (checkpoint.expected(PROMPT, 7), "length")
 
 
-def test_the_models_own_limit_holds_where_it_is_lower(make_stopping_llm, make_llm, checkpoint, tmp_path):
+def test_the_models_own_limit_holds_where_it_is_lower(
+    make_stopping_llm, make_llm, checkpoint, tmp_path
+):
     folder = shutil.copytree(checkpoint.folder, tmp_path / "short")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": len(PROMPT) + 5}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": len(PROMPT) + 5})
+    )
     llm = make_llm(folder, max_model_len=4096)
     assert generate(llm, greedy(100)) == (checkpoint.expected(PROMPT, 5), "length")
 
@@ -97,6 +103,8 @@ def test_the_models_own_limit_holds_where_it_is_lower(make_stopping_llm, make_ll
 @pytest.mark.parametrize("overlap", [False, True])
 def test_each_request_ends_at_its_own_length(make_llm, checkpoint, overlap):
     llm = make_llm(overlap=overlap)
-    answers = llm.generate(PROMPTS[:6], [greedy(count) for count in (1, 2, 16, 17, 5, 1)], use_tqdm=False)
+    answers = llm.generate(
+        PROMPTS[:6], [greedy(count) for count in (1, 2, 16, 17, 5, 1)], use_tqdm=False
+    )
     assert [len(answer["token_ids"]) for answer in answers] == [1, 2, 16, 17, 5, 1]
     assert_greedy(llm, checkpoint, PROMPTS[:6], max_tokens=1)

@@ -1,4 +1,6 @@
-"""A model on several ranks draws the tokens it draws on one, and no failure leaves a process behind."""
+"""A model on several ranks draws the tokens it draws on one, and no failure leaves a process
+behind.
+"""
 
 import gc
 import ipaddress
@@ -23,13 +25,14 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner, open_store_file
+from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks
 from nanovllm.weights.hf_config import load_hf_config
-from nanovllm.layers.parallel import ParallelGroup
 
-MARK = f"{uuid.uuid4()}"  # in the environment of every process started here, and so of their children
+# In the environment of every process started here, and so of their children.
+MARK = f"{uuid.uuid4()}"
 VOCAB = 1027  # a prime: no number of ranks divides it
 OPTIONS = dict(
     device="cpu",
@@ -106,7 +109,9 @@ def llms(folder):
 
 def make_prompts(count: int, longest: int = 100, seed: int = 0) -> list[list[int]]:
     chance = random.Random(seed)
-    return [[chance.randrange(VOCAB) for _ in range(chance.randint(1, longest))] for _ in range(count)]
+    return [
+        [chance.randrange(VOCAB) for _ in range(chance.randint(1, longest))] for _ in range(count)
+    ]
 
 
 def run(llm: LLM, prompts: list[list[int]], max_tokens: int = 12, **sampling) -> list[list[int]]:
@@ -132,12 +137,22 @@ def test_a_seed_draws_the_same_tokens_on_any_number_of_ranks(llms, size):
 def test_rows_that_need_all_logits_draw_the_same_on_any_number_of_ranks(llms, size):
     params = [
         SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True, **wish)
-        for wish in (dict(top_k=30), dict(top_p=0.8), dict(repetition_penalty=1.3), dict(logprobs=2), dict())
+        for wish in (
+            dict(top_k=30),
+            dict(top_p=0.8),
+            dict(repetition_penalty=1.3),
+            dict(logprobs=2),
+            dict(),
+        )
     ]
     prompts = make_prompts(len(params), seed=8)
     outputs, expected = [llms[n].generate(prompts, params, use_tqdm=False) for n in (size, 1)]
-    assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
-    assert outputs[3]["logprobs"] == [pytest.approx(of_token, abs=1e-4) for of_token in expected[3]["logprobs"]]
+    assert [output["token_ids"] for output in outputs] == [
+        output["token_ids"] for output in expected
+    ]
+    assert outputs[3]["logprobs"] == [
+        pytest.approx(of_token, abs=1e-4) for of_token in expected[3]["logprobs"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +175,11 @@ def test_a_runner_of_several_ranks_says_what_one_rank_says(llms, size):
     one, many = llms[1].engine.runner, llms[size].engine.runner
     assert many.info == one.info
     assert (many.num_blocks, many.device) == (many.info.num_blocks, torch.device(many.info.device))
-    assert one.info.dtype == "float32" and one.info.num_parameters > VOCAB and one.info.kv_cache_bytes > 0
+    assert (
+        one.info.dtype == "float32"
+        and one.info.num_parameters > VOCAB
+        and one.info.kv_cache_bytes > 0
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -182,7 +201,9 @@ def test_cached_prefixes_do_not_change_output_on_several_ranks(llms, size):
 
 def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
     # Fewer key-value heads than ranks, and a tied head.
-    make_checkpoint(tmp_path, Qwen3Config(**{**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True}))
+    make_checkpoint(
+        tmp_path, Qwen3Config(**{**SMALL, "num_key_value_heads": 2, "tie_word_embeddings": True})
+    )
     prompts = make_prompts(8, longest=60, seed=4)
     with LLM(tmp_path, **OPTIONS) as one:
         expected = run(one, prompts, max_tokens=40, temperature=0)
@@ -192,7 +213,13 @@ def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
         assert four.engine.scheduler.num_preemptions > 0
 
 
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True, mlp_only_layers=[0])
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    mlp_only_layers=[0],
+)
 
 
 def test_llms_in_one_process_do_not_meet(llms):
@@ -249,10 +276,15 @@ def open_ports(pids: set[int]) -> list[tuple[str, str]]:
 
 
 def test_nothing_is_pickled_between_ranks():
-    """Who pretends to be a rank could have the others run any code. Objects go through the engine's channel alone."""
+    """Who pretends to be a rank could have the others run any code.
+
+    Objects go through the engine's channel alone.
+    """
     for path in Path(nanovllm.__file__).parent.rglob("*.py"):
         if path.name != "channel.py":
-            assert not re.search(r"(gather|scatter|broadcast|send|recv)_object(_list)?\(|pickle\.", path.read_text()), path
+            assert not re.search(
+                r"(gather|scatter|broadcast|send|recv)_object(_list)?\(|pickle\.", path.read_text()
+            ), path
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")
@@ -276,8 +308,12 @@ def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
         (dict(intermediate_size=97), 2, "97"),
     ],
 )
-def test_what_cannot_be_split_is_refused_before_a_process_starts(tmp_path, monkeypatch, changes, size, message):
-    Qwen3Config(**{**SMALL, **changes, "architectures": ["Qwen3ForCausalLM"]}).save_pretrained(tmp_path)
+def test_what_cannot_be_split_is_refused_before_a_process_starts(
+    tmp_path, monkeypatch, changes, size, message
+):
+    Qwen3Config(**{**SMALL, **changes, "architectures": ["Qwen3ForCausalLM"]}).save_pretrained(
+        tmp_path
+    )
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=message):
         LLM(tmp_path, **OPTIONS, tensor_parallel_size=size, load_format="dummy")
@@ -301,12 +337,19 @@ def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):
         (1, "start", "kill", r"rank 1 of 2 died: it was killed by SIGKILL"),
         (0, "prefill", "kill", r"rank 0 of 2 died: it was killed by SIGKILL"),
         (1, "decode", "kill", r"rank 1 of 2 died: it was killed by SIGKILL"),
-        (1, "decode", "raise", r"rank 1 of 2 raised:(.|\n)*in fail_at(.|\n)*RuntimeError: the planted error"),
+        (
+            1,
+            "decode",
+            "raise",
+            r"rank 1 of 2 raised:(.|\n)*in fail_at(.|\n)*RuntimeError: the planted error",
+        ),
         (1, "decode", "raise EOFError", r"rank 1 of 2 raised:(.|\n)*EOFError: the planted end"),
         (1, "prefill", "hang", r"gave no sign for 3 s; .* raise step_timeout"),
     ],
 )
-def test_a_failing_rank_is_reported_and_takes_all_along(folder, monkeypatch, capfd, rank, where, action, message):
+def test_a_failing_rank_is_reported_and_takes_all_along(
+    folder, monkeypatch, capfd, rank, where, action, message
+):
     before = leftovers()
     set_fault(monkeypatch, rank, where, action)
     options = {**OPTIONS, "step_timeout": 3.0, "tensor_parallel_size": 2}
@@ -335,7 +378,11 @@ def echo(folder):
 
     def start():
         config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-        runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder), max_model_len=64, max_num_seqs=4))
+        runners.append(
+            TensorParallelRunner(
+                config, load_hf_config(folder), str(folder), max_model_len=64, max_num_seqs=4
+            )
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
@@ -348,7 +395,11 @@ def echo(folder):
 
 def test_a_command_has_no_size_limit(echo):
     chunk = PrefillChunk(0, list(range(1_000_000)), 0, 0, [1], True, 0.0, 0)
-    assert echo.launch(Batch(decode_slots=(3, 1), prefills=(chunk,))).wait().tokens == [3, 1, 1_000_000]
+    assert echo.launch(Batch(decode_slots=(3, 1), prefills=(chunk,))).wait().tokens == [
+        3,
+        1,
+        1_000_000,
+    ]
 
 
 def test_an_answer_without_size_limit_waits_for_no_command(echo):
@@ -386,7 +437,8 @@ def test_an_interrupt_anywhere_leaves_the_channel_whole(echo):
     interrupted = 0
     previous = signal.signal(signal.SIGALRM, interrupt)
     tracer = sys.gettrace()
-    sys.settrace(None)  # one that measures coverage may hold its lock when it is interrupted, and never gives it back
+    # One that measures coverage may hold its lock when it is interrupted, and never gives it back.
+    sys.settrace(None)
     try:
         for i in range(300):
             batch = Batch(decode_slots=(i,), prefills=(chunk,) * (i % 2))
@@ -415,7 +467,9 @@ def test_a_fork_does_not_end_its_parents_ranks(echo):
 
 
 def make_script(folder: Path, forever: bool) -> str:
-    """Generates and prints some tokens, then again and again; it has no `if __name__ == "__main__"`."""
+    """Generates and prints some tokens, then again and again; it has no `if __name__ ==
+    "__main__"`.
+    """
     return f"""
 from nanovllm import LLM, SamplingParams
 llm = LLM({str(folder)!r}, tensor_parallel_size=2, **{OPTIONS!r})
@@ -499,7 +553,9 @@ others: list[torch.Tensor] = []
 
 
 def test_the_largest_value_of_any_rank_wins_and_the_lowest_token_a_tie():
-    values = torch.tensor([[-1.5, 3.0, 0.0, -0.0, float("-inf"), 1e-45], [-1.25, 3.0, -0.0, 0.0, -3e38, 0.0]])
+    values = torch.tensor(
+        [[-1.5, 3.0, 0.0, -0.0, float("-inf"), 1e-45], [-1.25, 3.0, -0.0, 0.0, -3e38, 0.0]]
+    )
     tokens = torch.tensor([[7, 9, 1, 2, 3, 4], [1000, 8, 2, 1, 5, 6]])
     others.clear()
     best_over_ranks(tokens[0], values[0], FixedGroup(0, 2))

@@ -40,7 +40,14 @@ def make_root(tmp_path, cgroup):
 
 
 @pytest.mark.parametrize(
-    "quota, cores", [("max 100000", 16), ("400000 100000", 4), ("150000 100000", 1), ("10000 100000", 1), ("?", 16)]
+    "quota, cores",
+    [
+        ("max 100000", 16),
+        ("400000 100000", 4),
+        ("150000 100000", 1),
+        ("10000 100000", 1),
+        ("?", 16),
+    ],
 )
 def test_a_quota_of_version_2_bounds_the_cores(tmp_path, monkeypatch, quota, cores):
     monkeypatch.setattr(threads, "_cores_of_affinity", lambda: 16)

@@ -1,4 +1,6 @@
-"""The model in the package, as a newcomer meets it: small, complete, and continuing code as transformers would."""
+"""The model in the package, as a newcomer meets it: small, complete, and continuing code as
+transformers would.
+"""
 
 import ast
 from pathlib import Path
@@ -16,7 +18,11 @@ COUNT = 64
 @pytest.fixture(scope="module")
 def outputs():
     with LLM(TINY_MODEL, device="cpu", dtype="float32") as llm:
-        yield llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True), use_tqdm=False)
+        yield llm.generate(
+            PROMPTS,
+            SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True),
+            use_tqdm=False,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +52,9 @@ def test_greedy_tokens_equal_transformers(outputs, reference, i):
     prompt = AutoTokenizer.from_pretrained(TINY_MODEL)(PROMPTS[i], return_tensors="pt")
     reference.generation_config.eos_token_id = None  # go on past it, as asked of the outputs
     with torch.inference_mode():
-        expected = reference.generate(**prompt, do_sample=False, max_new_tokens=COUNT, pad_token_id=0)
+        expected = reference.generate(
+            **prompt, do_sample=False, max_new_tokens=COUNT, pad_token_id=0
+        )
     assert outputs[i]["token_ids"] == expected[0, prompt["input_ids"].shape[1] :].tolist()
 
 

@@ -1,4 +1,6 @@
-"""The trained model that comes with the library: real text, a real tokenizer, a real end of sequence."""
+"""The trained model that comes with the library: real text, a real tokenizer, a real end of
+sequence.
+"""
 
 import pytest
 from engine_helpers import Checkpoint, assert_empty, assert_greedy, greedy
@@ -6,7 +8,9 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, TINY_MODEL
 
-LIBRARY = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+LIBRARY = (
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+)
 TEXTS = [
     "import",
     "def add(a, b):\n",
@@ -54,7 +58,9 @@ def test_greedy_tokens_of_the_tiny_model_equal_transformers(make_llm, tiny, prom
 def test_text_stops_where_the_tiny_models_file_ends(make_llm, tiny, tokenizer, prompts, overlap):
     llm = make_llm(TINY_MODEL, overlap=overlap)
     reasons = []
-    for prompt, output in zip(prompts, llm.generate(TEXTS, greedy(40, ignore_eos=False), use_tqdm=False)):
+    for prompt, output in zip(
+        prompts, llm.generate(TEXTS, greedy(40, ignore_eos=False), use_tqdm=False)
+    ):
         expected = tiny.expected(prompt, 40)
         if tokenizer.eos_token_id in expected:
             expected = expected[: expected.index(tokenizer.eos_token_id) + 1]

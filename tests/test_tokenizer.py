@@ -66,9 +66,8 @@ def save_qwen(folder, words=QWEN_WORDS):
 def save_bytes(folder):
     """A token for each byte."""
     make_tokenizer().save_pretrained(folder)
-    change_config(
-        folder, tokenizer_class="PreTrainedTokenizerFast"
-    )  # which transformers 4 does not write
+    # Transformers 4 does not write it.
+    change_config(folder, tokenizer_class="PreTrainedTokenizerFast")
 
 
 def change_config(folder, **values):

@@ -1,4 +1,6 @@
-"""The kernel that sums over ranks: with ranks that are processes, in the interpreter, or streams of one GPU."""
+"""The kernel that sums over ranks: with ranks that are processes, in the interpreter, or streams
+of one GPU.
+"""
 
 import multiprocessing
 
@@ -8,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 import plain_layers as plain
+
 from nanovllm.kernels.triton import allreduce_norm
 from nanovllm.kernels.triton.allreduce_norm import SharedRows
 
@@ -29,7 +32,9 @@ def run_ranks(size, rank_sums):
         return
     processes = [
         multiprocessing.get_context("fork").Process(
-            target=lambda rank: [rank_sums(rank, turn) for turn in range(len(ROWS))], args=(rank,), daemon=True
+            target=lambda rank: [rank_sums(rank, turn) for turn in range(len(ROWS))],
+            args=(rank,),
+            daemon=True,
         )
         for rank in range(size)
     ]
@@ -40,7 +45,9 @@ def run_ranks(size, rank_sums):
         assert process.exitcode == 0, "it failed, or waits for the others"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("size, width", [(2, 64), (4, 100), (4, 1024)])
 @pytest.mark.parametrize("direct_rows", [5, 0, 3])  # all, none, and some of the sums go directly
 def test_ranks_that_sum_in_a_norm_get_the_norm_of_their_sum(size, width, dtype, direct_rows):
@@ -60,7 +67,9 @@ def test_ranks_that_sum_in_a_norm_get_the_norm_of_their_sum(size, width, dtype, 
         plain.add_rms_norm(sum(x.float() for x in turn), rest[0].float(), weight.float(), 1e-6)
         for turn, rest in zip(xs, residuals)
     ]
-    pieces = [shared(SharedRows.BYTES // dtype.itemsize).zero_().view(torch.uint8) for _ in range(size)]
+    pieces = [
+        shared(SharedRows.BYTES // dtype.itemsize).zero_().view(torch.uint8) for _ in range(size)
+    ]
     addresses = torch.tensor([piece.data_ptr() for piece in pieces], device=DEVICE)
     direct_bytes = direct_rows * width * dtype.itemsize
 
@@ -74,12 +83,17 @@ def test_ranks_that_sum_in_a_norm_get_the_norm_of_their_sum(size, width, dtype, 
         for x, residual in zip(xs[turn], residuals[turn]):
             assert torch.equal(x, xs[turn][0]) and torch.equal(residual, residuals[turn][0])
         torch.testing.assert_close(xs[turn][0].float(), normed, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(residuals[turn][0].float(), added, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            residuals[turn][0].float(), added, atol=tolerance, rtol=tolerance
+        )
     direct = [rows for rows in ROWS if rows <= direct_rows]
     owned = [rows for rows in ROWS if rows > direct_rows]
     for rank, piece in enumerate(pieces):
-        counters = piece[: 3 * 8 * SharedRows.ROWS].view(torch.int64).view(3, -1)[:, : max(ROWS)].tolist()
+        counters = (
+            piece[: 3 * 8 * SharedRows.ROWS].view(torch.int64).view(3, -1)[:, : max(ROWS)].tolist()
+        )
         for row, counts in enumerate(zip(*counters)):
-            directly, through_owner = sum(rows > row for rows in direct), sum(rows > row for rows in owned)
+            directly = sum(rows > row for rows in direct)
+            through_owner = sum(rows > row for rows in owned)
             arrivals = through_owner * (size - 1) if row % size == rank else 0
             assert counts == (directly * size, arrivals, through_owner)

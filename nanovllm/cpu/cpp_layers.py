@@ -14,7 +14,10 @@ from nanovllm.layers.rotary import RotaryEmbedding
 
 
 def speed_up_by_cpp(model: nn.Module) -> None:
-    """For a CPU and float32, by C++ kernels that are compiled now. ValueError: they cannot be, or another dtype."""
+    """For a CPU and float32, by C++ kernels that are compiled now.
+
+    ValueError: they cannot be, or another dtype.
+    """
     if (dtype := next(model.parameters()).dtype) != torch.float32:
         raise ValueError(f"kernels is 'cpp', but dtype is {dtype}: use float32, or kernels='auto'")
     cpp_ops.load()

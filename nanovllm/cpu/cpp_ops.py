@@ -15,8 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# What lets loops with sums, exponentials and comparisons become vector code; they meet no NaN, infinity or trap.
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
+# What lets loops with sums, exponentials and comparisons become vector code; they meet no NaN,
+# infinity or trap.
+FLAGS = [
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffinite-math-only",
+]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math", "-shared", "-fPIC"]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
@@ -43,7 +51,10 @@ def find_compiler() -> list[str] | None:
 
 @cache
 def load() -> ctypes.CDLL:
-    """Compile and load. It takes half a second, so nothing is kept on disk. Raises ValueError if it cannot be done."""
+    """Compile and load. It takes half a second, so nothing is kept on disk.
+
+    Raises ValueError if it cannot be done.
+    """
     compiler = find_compiler()
     if compiler is None:
         chosen = os.environ.get("CXX")
@@ -54,7 +65,10 @@ def load() -> ctypes.CDLL:
         command = [*compiler, *FLAGS, str(Path(__file__).with_suffix(".cpp")), "-o", library]
         run = subprocess.run(command, capture_output=True, text=True)
         if run.returncode:
-            raise ValueError(f"kernels is 'cpp', but {' '.join(command)} fails: set CXX, or use 'auto'\n{run.stderr}")
+            raise ValueError(
+                f"kernels is 'cpp', but {' '.join(command)} fails: set CXX, or use "
+                f"'auto'\n{run.stderr}"
+            )
         loaded = ctypes.CDLL(library)
     for name, kinds in ARGUMENTS.items():
         getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
@@ -101,7 +115,18 @@ def qk_norm_rope_store(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     caches = (k_cache, v_cache) if k_cache.numel() else (None, None)
     sizes = qkv.shape[0], num_heads, num_kv_heads, head_dim
-    _call("qk_norm_rope_store", qkv, q_weight, k_weight, cos_sin, positions, slots, *caches, *sizes, eps)
+    _call(
+        "qk_norm_rope_store",
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        slots,
+        *caches,
+        *sizes,
+        eps,
+    )
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
 

@@ -1,4 +1,5 @@
-"""Attention on a CPU that neither pads every sequence to the longest nor copies K and V that lie in order.
+"""Attention on a CPU that neither pads every sequence to the longest nor copies K and V that lie in
+order.
 
 Shapes are those of layers/attention.py.
 """
@@ -12,7 +13,8 @@ from torch import Tensor
 from nanovllm.layers.attention import SelfAttention, gather_kv
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
 
-PAGE = 64  # tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
+# Tokens: small enough to waste little of a sequence's last page, large enough to keep a core busy
+PAGE = 64
 
 
 class PagedSelfAttention(SelfAttention):
@@ -25,11 +27,18 @@ class PagedSelfAttention(SelfAttention):
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: PrefillMetadata,
+    scale: float,
 ) -> Tensor:
     """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
 
-    With block tables, K and V are read from the cache, where the chunks' own are already written; without, from k and v.
+    With block tables, K and V are read from the cache, where the chunks' own are already written;
+    without, from k and v.
     """
     out = torch.empty_like(q)
     starts_q, starts_k = meta.cu_seqlens_q.tolist(), meta.cu_seqlens_k.tolist()
@@ -39,12 +48,17 @@ def prefill_attention(
         if meta.block_tables is None or len_q == len_k:  # its own are all there is
             k_i, v_i = k[begin:end], v[begin:end]
         else:
-            k_i, v_i = (gather_kv(cache, meta.block_tables[i : i + 1], len_k)[0] for cache in (k_cache, v_cache))
+            k_i, v_i = (
+                gather_kv(cache, meta.block_tables[i : i + 1], len_k)[0]
+                for cache in (k_cache, v_cache)
+            )
         mask = None
         if len_q < len_k:  # query j is token len_k - len_q + j of its sequence
             mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril_(len_k - len_q)
         heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k_i, v_i))
-        o = F.scaled_dot_product_attention(*heads_first, mask, is_causal=mask is None, scale=scale, enable_gqa=True)
+        o = F.scaled_dot_product_attention(
+            *heads_first, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
         out[begin:end] = o[0].transpose(0, 1)
     return out
 
@@ -54,34 +68,45 @@ def decode_attention(
 ) -> Tensor:
     """Each page of each sequence is an attention problem of its own: q [B, H, D] -> [B, H, D].
 
-    Their results are merged by the weight that each page's log-sum-exp gives it, as split-KV decoding does (Dao et al.
-    2023).
+    Their results are merged by the weight that each page's log-sum-exp gives it, as split-KV
+    decoding does (Dao et al. 2023).
     """
     groups, dim = k_cache.shape[2:]
-    # The query heads of a group share their K and V: let them be the rows of one small attention problem.
+    # The query heads of a group share their K and V: let them be the rows of one small attention
+    # problem.
     grouped = q.view(q.shape[0], groups, -1, dim)  # [B, G, H / G, D]
     page = math.gcd(k_cache.shape[1], PAGE)
-    owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page)  # N pages in all
-    rows = (cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache))
+    # N pages in all
+    owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page)
+    rows = (
+        cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache)
+    )
     k, v = (row.view(-1, page, groups, dim).transpose(1, 2) for row in rows)  # [N, G, page, D]
+    # [N, G, H / G, D], [N, G, H / G]
     parts, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped.index_select(0, owner), k, v, attn_mask=mask.to(q.dtype), scale=scale
-    )  # [N, G, H / G, D], [N, G, H / G]
+    )
     lse = lse.flatten(1)  # [N, H]
     peak = lse.new_full((q.shape[0], lse.shape[1]), float("-inf"))
     peak = peak.scatter_reduce_(0, owner.unsqueeze(1).expand_as(lse), lse, "amax")
     weights = (lse - peak.index_select(0, owner)).exp_()
-    # Sums over a sequence's pages are products with the matrix of which page is whose: adding up by index is slower.
+    # Sums over a sequence's pages are products with the matrix of which page is whose: adding up by
+    # index is slower.
     total = members @ weights  # [B, H]
     merged = members @ (parts.float() * weights.view(*parts.shape[:-1], 1)).flatten(1)  # [B, H D]
     return (merged.view(*total.shape, dim) / total.unsqueeze(-1)).to(q.dtype).view(q.shape)
 
 
-_split: tuple[Tensor, tuple[Tensor, ...]] | None = None  # of the last step: every layer asks for the same one
+# Of the last step: every layer asks for the same one.
+_split: tuple[Tensor, tuple[Tensor, ...]] | None = None
 
 
-def _split_into_pages(lens: Tensor, tables: Tensor, block_size: int, page: int) -> tuple[Tensor, ...]:
-    """Of N pages: the sequence each belongs to, its place in the cache, its mask [N, 1, 1, page], and [B, N] which is whose."""
+def _split_into_pages(
+    lens: Tensor, tables: Tensor, block_size: int, page: int
+) -> tuple[Tensor, ...]:
+    """Of N pages: the sequence each belongs to, its place in the cache, its mask [N, 1, 1,
+    page], and [B, N] which is whose.
+    """
     global _split
     split = _split  # another thread may replace it
     if split is None or split[0] is not lens:

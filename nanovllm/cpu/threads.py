@@ -3,7 +3,7 @@
 PyTorch starts a thread for each core of the machine, and threads that wait for each other spin.
 That is the fastest way as long as each has a core to itself. When other processes want the cores
 too, a thread spins for one that the system has set aside, a hundred times a step. Two threads on
-two cores (AMD EPYC 9005, PyTorch 2.13), beside four busy processes, made 3 tokens a second with the
+two cores (AMD EPYC, PyTorch 2.13), beside four busy processes, made 3 tokens a second with the
 package's small model, and one thread made 150; on the idle machine either made 560.
 
 So a step runs on at most as many threads as this process may use cores, and on fewer for a while

@@ -1,7 +1,8 @@
 """The ranks a model is split over, as its layers see them. The one owner of torch.distributed.
 
-Knows collectives and how ranks find each other. Knows nothing about processes: who starts the ranks, commands them and
-notices their death is distributed/tensor_parallel.py. A process is one rank of one group for all its life.
+Knows collectives and how ranks find each other. Knows nothing about processes: who starts the
+ranks, commands them and notices their death is distributed/tensor_parallel.py. A process is one
+rank of one group for all its life.
 """
 
 import os
@@ -47,10 +48,13 @@ PATIENCE = timedelta(days=12)
 
 @dataclass(frozen=True)
 class DistributedGroup(ParallelGroup):
-    """A ParallelGroup of several processes, by torch.distributed: NCCL between GPUs, gloo between CPUs."""
+    """A ParallelGroup of several processes, by torch.distributed: NCCL between GPUs, gloo
+    between CPUs.
+    """
 
     device: torch.device = torch.device("cpu")  # of the tensors that the backend exchanges
-    symmetric: "SymmetricMemorySum | None" = None  # for small tensors of GPUs that read each other's memory
+    # For small tensors of GPUs that read each other's memory.
+    symmetric: "SymmetricMemorySum | None" = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.symmetric is not None and self.symmetric.can_sum(x):
@@ -63,7 +67,10 @@ class DistributedGroup(ParallelGroup):
         return self.symmetric.rows_for(x) if self.symmetric is not None else None
 
     def begin_all_reduce(self, x: Tensor) -> dist.Work:
-        """Start to sum the ranks' `x` in place. Other work may go on until `wait` on what this returns."""
+        """Start to sum the ranks' `x` in place.
+
+        Other work may go on until `wait` on what this returns.
+        """
         return dist.all_reduce(x, async_op=True)
 
     def maximum(self, x: Tensor) -> Tensor:
@@ -72,7 +79,8 @@ class DistributedGroup(ParallelGroup):
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        all_gather_one(gathered.flatten(0, 1), x.contiguous())  # one after the other: gloo does not stack
+        # One after the other: gloo does not stack.
+        all_gather_one(gathered.flatten(0, 1), x.contiguous())
         return gathered
 
     def minimum(self, value: int) -> int:

@@ -1,7 +1,7 @@
 """Overlap the all-reduces of a long prefill with its products.
 
-Between one attention and the next, rows go in micro-batches: while the ranks sum one of them, the next is computed.
-Attention itself needs all rows at once.
+Between one attention and the next, rows go in micro-batches: while the ranks sum one of them, the
+next is computed. Attention itself needs all rows at once.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,9 @@ class OverlappedDecoder(FusedDecoder):
         return x, self.embed_tokens.group.begin_all_reduce(x)
 
     def finish_sums(self, sums, residuals: list[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
-        """Wait for each sum when its turn comes, add it to its residual, and give the norm of that."""
+        """Wait for each sum when its turn comes, add it to its residual, and give the norm of
+        that.
+        """
         for i, (x, work) in enumerate(sums):
             work.wait()
             normed, residuals[i] = add_rms_norm(x, residuals[i], norm.weight, norm.eps)

@@ -1,7 +1,7 @@
 """Sums of small tensors over GPUs that read each other's memory (PyTorch's symmetric memory).
 
-Knows which sums are faster so than by NCCL, and owns the memory that the kernels share. Uses none of the multicast
-operations.
+Knows which sums are faster so than by NCCL, and owns the memory that the kernels share. Uses none
+of the multicast operations.
 """
 
 import torch
@@ -12,13 +12,16 @@ from nanovllm.kernels.triton.allreduce_norm import SharedRows
 
 
 class SymmetricMemorySum:
-    """Sums a small tensor in one kernel: every rank reads the others' memory, where NCCL would pass it around.
+    """Sums a small tensor in one kernel: every rank reads the others' memory, where NCCL would pass
+    it around.
 
-    Uses PyTorch's symmetric memory, and of that never the multicast operations. All ranks must sum in the same order.
+    Uses PyTorch's symmetric memory, and of that never the multicast operations. All ranks must sum
+    in the same order.
     """
 
-    # Bytes up to which a sum is faster in one shot than by NCCL, and directly than through owners, measured on 2 and 4 H200s;
-    # for 8 they are estimates. One shot reads size - 1 times the bytes, NCCL and owners twice whatever the size.
+    # Bytes up to which a sum is faster in one shot than by NCCL, and directly than through owners,
+    # measured on 2 and 4 H200s; for 8 they are estimates. One shot reads size - 1 times the bytes,
+    # NCCL and owners twice whatever the size.
     MAX_BYTES = {2: 4 << 20, 4: 512 << 10, 8: 256 << 10}
     MAX_DIRECT_BYTES = {2: 4 << 20, 4: 256 << 10, 8: 128 << 10}
 
@@ -29,7 +32,9 @@ class SymmetricMemorySum:
         self.max_bytes = self.MAX_BYTES[size]
         self.buffer = symmetric_memory.empty(self.max_bytes, dtype=torch.uint8, device=device)
         symmetric_memory.rendezvous(self.buffer, self.group_name)
-        self.rows = symmetric_memory.empty(SharedRows.BYTES, dtype=torch.uint8, device=device).zero_()
+        self.rows = symmetric_memory.empty(
+            SharedRows.BYTES, dtype=torch.uint8, device=device
+        ).zero_()
         torch.cuda.synchronize(device)  # no rank may count here before the zeros are written
         handle = symmetric_memory.rendezvous(self.rows, self.group_name)
         pieces = [handle.get_buffer(rank, self.rows.shape, torch.uint8) for rank in range(size)]
@@ -45,21 +50,35 @@ class SymmetricMemorySum:
             and hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy")
             and all(
                 torch.cuda.can_device_access_peer(device, peer)
-                for peer in range(device.index - dist.get_rank(), device.index - dist.get_rank() + size)
+                for peer in range(
+                    device.index - dist.get_rank(), device.index - dist.get_rank() + size
+                )
                 if peer != device.index
             )
         )
 
     def can_sum(self, x: Tensor) -> bool:
-        return x.nbytes <= self.max_bytes and x.nbytes % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
+        return (
+            x.nbytes <= self.max_bytes
+            and x.nbytes % 16 == 0
+            and x.dtype in (torch.bfloat16, torch.float32)
+        )
 
     def rows_for(self, x: Tensor) -> SharedRows | None:
-        """Where the kernel of the next norm can sum the ranks' `x` [T, N]; None: it is too large for that."""
+        """Where the kernel of the next norm can sum the ranks' `x` [T, N]; None: it is too large
+        for that.
+        """
         row_bytes = x.shape[1] * x.itemsize
-        fits = x.shape[0] <= SharedRows.ROWS and row_bytes <= SharedRows.ROW_BYTES and row_bytes % 16 == 0
+        fits = (
+            x.shape[0] <= SharedRows.ROWS
+            and row_bytes <= SharedRows.ROW_BYTES
+            and row_bytes % 16 == 0
+        )
         return self.shared if fits else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' `x`."""
         shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x.contiguous(), "sum", self.group_name)
+        return torch.ops.symm_mem.one_shot_all_reduce_copy(
+            shared, x.contiguous(), "sum", self.group_name
+        )

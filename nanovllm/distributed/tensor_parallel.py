@@ -25,6 +25,7 @@ from typing import IO, Any, NoReturn
 
 import torch
 
+from nanovllm.compose import build_runner, choose_device
 from nanovllm.config import Config
 from nanovllm.distributed.channel import (
     Channel,
@@ -37,7 +38,6 @@ from nanovllm.distributed.channel import (
     Synchronize,
 )
 from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
-from nanovllm.compose import build_runner, choose_device
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 
 import torch
 
+from nanovllm.compose import choose_device
 from nanovllm.cpu.threads import threads_of_rank
 from nanovllm.distributed.channel import (
     Channel,
@@ -30,9 +31,7 @@ from nanovllm.distributed.channel import (
     Synchronize,
 )
 from nanovllm.distributed.collectives import join_group
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.compose import choose_device
-from nanovllm.engine.model_runner import SampledTokens
+from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 
 PR_SET_PDEATHSIG = 1
 

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from nanovllm.sampling_params import SamplingMetadata
 
 
-
 @dataclass(frozen=True, slots=True)
 class Fork:
     """A sequence that goes on where another's prompt ends: it samples from the same hidden state.
@@ -53,9 +52,8 @@ class StepResult(NamedTuple):
     """What a step answers."""
 
     tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
-    logprobs: dict[
-        int, dict[int, float]
-    ] = {}  # index among `tokens` -> token id -> log-probability
+    # Index among `tokens` -> token id -> log-probability.
+    logprobs: dict[int, dict[int, float]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,8 @@ class RunnerInfo:
     device: str  # such as "cpu"; with several ranks, rank 0's
     dtype: str  # of weights and activations, such as "bfloat16"
     attention: str  # the attention backend's name
-    num_parameters: int  # a rank counts what it holds; the runner of several ranks, the whole model's
+    # A rank counts what it holds; the runner of several ranks, the whole model's.
+    num_parameters: int
     kv_cache_bytes: int  # likewise; the runner of several ranks gives their sum
 
 

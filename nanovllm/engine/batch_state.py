@@ -1,7 +1,7 @@
 """The state of the running sequences, kept on the device: one batch slot for each.
 
-So a decode step needs nothing from the host but which slots to run. A sequence keeps its slot from its admission to its
-end.
+So a decode step needs nothing from the host but which slots to run. A sequence keeps its slot from
+its admission to its end.
 """
 
 from typing import NamedTuple
@@ -21,22 +21,34 @@ class DecodeInputs(NamedTuple):
 
 
 class BatchState:
-    """S batch slots, and one more at the end for padding: its length stays 0, and its K and V are not written."""
+    """S batch slots, and one more at the end for padding: its length stays 0, and its K and V
+    are not written.
+    """
 
-    def __init__(self, num_slots: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> None:
         self.block_size = block_size
         self.padding_slot = num_slots
         with torch.device(device):
             self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64)
-            self.context_lens = torch.zeros(num_slots + 1, dtype=torch.int32)  # tokens in the KV cache
+            # Tokens in the KV cache.
+            self.context_lens = torch.zeros(num_slots + 1, dtype=torch.int32)
             self.block_tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32)
             self.temperatures = torch.zeros(num_slots + 1, dtype=torch.float32)
             self.seeds = torch.zeros(num_slots + 1, dtype=torch.int64)
 
     def start(
-        self, slots: Tensor, context_lens: Tensor, block_tables: Tensor, temperatures: Tensor, seeds: Tensor
+        self,
+        slots: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        temperatures: Tensor,
+        seeds: Tensor,
     ) -> None:
-        """Let sequences run in `slots` [N] int64, of which `context_lens` [N] tokens will be cached after this step."""
+        """Let sequences run in `slots` [N] int64, of which `context_lens` [N] tokens will be
+        cached after this step.
+        """
         self.context_lens[slots] = context_lens
         self.block_tables[slots] = block_tables
         self.temperatures[slots] = temperatures
@@ -47,16 +59,21 @@ class BatchState:
         self.block_tables[slots, indices] = blocks.int()
 
     def advance(self, slots: Tensor) -> DecodeInputs:
-        """The inputs of a decode step of `slots` [B] int64, whose last tokens are counted into their contexts."""
+        """The inputs of a decode step of `slots` [B] int64, whose last tokens are counted into
+        their contexts.
+        """
         block_tables = self.block_tables[slots]
         positions = self.context_lens[slots].long()
-        blocks = block_tables.gather(1, (positions // self.block_size).unsqueeze(1)).squeeze(1).long()
+        blocks = (
+            block_tables.gather(1, (positions // self.block_size).unsqueeze(1)).squeeze(1).long()
+        )
         kv_slots = blocks * self.block_size + positions % self.block_size
         context_lens = (positions + 1).int()
         self.context_lens[slots] = context_lens
         self.context_lens[self.padding_slot] = 0
         return DecodeInputs(
-            token_ids=self.last_tokens[slots].clamp(min=0),  # an invalid token is -1, until its request has failed
+            # An invalid token is -1, until its request has failed.
+            token_ids=self.last_tokens[slots].clamp(min=0),
             positions=positions,
             slot_mapping=kv_slots.masked_fill(slots == self.padding_slot, -1),
             context_lens=context_lens,

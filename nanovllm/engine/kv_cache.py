@@ -11,8 +11,13 @@ from torch import Tensor
 GIB = 2**30
 
 
-def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[layers, 2 (K, V), blocks, block_size, G, D]. Zeroed: a masked position must not hold a NaN."""
+def allocate_kv_cache(
+    layers, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[layers, 2 (K, V), blocks, block_size, G, D].
+
+    Zeroed: a masked position must not hold a NaN.
+    """
     shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
     if device.type == "cpu":
         # The system provides zero pages when they are first touched, huge ones where it can:
@@ -22,8 +27,9 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise ValueError(
-                f"the KV cache of {num_blocks} blocks of {block_size} tokens takes {size / GIB:,.1f} GiB, which this machine "
-                f"does not have: set num_kvcache_blocks or kvcache_block_size lower ({error})"
+                f"the KV cache of {num_blocks} blocks of {block_size} tokens takes "
+                f"{size / GIB:,.1f} GiB, which this machine does not have: set num_kvcache_blocks "
+                f"or kvcache_block_size lower ({error})"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
@@ -34,10 +40,15 @@ def allocate_kv_cache(layers, num_blocks: int, block_size: int, dtype: torch.dty
 
 def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers) * dtype.itemsize
+    return (
+        sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
+        * dtype.itemsize
+    )
 
 
 def num_blocks_in_ram(block: int, needed: int, ranks: int) -> int:
-    """Blocks of `block` bytes for a CPU: what running sequences can need, for all ranks at most a quarter of the memory."""
+    """Blocks of `block` bytes for a CPU: what running sequences can need, for all ranks at most
+    a quarter of the memory.
+    """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(needed, physical // 4 // ranks // block))

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -24,13 +24,18 @@ from nanovllm.weights.loader import check_num_layers
 
 
 class Detokenizer(Protocol):
-    """Reads the texts of sequences while they run, and finds stop strings in them. The engine never looks at a text."""
+    """Reads the texts of sequences while they run, and finds stop strings in them.
+
+    The engine never looks at a text.
+    """
 
     def add(self, seq: Sequence) -> None:
         """Read this sequence from now on."""
 
     def update(self, sampled: list[Sequence]) -> list[Sequence]:
-        """Read the last token of each sequence; returns those of which the text has come to a stop string."""
+        """Read the last token of each sequence; returns those of which the text has come to a
+        stop string.
+        """
 
     def remove(self, seq: Sequence) -> None:
         """Read this sequence no more, if it is read."""

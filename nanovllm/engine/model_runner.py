@@ -1,7 +1,8 @@
 """Run batches: own the model, the KV cache and the state of the running sequences.
 
-`launch` turns a batch into sampled tokens. Knows no sequences and no policy: those are the scheduler's. This runner is
-plain, and right on any device; what a device can do better is a subclass's to say.
+`launch` turns a batch into sampled tokens. Knows no sequences and no policy: those are the
+scheduler's. This runner is plain, and right on any device; what a device can do better is a
+subclass's to say.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ class StepOutput(NamedTuple):
     """What a step leaves on the device, for each of B sequences that sampled a token."""
 
     tokens: Tensor  # [B] int64
-    logits: Tensor  # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
+    # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
+    logits: Tensor
     positions: Tensor  # [B] int32, where the tokens will stand
 
 
@@ -46,7 +48,9 @@ class PrefillInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A step's answer: tokens [B], and log-probabilities for those that asked (see sampling/resampler.py)."""
+    """A step's answer: tokens [B], and log-probabilities for those that asked (see
+    sampling/resampler.py).
+    """
 
     tokens: Tensor
     logprobs: list[Any] = field(default_factory=list)
@@ -57,15 +61,17 @@ class SampledTokens:
 
     def wait(self) -> StepResult:
         return StepResult(
-            self.tokens.tolist(), {i: of_token for part in self.logprobs for i, of_token in part.read().items()}
+            self.tokens.tolist(),
+            {i: of_token for part in self.logprobs for i, of_token in part.read().items()},
         )
 
 
 class ModelRunner:
     """One rank's model. Every rank launches the same batches and samples the same tokens.
 
-    `transform`: changes the model, once it is loaded, into one that computes the same. `make_resampler`: makes what
-    samples for requests that ask for more than temperature and seed, of this runner.
+    `transform`: changes the model, once it is loaded, into one that computes the same.
+    `make_resampler`: makes what samples for requests that ask for more than temperature and seed,
+    of this runner.
     """
 
     attention_name = "plain"
@@ -94,7 +100,9 @@ class ModelRunner:
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
         self.model = self._build_model(hf_config)
-        self.attention_layers = [module for module in self.model.modules() if isinstance(module, SelfAttention)]
+        self.attention_layers = [
+            module for module in self.model.modules() if isinstance(module, SelfAttention)
+        ]
         self.state = BatchState(max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.resampler: Any = None  # made once a request asks for it
@@ -127,7 +135,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _allocate(self) -> None:
-        """Make the KV cache. Every rank has as many blocks as the one that has room for the fewest."""
+        """Make the KV cache. Every rank has as many blocks as the one that has room for the
+        fewest.
+        """
         self.num_blocks = self.group.minimum(self.config.num_kvcache_blocks or self._count_blocks())
         self._bind_cache(self.num_blocks)
 
@@ -138,7 +148,9 @@ class ModelRunner:
 
     def _bind_cache(self, num_blocks: int) -> None:
         layers = self.attention_layers
-        self.kv_cache = allocate_kv_cache(layers, num_blocks, self.block_size, self.dtype, self.device)
+        self.kv_cache = allocate_kv_cache(
+            layers, num_blocks, self.block_size, self.dtype, self.device
+        )
         for layer, (k_cache, v_cache) in zip(layers, self.kv_cache):
             layer.k_cache, layer.v_cache = k_cache, v_cache
 
@@ -165,15 +177,19 @@ class ModelRunner:
     def _run_decode(self, slots: Tensor, shared_prefix_len: Tensor | None = None) -> StepOutput:
         inputs = self._advance(slots)
         metadata = AttentionMetadata(
-            inputs.slot_mapping, len(slots), inputs.context_lens, inputs.block_tables, shared_prefix_len
+            inputs.slot_mapping,
+            len(slots),
+            inputs.context_lens,
+            inputs.block_tables,
+            shared_prefix_len,
         )
         with forward_context(metadata):
             hidden = self.model(inputs.token_ids, inputs.positions)
         return self._sample(hidden, slots, inputs.context_lens)
 
     def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
-        """Decoding sequences and prompt chunks in one forward pass -> a token for each of the former, then one for
-        each chunk that ends its prompt, then one for each fork.
+        """Decoding sequences and prompt chunks in one forward pass -> a token for each of the
+        former, then one for each chunk that ends its prompt, then one for each fork.
         """
         decodes = len(slots)
         prefill = self._prefill_inputs(chunks)
@@ -183,16 +199,26 @@ class ModelRunner:
             decode = self._advance(slots)
             context_lens, block_tables = decode.context_lens, decode.block_tables
             token_ids, positions, slot_mapping = map(torch.cat, zip(decode[:3], prefill[:3]))
-        # Tokens are sampled from a chunk's last token if it ends its prompt, and for each of its forks from the same.
+        # Tokens are sampled from a chunk's last token if it ends its prompt, and for each of its
+        # forks from the same.
         ending = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         forking = [i for i, chunk in enumerate(chunks) for _ in chunk.forks]
         ends = decodes + np.cumsum([len(chunk.token_ids) for chunk in chunks])
         last_tokens = [*range(decodes), *(ends[ending + forking] - 1)]
-        starting = [*ending, *range(len(chunks), len(chunks) + len(forking))]  # among the S sequences
-        sizes = [max(1, len(last_tokens)), len(starting)]  # a forward pass carries at least one token to its end
-        indices, starting_d = self._upload(np.array((last_tokens or [0]) + starting, dtype=np.int64)).split(sizes)
+        # Among the S sequences.
+        starting = [*ending, *range(len(chunks), len(chunks) + len(forking))]
+        # A forward pass carries at least one token to its end.
+        sizes = [max(1, len(last_tokens)), len(starting)]
+        indices, starting_d = self._upload(
+            np.array((last_tokens or [0]) + starting, dtype=np.int64)
+        ).split(sizes)
         metadata = AttentionMetadata(
-            slot_mapping, decodes, context_lens, block_tables, prefill=prefill.metadata, logits_indices=indices
+            slot_mapping,
+            decodes,
+            context_lens,
+            block_tables,
+            prefill=prefill.metadata,
+            logits_indices=indices,
         )
         with forward_context(metadata):
             hidden = self.model(token_ids, positions)
@@ -204,7 +230,9 @@ class ModelRunner:
         return self._sample(hidden[: len(last_tokens)], slots, positions)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
-        """Bring the chunks' tokens to the device, and set the state of their batch slots and of their forks'."""
+        """Bring the chunks' tokens to the device, and set the state of their batch slots and of
+        their forks'.
+        """
         sequences = [*chunks, *(fork for chunk in chunks for fork in chunk.forks)]
         lengths = [len(chunk.token_ids) for chunk in chunks]
         starts_q = np.concatenate(([0], np.cumsum(lengths)))
@@ -224,20 +252,28 @@ class ModelRunner:
         starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))
         temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
         # Few uploads: each takes the host some microseconds.
-        ints = np.concatenate((starts_q, starts_k, ends, temperatures.view(np.int32)), dtype=np.int32)
+        ints = np.concatenate(
+            (starts_q, starts_k, ends, temperatures.view(np.int32)), dtype=np.int32
+        )
         sizes = [len(starts_q), len(starts_k), len(ends), len(ends)]
         cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload(ints).split(sizes)
-        slots, seeds = self._upload(np.array([[seq.batch_slot for seq in sequences], [seq.seed for seq in sequences]]))
+        slots, seeds = self._upload(
+            np.array([[seq.batch_slot for seq in sequences], [seq.seed for seq in sequences]])
+        )
         tables_d = self._upload(tables)
         self.state.start(slots, context_lens, tables_d, temperatures_d.view(torch.float32), seeds)
         self._start_resampling(sequences)
 
         cached = tables_d[: len(chunks)] if any(chunk.start for chunk in chunks) else None
-        metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached)
+        metadata = PrefillMetadata(
+            cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached
+        )
         return PrefillInputs(*self._upload(tokens), slots, context_lens, metadata)
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
-        """Tell of sequences that ask for more than temperature and seed, and of slots that do not."""
+        """Tell of sequences that ask for more than temperature and seed, and of slots that do
+        not.
+        """
         if self.resampler is None and any(seq.sampling is not None for seq in sequences):
             if self.make_resampler is None:
                 raise ValueError("temperature, max_tokens and seed are all that can be asked for")
@@ -248,15 +284,20 @@ class ModelRunner:
 
     def _copy_blocks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
-        forks = [(chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size]
+        forks = [
+            (chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
+        ]
         copies = [(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks]
         if copies:
             source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-            for layer in self.kv_cache:  # one by one: what is read is held in memory before it is written
+            # One by one: what is read is held in memory before it is written.
+            for layer in self.kv_cache:
                 layer[:, copy] = layer[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
-        """Sample the token at `positions` [B] of each of `slots` [B], and make it the slot's last."""
+        """Sample the token at `positions` [B] of each of `slots` [B], and make it the slot's
+        last.
+        """
         logits = self.model.compute_logits(hidden)
         temperatures, seeds = self.state.temperatures[slots], self.state.seeds[slots]
         start = self.model.lm_head.vocab_start
@@ -292,12 +333,19 @@ class ModelRunner:
 
 
 def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations. "auto" is float32 on a CPU, the checkpoint's elsewhere."""
+    """The dtype of weights and activations.
+
+    "auto" is float32 on a CPU, the checkpoint's elsewhere.
+    """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
         return torch.float32
-    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
+    dtype = (
+        getattr(hf_config, "dtype", None)
+        or getattr(hf_config, "torch_dtype", None)
+        or torch.bfloat16
+    )
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 

@@ -1,7 +1,8 @@
 """Capture the decode step at a few batch sizes; replay the smallest that holds a batch.
 
-A replay launches the whole step at once, so the host's cost no longer grows with the number of layers. Knows nothing of
-what the step computes: only that it runs the first n rows of a fixed buffer and that padding rows are harmless.
+A replay launches the whole step at once, so the host's cost no longer grows with the number of
+layers. Knows nothing of what the step computes: only that it runs the first n rows of a fixed
+buffer and that padding rows are harmless.
 """
 
 from bisect import bisect_left
@@ -19,7 +20,9 @@ def sizes_up_to(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`step(n, variant)` runs n rows and returns the tensors it leaves behind; they stay valid until the next replay."""
+    """`step(n, variant)` runs n rows and returns the tensors it leaves behind; they stay valid
+    until the next replay.
+    """
 
     def __init__(self, step: Callable[[int, bool], NamedTuple], max_num_seqs: int) -> None:
         self.step = step
@@ -28,15 +31,19 @@ class DecodeGraphs:
         self._pool = None
 
     def capture(self, sizes: list[int], variant: bool = False) -> None:
-        """The largest size comes first: the others then fit into its memory. All rows must be padding, and the
-        current stream must not be the default one.
+        """The largest size comes first: the others then fit into its memory.
+
+        All rows must be padding, and the current stream must not be the default one.
         """
         for size in sorted(sizes, reverse=True):
-            self.step(size, variant)  # compiles kernels and lets the libraries allocate: neither may happen in a capture
+            # Compiles kernels and lets the libraries allocate: neither may happen in a capture.
+            self.step(size, variant)
             graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.current_stream()
             # Other threads of the process may use CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 left = self.step(size, variant)
             self._pool = graph.pool()
             self._graphs[size, variant] = graph, left._make(map(_borrow, left))
@@ -68,6 +75,10 @@ class _Memory:
 
 
 def _borrow(tensor: Tensor) -> Tensor:
-    """The same elements, but their memory is free for the graphs captured next: only one is replayed at a time."""
+    """The same elements, but their memory is free for the graphs captured next: only one is
+    replayed at a time.
+    """
     assert tensor.is_contiguous()
-    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    return (
+        torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
+    )

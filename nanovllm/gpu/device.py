@@ -8,10 +8,14 @@ import torch
 
 
 def begin_driver(name: str) -> None:
-    """Start the CUDA driver beside what the host does next: it takes seconds, but none of Python's lock."""
+    """Start the CUDA driver beside what the host does next: it takes seconds, but none of
+    Python's lock.
+    """
     if name != "cpu":
         with suppress(OSError):  # a machine without one
-            threading.Thread(target=ctypes.CDLL("libcuda.so.1").cuInit, args=(0,), daemon=True).start()
+            threading.Thread(
+                target=ctypes.CDLL("libcuda.so.1").cuInit, args=(0,), daemon=True
+            ).start()
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
@@ -22,12 +26,16 @@ def resolve_device(name: str, rank: int) -> torch.device:
     if name == "cpu":
         return torch.device("cpu")
     if not available:
-        raise ValueError(f"device is {name!r}, but PyTorch sees no CUDA device: use 'cpu' or install a CUDA build of torch")
+        raise ValueError(
+            f"device is {name!r}, but PyTorch sees no CUDA device: use 'cpu' or install a CUDA "
+            "build of torch"
+        )
     index = int(name.partition(":")[2] or 0) + rank
     if index >= torch.cuda.device_count():
         raise ValueError(
-            f"device cuda:{index} is needed for rank {rank}, but there are {torch.cuda.device_count()} CUDA devices: "
-            "lower tensor_parallel_size, or choose another device"
+            f"device cuda:{index} is needed for rank {rank}, but there are "
+            f"{torch.cuda.device_count()} CUDA devices: lower tensor_parallel_size, or choose "
+            "another device"
         )
     return torch.device("cuda", index)
 

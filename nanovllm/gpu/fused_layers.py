@@ -1,8 +1,9 @@
 """Replace a model's plain layers by ones that compute the same with fewer and faster kernels.
 
-Two things are done differently from the plain model. A layer's small operations are fused into Triton kernels. And what
-attention or an MLP adds to the residual stream is not added there: the next norm sums it over the ranks, adds it and
-norms the result, in one kernel. Whatever a family does in its own way stays as it is, and the rest is fused around it.
+Two things are done differently from the plain model. A layer's small operations are fused into
+Triton kernels. And what attention or an MLP adds to the residual stream is not added there: the
+next norm sums it over the ranks, adds it and norms the result, in one kernel. Whatever a family
+does in its own way stays as it is, and the rest is fused around it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.transformer import Decoder, DecoderLayer
 
@@ -115,7 +115,9 @@ class FusedSelfAttention(SelfAttention):
         elif decodes == 0:
             out = self._prefill(q, k, v)
         else:
-            out = torch.cat((self._decode(q[:decodes]), self._prefill(q[decodes:], k[decodes:], v[decodes:])))
+            out = torch.cat(
+                (self._decode(q[:decodes]), self._prefill(q[decodes:], k[decodes:], v[decodes:]))
+            )
         return out.flatten(1)  # [T, H, D] -> [T, H D]
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +126,9 @@ class FusedSelfAttention(SelfAttention):
 
     def _decode(self, q: Tensor) -> Tensor:
         metadata = current_metadata()
-        lens, tables, shared = metadata.context_lens, metadata.block_tables, metadata.shared_prefix_len
+        lens = metadata.context_lens
+        tables = metadata.block_tables
+        shared = metadata.shared_prefix_len
         return self.backend.decode(q, self.k_cache, self.v_cache, lens, tables, self.scale, shared)
 
 
@@ -149,11 +153,15 @@ class FusedMixtureOfExperts(MixtureOfExperts):
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum."""
         experts = self.experts
-        return moe.moe(x, self.gate(x), experts.gate_up_proj, experts.down_proj, self.top_k, self.renormalize)
+        return moe.moe(
+            x, self.gate(x), experts.gate_up_proj, experts.down_proj, self.top_k, self.renormalize
+        )
 
 
 class FusedDecoder(Decoder):
-    """Passes from block to block what the last one adds, not yet summed over ranks, and the residual stream before it."""
+    """Passes from block to block what the last one adds, not yet summed over ranks, and the
+    residual stream before it.
+    """
 
     outline = False  # run the first and the last layer alone, which launch all kernels there are
 
@@ -171,7 +179,8 @@ class FusedDecoder(Decoder):
         for layer, next_norm in zip(layers, self.following_norms(layers)):
             heads = layer.self_attn.heads(layer.self_attn.qkv_proj(x), positions)
             if layer is layers[-1] and indices is not None:
-                # No token attends to the last layer's result: only what is wanted of it need be computed.
+                # No token attends to the last layer's result: only what is wanted of it need be
+                # computed.
                 x, residual = self.finish_layer(layer, heads[indices], residual[indices], next_norm)
             else:
                 x, residual = self.finish_layer(layer, heads, residual, next_norm, spare=x)
@@ -182,7 +191,12 @@ class FusedDecoder(Decoder):
         return [*(layer.input_layernorm for layer in layers[1:]), self.norm]
 
     def finish_layer(
-        self, layer: DecoderLayer, heads: Tensor, residual: Tensor, next_norm: RMSNorm, spare: Tensor | None = None
+        self,
+        layer: DecoderLayer,
+        heads: Tensor,
+        residual: Tensor,
+        next_norm: RMSNorm,
+        spare: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What follows attention: heads [T, H D] and residual [T, hidden] -> (normed, residual)."""
         x = layer.self_attn.o_proj.partial(heads, spare)
@@ -190,7 +204,9 @@ class FusedDecoder(Decoder):
         return self.add_and_norm(layer.mlp.partial(x), residual, next_norm)
 
     def add_and_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """total = residual + the sum of the ranks' x -> (norm(total), total), which may overwrite both."""
+        """total = residual + the sum of the ranks' x -> (norm(total), total), which may
+        overwrite both.
+        """
         group = self.embed_tokens.group
         if group.size > 1:
             if (rows := group.shared_rows(x)) is not None:

@@ -1,7 +1,8 @@
 """How many KV blocks fit on a GPU beside the model.
 
-An LLM's budget is a part of the whole memory. What it needs at its peak is measured by running the largest step. What
-others hold there is not subtracted from the budget; it matters only if it leaves less than that free.
+An LLM's budget is a part of the whole memory. What it needs at its peak is measured by running the
+largest step. What others hold there is not subtracted from the budget; it matters only if it leaves
+less than that free.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,14 @@ class MemoryBudget:
         self._before = torch.cuda.memory_allocated(device)  # another LLM of this process has it
         self._others_before = self._outside_pytorch()
 
-    def num_blocks(self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int) -> int:
-        """Blocks of `block` bytes that fit; the largest step runs with one, and `graphs` bytes are left for CUDA graphs.
+    def num_blocks(
+        self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int
+    ) -> int:
+        """Blocks of `block` bytes that fit; the largest step runs with one, and `graphs` bytes are
+        left for CUDA graphs.
 
-        Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full length.
+        Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full
+        length.
         """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -42,10 +47,12 @@ class MemoryBudget:
         room = min(within_budget, within_free)
         if room < needed_for_one * block:
             raise ValueError(
-                f"gpu_memory_utilization is {self.utilization} of {total / GIB:.1f} GiB, {free / GIB:.1f} GiB of it free; "
-                f"model and activations take {(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} "
-                f"GiB for the KV cache, but one sequence of max_model_len needs {needed_for_one * block / GIB:.1f} GiB: raise "
-                f"gpu_memory_utilization, lower max_model_len or max_num_batched_tokens, or free memory on the GPU"
+                f"gpu_memory_utilization is {self.utilization} of {total / GIB:.1f} GiB, "
+                f"{free / GIB:.1f} GiB of it free; model and activations take "
+                f"{(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} "
+                "GiB for the KV cache, but one sequence of max_model_len needs "
+                f"{needed_for_one * block / GIB:.1f} GiB: raise gpu_memory_utilization, lower "
+                "max_model_len or max_num_batched_tokens, or free memory on the GPU"
             )
         return int(room // block)
 

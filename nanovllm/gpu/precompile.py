@@ -1,7 +1,7 @@
 """Compile Triton kernels side by side, before they are launched.
 
-Triton compiles a kernel at its first launch. An engine's start meets some 35 kernels, a quarter of a second each, most
-of it outside of Python's lock, so that threads compile several at a time.
+Triton compiles a kernel at its first launch. An engine's start meets some 35 kernels, a quarter of
+a second each, most of it outside of Python's lock, so that threads compile several at a time.
 """
 
 import threading
@@ -12,15 +12,22 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-ZEROED = {torch.empty: torch.zeros, torch.empty_like: torch.zeros_like, Tensor.new_empty: Tensor.new_zeros}
+ZEROED = {
+    torch.empty: torch.zeros,
+    torch.empty_like: torch.zeros_like,
+    Tensor.new_empty: Tensor.new_zeros,
+}
 
 
 def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
-    """What `run` launches and is not compiled yet: for each kernel a function that compiles it, on any thread.
+    """What `run` launches and is not compiled yet: for each kernel a function that compiles it, on
+    any thread.
 
-    `run` is run without those kernels. What they would have written is 0: a valid token, position and block.
+    `run` is run without those kernels. What they would have written is 0: a valid token, position
+    and block.
     """
-    if not hasattr(triton, "AsyncCompileMode"):  # an older release, which does not compile in threads
+    # An older release, which does not compile in threads.
+    if not hasattr(triton, "AsyncCompileMode"):
         return []
     found, this_thread, hooks = {}, threading.get_ident(), triton.knobs.runtime
 
@@ -37,7 +44,9 @@ def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
     finally:
         hooks.jit_cache_hook = previous
     # Reading `run` of a compiled kernel builds its launcher and loads it onto the thread's device.
-    return [lambda kernel=kernel, data=data: kernel.preload(data).run for kernel, data in found.values()]
+    return [
+        lambda kernel=kernel, data=data: kernel.preload(data).run for kernel, data in found.values()
+    ]
 
 
 class _Zeroed(TorchFunctionMode):

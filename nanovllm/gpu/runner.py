@@ -1,8 +1,8 @@
 """Run batches on a CUDA device, so that it never waits for the host.
 
-The model is fused. Decode steps are CUDA graphs. What goes to the device or comes from it passes through pinned memory
-behind the host's back, and `launch` returns while the device works. Kernels are compiled while the weights load, and as
-many KV blocks are made as the memory has room for.
+The model is fused. Decode steps are CUDA graphs. What goes to the device or comes from it passes
+through pinned memory behind the host's back, and `launch` returns while the device works. Kernels
+are compiled while the weights load, and as many KV blocks are made as the memory has room for.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +27,9 @@ from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.parallel import ParallelGroup
 
-# A prefix that at least so many sequences share, of at least so many tokens, is read once for all, by a kernel of its own.
-# It was measured far above these (256 sequences, 2,048 tokens, 1.44 s -> 0.68 s on an H200); where it begins to pay was not.
+# A prefix that at least so many sequences share, of at least so many tokens, is read once for all,
+# by a kernel of its own. It was measured far above these (256 sequences, 2,048 tokens, 1.44 s ->
+# 0.68 s on an H200); where it begins to pay was not.
 MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
 GRAPH_BYTES = 2**20  # what each further graph takes: 0.8 MiB were measured; see _graph_bytes
 
@@ -46,7 +47,8 @@ class CUDAModelRunner(ModelRunner):
         **options: Any,
     ) -> None:
         torch.cuda.set_device(device)
-        # Graphs are captured on no default stream, and libraries hold memory for each stream: so all steps run on this one.
+        # Graphs are captured on no default stream, and libraries hold memory for each stream: so
+        # all steps run on this one.
         self._stream = torch.cuda.Stream(device)
         self._budget = MemoryBudget(device, config.gpu_memory_utilization)
         self._has_own_kernels = config.kernels == "auto"
@@ -58,7 +60,13 @@ class CUDAModelRunner(ModelRunner):
             self._shared_len = torch.zeros(1, dtype=torch.int32, device=device)
             self._shared_len_holds: int | None = 0
         super().__init__(
-            config, hf_config, folder, device=device, max_num_seqs=max_num_seqs, group=group, **options
+            config,
+            hf_config,
+            folder,
+            device=device,
+            max_num_seqs=max_num_seqs,
+            group=group,
+            **options,
         )
 
     @property
@@ -73,7 +81,9 @@ class CUDAModelRunner(ModelRunner):
         if not self._has_own_kernels:
             self._backend = PLAIN_BACKEND
             return model
-        head_dim = next(module.head_dim for module in model.modules() if isinstance(module, SelfAttention))
+        head_dim = next(
+            module.head_dim for module in model.modules() if isinstance(module, SelfAttention)
+        )
         self._backend = select_attention_backend(
             config.attention_backend, self.device, self.dtype, head_dim, self.block_size
         )
@@ -107,10 +117,13 @@ class CUDAModelRunner(ModelRunner):
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """What is launched by a decode step of each size that is captured, and of 3 rows, and by prefills' attention."""
+        """What is launched by a decode step of each size that is captured, and of 3 rows, and by
+        prefills' attention.
+        """
         decoder = self.model.model
         decoder.outline = True  # all layers launch the same kernels: see FusedDecoder
-        for size in (3, *sizes_up_to(self.max_num_seqs)):  # some kernels are made for a few rows' number
+        # Some kernels are made for a few rows' number.
+        for size in (3, *sizes_up_to(self.max_num_seqs)):
             self._run_decode(self._slots[: min(size, self.max_num_seqs)])
         decoder.outline = False
         layer = self.attention_layers[0]
@@ -118,10 +131,14 @@ class CUDAModelRunner(ModelRunner):
         # A short prompt, a longer one, and one of which a part is cached.
         cached = min(512, self.max_model_len)
         for length, tables in ((32, None), (512, None), (cached, self.state.block_tables[:1])):
-            qkv = torch.zeros(length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device)
+            qkv = torch.zeros(
+                length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device
+            )
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
             metadata = PrefillMetadata(ends, ends, length, length, tables)
-            self._backend.prefill(*qkv.split(heads, dim=1), *self.kv_cache[0], metadata, layer.scale)
+            self._backend.prefill(
+                *qkv.split(heads, dim=1), *self.kv_cache[0], metadata, layer.scale
+            )
 
     @torch.inference_mode()
     def _allocate(self) -> None:
@@ -135,10 +152,14 @@ class CUDAModelRunner(ModelRunner):
 
     def _count_blocks(self) -> int:
         block = block_bytes(self.attention_layers, self.block_size, self.dtype)
-        return self._budget.num_blocks(block, self.max_blocks, self._run_largest_step, self._graph_bytes())
+        return self._budget.num_blocks(
+            block, self.max_blocks, self._run_largest_step, self._graph_bytes()
+        )
 
     def _graph_bytes(self) -> int:
-        """Memory that the CUDA graphs will take: the largest is measured, and the others share its tensors' place."""
+        """Memory that the CUDA graphs will take: the largest is measured, and the others share
+        its tensors' place.
+        """
         if not self.graphs:
             return 0
         self._bind_cache(1)
@@ -156,18 +177,27 @@ class CUDAModelRunner(ModelRunner):
         return taken + GRAPH_BYTES * (len(self.graphs.sizes) - 1)
 
     def _run_largest_step(self) -> None:
-        """A prefill of the whole token budget that samples for every sequence, all of it in one block of cache."""
+        """A prefill of the whole token budget that samples for every sequence, all of it in one
+        block of cache.
+        """
         self._bind_cache(1)
         budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
-        lengths = [min(length, budget - start) for start in range(0, min(budget, count * length), length)]
-        chunks = [PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0) for i, length in enumerate(lengths)]
+        lengths = [
+            min(length, budget - start) for start in range(0, min(budget, count * length), length)
+        ]
+        chunks = [
+            PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0)
+            for i, length in enumerate(lengths)
+        ]
         self.launch(Batch(prefills=tuple(chunks))).wait()
         self._bind_cache(0)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens | SampledTokensInFlight:
-        """Start a step and return at once; `wait` on the result gives the sampled tokens in the batch's order."""
+        """Start a step and return at once; `wait` on the result gives the sampled tokens in the
+        batch's order.
+        """
         with torch.cuda.stream(self._stream):
             return super().launch(batch)
 
@@ -190,7 +220,8 @@ class CUDAModelRunner(ModelRunner):
         size = self.graphs.size_for(count) if self.graphs else None
         if size is None:
             return self._run_padded_decode(count, shares)
-        if not self.graphs.has(size, shares):  # shared prefixes are rare enough to be captured when they come
+        # Shared prefixes are rare enough to be captured when they come.
+        if not self.graphs.has(size, shares):
             slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
             self._slots.fill_(self.max_num_seqs)
             self.graphs.capture([size], shares)
@@ -216,7 +247,8 @@ class CUDAModelRunner(ModelRunner):
         )
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is done.
+        # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is
+        # done.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
     def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokensInFlight:

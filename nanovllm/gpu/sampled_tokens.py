@@ -21,7 +21,8 @@ class SampledTokensInFlight:
     def send(cls, tokens: Tensor, logprobs: list[Any]) -> "SampledTokensInFlight":
         tokens = _to_host(tokens)
         logprobs = [
-            replace(part, token_ids=_to_host(part.token_ids), values=_to_host(part.values)) for part in logprobs
+            replace(part, token_ids=_to_host(part.token_ids), values=_to_host(part.values))
+            for part in logprobs
         ]
         arrived = torch.cuda.Event()
         arrived.record()

@@ -1,6 +1,8 @@
-"""Choose how attention is computed: the fastest of what the device, the options and the installed packages allow.
+"""Choose how attention is computed: the fastest of what the device, the options and the installed
+packages allow.
 
-Knows the order of preference. A backend that is asked for by name and cannot serve is the user's mistake, and raises.
+Knows the order of preference. A backend that is asked for by name and cannot serve is the user's
+mistake, and raises.
 """
 
 from collections.abc import Callable
@@ -11,15 +13,17 @@ from torch import Tensor
 
 from nanovllm.layers import attention as plain
 
-# flash-attn 4 took a process 8 s to import, on an H200's host, and 3 to 4 s to compile for each kind of prompt. With fewer
-# pairs of query and key than these, 16,384 tokens of prompts of 2,048, it would save 1 to 4 % of a prefill, by the times of
-# the kernels alone.
+# flash-attn 4 took a process 8 s to import, on an H200's host, and 3 to 4 s to compile for each
+# kind of prompt. With fewer pairs of query and key than these, 16,384 tokens of prompts of 2,048,
+# it would save 1 to 4 % of a prefill, by the times of the kernels alone.
 MANY_PAIRS = 1 << 25
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """How attention is computed: one function for prompt chunks, one for decoding (see layers/attention.py for both)."""
+    """How attention is computed: one function for prompt chunks, one for decoding (see
+    layers/attention.py for both).
+    """
 
     name: str
     prefill: Callable[..., Tensor]
@@ -36,17 +40,26 @@ PLAIN_BACKEND = AttentionBackend("plain", plain.prefill_attention, _plain_decode
 def select_attention_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionBackend:
-    """`name`: auto, flash-attn, triton or torch. Prompt chunks and decoding may be served by different packages."""
+    """`name`: auto, flash-attn, triton or torch.
+
+    Prompt chunks and decoding may be served by different packages.
+    """
     device = torch.device(device)
     if name == "torch" or name == "auto" and device.type != "cuda":
         return PLAIN_BACKEND
     if name not in ("auto", "flash-attn", "triton"):
         raise ValueError(f"attention_backend is {name!r}: choose auto, flash-attn, triton or torch")
     if block_size % 16:
-        raise ValueError(f"kvcache_block_size is {block_size}: choose a multiple of 16 (256 serves every backend)")
+        raise ValueError(
+            f"kvcache_block_size is {block_size}: choose a multiple of 16 (256 serves every "
+            "backend)"
+        )
 
     if device.type != "cuda" and name == "triton":
-        raise ValueError(f"attention_backend is 'triton', but device {device} is no GPU: take attention_backend='auto'")
+        raise ValueError(
+            f"attention_backend is 'triton', but device {device} is no GPU: take "
+            "attention_backend='auto'"
+        )
 
     from nanovllm.kernels import flash_attention
 
@@ -58,19 +71,28 @@ def select_attention_backend(
         backend = AttentionBackend("flash-attn 2", prefill, flash_attention.decode_attention_v2)
     else:
         backend = _triton_backend()
-    # Measured on an H200, prefill: flash-attn 4 takes 0.77 to 0.95 of the Triton kernel's time, flash-attn 2 more (it was
-    # written for the generation before). Decode: Triton is as fast as flash-attn 2 at worst, three times at one sequence.
+    # Measured on an H200, prefill: flash-attn 4 takes 0.77 to 0.95 of the Triton kernel's time,
+    # flash-attn 2 more (it was written for the generation before). Decode: Triton is as fast as
+    # flash-attn 2 at worst, three times at one sequence.
     if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
         prefill = _large_by_v4(backend.prefill)
-        return AttentionBackend(f"flash-attn 4 for long prefills, else {backend.name}", prefill, backend.decode)
-    if name == "auto" and torch.cuda.get_device_capability(device)[0] < 9 and not flash_attention.why_not_v2(*asked):
+        return AttentionBackend(
+            f"flash-attn 4 for long prefills, else {backend.name}", prefill, backend.decode
+        )
+    if (
+        name == "auto"
+        and torch.cuda.get_device_capability(device)[0] < 9
+        and not flash_attention.why_not_v2(*asked)
+    ):
         prefill = flash_attention.prefill_attention_v2
         return AttentionBackend("flash-attn 2 prefill, Triton decode", prefill, backend.decode)
     return backend
 
 
 def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Prefill by `small`, but for what flash-attn 4 is faster at, which is imported when such a prefill comes."""
+    """Prefill by `small`, but for what flash-attn 4 is faster at, which is imported when such a
+    prefill comes.
+    """
     from nanovllm.kernels import flash_attention
 
     def prefill(q, k, v, k_cache, v_cache, meta, scale):
@@ -85,5 +107,9 @@ def _triton_backend() -> AttentionBackend:
     try:
         from nanovllm.kernels.triton import attention as triton_attention
     except ImportError as error:
-        raise ValueError(f"attention on a GPU needs Triton ({error}): pip install triton") from error
-    return AttentionBackend("Triton", triton_attention.prefill_attention, triton_attention.decode_attention)
+        raise ValueError(
+            f"attention on a GPU needs Triton ({error}): pip install triton"
+        ) from error
+    return AttentionBackend(
+        "Triton", triton_attention.prefill_attention, triton_attention.decode_attention
+    )

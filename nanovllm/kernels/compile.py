@@ -1,7 +1,8 @@
 """Let torch.compile make the kernels, of the plain layers, without any written by hand.
 
-Attention and the KV cache stay as they are: how long the contexts are is known on the device alone, and what
-torch.compile makes does not read block tables. So a layer becomes what comes before attention and what comes after it.
+Attention and the KV cache stay as they are: how long the contexts are is known on the device alone,
+and what torch.compile makes does not read block tables. So a layer becomes what comes before
+attention and what comes after it.
 """
 
 import torch
@@ -18,7 +19,9 @@ class _Uncompiled(SelfAttention):
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the model's layers at their first call: for all of them once, and for any number of tokens."""
+    """Compile the model's layers at their first call: for all of them once, and for any number
+    of tokens.
+    """
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             kind = type(module)

@@ -1,8 +1,9 @@
 """Attention from the flash-attn packages, version 2 and version 4.
 
-Knows how each spells what layers/attention.py defines, and how to tell them apart: both install into the package name
-`flash_attn`. Version 2 wheels carry an old `flash_attn.cute` that is not version 4, and version 4 alone leaves
-`flash_attn` without functions, so what counts is the function that is needed, not whether the package imports.
+Knows how each spells what layers/attention.py defines, and how to tell them apart: both install
+into the package name `flash_attn`. Version 2 wheels carry an old `flash_attn.cute` that is not
+version 4, and version 4 alone leaves `flash_attn` without functions, so what counts is the function
+that is needed, not whether the package imports.
 """
 
 import inspect
@@ -16,23 +17,40 @@ from torch import Tensor
 from nanovllm.layers.context import PrefillMetadata
 
 
-def why_not_v2(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
+def why_not_v2(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> str | None:
     """What keeps flash-attn 2 from serving, as the user would put it right; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
-        return f"device {device} is not an Ampere or newer NVIDIA GPU: take attention_backend='auto'"
+        return (
+            f"device {device} is not an Ampere or newer NVIDIA GPU: take attention_backend='auto'"
+        )
     if dtype not in (torch.float16, torch.bfloat16):
-        return f"dtype {dtype} is neither float16 nor bfloat16: take one of them or attention_backend='auto'"
+        return (
+            f"dtype {dtype} is neither float16 nor bfloat16: take one of them or "
+            "attention_backend='auto'"
+        )
     if head_dim % 8 or head_dim > 256:
-        return f"head_dim {head_dim} is not a multiple of 8 up to 256: take attention_backend='auto'"
+        return (
+            f"head_dim {head_dim} is not a multiple of 8 up to 256: take attention_backend='auto'"
+        )
     if block_size % 256:
-        return f"kvcache_block_size {block_size} is not a multiple of 256: take one or attention_backend='auto'"
+        return (
+            f"kvcache_block_size {block_size} is not a multiple of 256: take one or "
+            "attention_backend='auto'"
+        )
     if find_v2() is None:
-        return "flash-attn 2 is not installed: pip install -e \".[flash-attn]\", or take attention_backend='auto'"
+        return (
+            'flash-attn 2 is not installed: pip install -e ".[flash-attn]", or take '
+            "attention_backend='auto'"
+        )
     return None
 
 
 def suits_v4(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash-attn 4 serves these, and is installed: to import it, which shows for certain, takes seconds."""
+    """Whether flash-attn 4 serves these, and is installed: to import it, which shows for
+    certain, takes seconds.
+    """
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -56,18 +74,29 @@ def find_v2():
 @lru_cache
 def find_v4():
     """flash-attn 4's flash_attn_varlen_func, or None."""
-    # Its kernels compile in seconds: keep them on disk for the next process, unless the user says otherwise.
+    # Its kernels compile in seconds: keep them on disk for the next process, unless the user says
+    # otherwise.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         from flash_attn.cute import flash_attn_varlen_func
-    except Exception:  # noqa: BLE001 - the old copy fails in many ways, for it was written for another release of its compiler
+    except Exception:
         return None
     # Only version 4 takes the maximum lengths.
-    return flash_attn_varlen_func if "max_seqlen_k" in inspect.signature(flash_attn_varlen_func).parameters else None
+    return (
+        flash_attn_varlen_func
+        if "max_seqlen_k" in inspect.signature(flash_attn_varlen_func).parameters
+        else None
+    )
 
 
 def prefill_attention_v2(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: PrefillMetadata,
+    scale: float,
 ) -> Tensor:
     varlen, _ = find_v2()
     cached = meta.block_tables is not None
@@ -86,16 +115,34 @@ def prefill_attention_v2(
 
 
 def decode_attention_v2(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lens: Tensor,
+    tables: Tensor,
+    scale: float,
+    shared: Tensor | None = None,
 ) -> Tensor:
     _, with_kvcache = find_v2()
     return with_kvcache(
-        q.unsqueeze(1), k_cache, v_cache, cache_seqlens=lens, block_table=tables, softmax_scale=scale, causal=True
+        q.unsqueeze(1),
+        k_cache,
+        v_cache,
+        cache_seqlens=lens,
+        block_table=tables,
+        softmax_scale=scale,
+        causal=True,
     ).squeeze(1)
 
 
 def prefill_attention_v4(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: PrefillMetadata,
+    scale: float,
 ) -> Tensor:
     options = {
         "cu_seqlens_q": meta.cu_seqlens_q,
@@ -107,6 +154,9 @@ def prefill_attention_v4(
     if meta.block_tables is None:
         out = find_v4()(q, k, v, cu_seqlens_k=meta.cu_seqlens_k, **options)
     else:
-        lens = meta.cu_seqlens_k.diff()  # a paged cache takes each sequence's length instead of where it starts
-        out = find_v4()(q, k_cache, v_cache, seqused_k=lens, page_table=meta.block_tables, **options)
+        # A paged cache takes each sequence's length instead of where it starts.
+        lens = meta.cu_seqlens_k.diff()
+        out = find_v4()(
+            q, k_cache, v_cache, seqused_k=lens, page_table=meta.block_tables, **options
+        )
     return out[0] if isinstance(out, tuple) else out

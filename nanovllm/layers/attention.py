@@ -1,9 +1,11 @@
 """Attention with rotary positions over a paged KV cache.
 
-Knows the mathematics, and how a block table leads to a sequence's K and V. Knows nothing of how blocks are shared out.
+Knows the mathematics, and how a block table leads to a sequence's K and V. Knows nothing of how
+blocks are shared out.
 
-Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), H query heads, G key-value heads, D head
-size, W block-table width. A cache is [blocks, block_size, G, D]; H / G query heads share a key-value head.
+Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), H query heads, G
+key-value heads, D head size, W block-table width. A cache is [blocks, block_size, G, D]; H / G
+query heads share a key-value head.
 """
 
 import torch
@@ -18,7 +20,10 @@ from nanovllm.layers.rotary import RotaryEmbedding
 
 
 class SelfAttention(nn.Module):
-    """[T, hidden] -> [T, hidden]. The KV cache is bound by whoever owns its memory; without one, nothing is stored."""
+    """[T, hidden] -> [T, hidden].
+
+    The KV cache is bound by whoever owns its memory; without one, nothing is stored.
+    """
 
     def __init__(
         self,
@@ -29,17 +34,21 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding,
         group: ParallelGroup,
         *,
-        qk_norm_eps: float | None = None,  # norm each head of q and k before it is rotated; None: do not
+        # Norm each head of q and k before it is rotated; None: do not.
+        qk_norm_eps: float | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
     ):
         super().__init__()
-        self.qkv_proj = QKVParallelLinear(hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias
+        )
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.rotary = rotary
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, group, bias=output_bias)
-        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads  # this rank's
+        # This rank's.
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
         self.scale = head_dim**-0.5
         self.k_cache = self.v_cache = torch.empty(0)
@@ -56,7 +65,9 @@ class SelfAttention(nn.Module):
         return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v in the paged cache; let each token attend to its sequence's tokens up to itself."""
+        """Store k and v in the paged cache; let each token attend to its sequence's tokens up to
+        itself.
+        """
         metadata = current_metadata()
         store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
         return self.attend_stored(q, k, v, metadata)
@@ -88,9 +99,16 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, block_tables: Tensor, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
 ) -> Tensor:
-    """One query a sequence over its cached tokens: q [B, H, D], context_lens [B], block_tables [B, W] -> [B, H, D]."""
+    """One query a sequence over its cached tokens: q [B, H, D], context_lens [B], block_tables
+    [B, W] -> [B, H, D].
+    """
     longest = int(context_lens.max())
     k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
     seen = torch.arange(longest, device=q.device) < context_lens.view(-1, 1, 1, 1)  # [B, 1, 1, L]
@@ -98,12 +116,18 @@ def decode_attention(
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: PrefillMetadata, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: PrefillMetadata,
+    scale: float,
 ) -> Tensor:
     """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
 
-    With block tables, a sequence's K and V are read from the cache, where the chunk's own are already; without, from
-    k and v.
+    With block tables, a sequence's K and V are read from the cache, where the chunk's own are
+    already; without, from k and v.
     """
     out = torch.empty_like(q)
     starts_q, starts_k = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
@@ -122,12 +146,18 @@ def prefill_attention(
 
 
 def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
-    """The first `length` cached tokens of each sequence: block_tables [B, W] -> [B, length, G, D]."""
+    """The first `length` cached tokens of each sequence: block_tables [B, W] -> [B, length, G,
+    D].
+    """
     num_blocks = -(-length // cache.shape[1])
     return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-    """softmax(q k^T scale) v by heads: q [B, Lq, H, D], k and v [B, Lk, G, D], mask True where seen -> [B, Lq, H, D]."""
+    """softmax(q k^T scale) v by heads: q [B, Lq, H, D], k and v [B, Lk, G, D], mask True where
+    seen -> [B, Lq, H, D].
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(
+        1, 2
+    )

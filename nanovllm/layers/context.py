@@ -1,7 +1,7 @@
 """The step's metadata: what attention must know about the tokens of one forward pass.
 
-It is ambient: the model runner opens it around the forward pass and the attention layers read it, so a model's code
-passes only hidden states and positions from layer to layer.
+It is ambient: the model runner opens it around the forward pass and the attention layers read it,
+so a model's code passes only hidden states and positions from layer to layer.
 
 A KV slot is a token's place in the paged cache: block * block_size + offset.
 """
@@ -22,18 +22,23 @@ class PrefillMetadata:
     cu_seqlens_k: Tensor  # [N + 1] int32, the same with each sequence's cached tokens counted in
     max_seqlen_q: int
     max_seqlen_k: int
-    block_tables: Tensor | None  # [N, W] int32; None: nothing is cached, the chunks' own K and V are all
+    # [N, W] int32; None: nothing is cached, the chunks' own K and V are all
+    block_tables: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """T = B + P tokens: first B decoding sequences with one token each, then P tokens of prompt chunks."""
+    """T = B + P tokens: first B decoding sequences with one token each, then P tokens of prompt
+    chunks.
+    """
 
-    slot_mapping: Tensor  # [T] int64, the KV slot of each token; -1: its K and V are in the cache already
+    # [T] int64, the KV slot of each token; -1: its K and V are in the cache already
+    slot_mapping: Tensor
     num_decodes: int  # B
     context_lens: Tensor | None = None  # [B] int32, tokens to attend to, this step's own included
     block_tables: Tensor | None = None  # [B, W] int32
-    # [1] int32: so many tokens, in whole blocks, begin all B sequences, and may be read once for all.
+    # [1] int32: so many tokens, in whole blocks, begin all B sequences, and may be read once for
+    # all.
     shared_prefix_len: Tensor | None = None
     prefill: PrefillMetadata | None = None
     logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all

@@ -1,7 +1,7 @@
 """The two ends of a model that face the vocabulary, each split over the ranks by vocabulary entry.
 
-The shards are of different sizes when the ranks do not divide the vocabulary. So nothing is padded: every logit belongs
-to a real entry, and none needs masking before sampling.
+The shards are of different sizes when the ranks do not divide the vocabulary. So nothing is padded:
+every logit belongs to a real entry, and none needs masking before sampling.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,10 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [T] -> [T, hidden]. Each rank looks up the entries it has; the sum over ranks is the embedding."""
+    """Token ids [T] -> [T, hidden].
+
+    Each rank looks up the entries it has; the sum over ranks is the embedding.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup):
         super().__init__()
@@ -35,17 +38,25 @@ class VocabParallelEmbedding(nn.Module):
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         ours = (slice(self.vocab_start, self.vocab_end), slice(None))
-        yield WeightSlice(f"{path}.weight", self.weight, ours, (self.vocab_size, self.weight.shape[1]))
+        yield WeightSlice(
+            f"{path}.weight", self.weight, ours, (self.vocab_size, self.weight.shape[1])
+        )
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [R, hidden] -> logits [R, this rank's entries], which are vocab_start and up to vocab_end.
+    """Hidden states [R, hidden] -> logits [R, this rank's entries], which are vocab_start and up to
+    vocab_end.
 
     A head tied to an embedding shares its parameter and takes nothing from the checkpoint.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, group: ParallelGroup, *, tied_to: VocabParallelEmbedding | None = None
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        group: ParallelGroup,
+        *,
+        tied_to: VocabParallelEmbedding | None = None,
     ):
         super().__init__(vocab_size, hidden_size, group)
         self.tied = tied_to is not None

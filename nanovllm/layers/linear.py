@@ -1,8 +1,9 @@
 """Linear layers, split over the ranks of a group (tensor parallelism; Shoeybi et al. 2019).
 
-Knows which rows or columns of a weight a rank holds, and the checkpoint tensors they come from. A column-parallel layer
-makes a rank's shard of the outputs. A row-parallel one takes that shard as its inputs, and an all-reduce sums what the
-ranks make of it. So a pair of them needs one all-reduce, and at size 1 each is a plain linear layer.
+Knows which rows or columns of a weight a rank holds, and the checkpoint tensors they come from. A
+column-parallel layer makes a rank's shard of the outputs. A row-parallel one takes that shard as
+its inputs, and an all-reduce sums what the ranks make of it. So a pair of them needs one
+all-reduce, and at size 1 each is a plain linear layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,9 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of one projection: outputs [start, start + count) of the checkpoint's `total`."""
+    """A rank's part of one projection: outputs [start, start + count) of the checkpoint's
+    `total`.
+    """
 
     name: str | None  # the projection's name next to the layer; None: the layer's own
     total: int
@@ -37,7 +40,9 @@ class Shard:
 
 
 class StackedLinear(nn.Module):
-    """Projections of one input, stacked into one product: x [T, in] -> [T, sum of the shards' outputs]."""
+    """Projections of one input, stacked into one product: x [T, in] -> [T, sum of the shards'
+    outputs].
+    """
 
     def __init__(self, in_features: int, shards: Sequence[Shard], bias: bool):
         super().__init__()
@@ -54,7 +59,8 @@ class StackedLinear(nn.Module):
         row = 0
         for shard in self.shards:
             name = sibling(path, shard.name) if shard.name else path
-            here, there = slice(row, row + shard.count), slice(shard.start, shard.start + shard.count)
+            here = slice(row, row + shard.count)
+            there = slice(shard.start, shard.start + shard.count)
             shape = (shard.total, self.in_features)
             yield WeightSlice(f"{name}.weight", self.weight[here], (there, slice(None)), shape)
             if self.bias is not None:
@@ -65,23 +71,37 @@ class StackedLinear(nn.Module):
 class ColumnParallelLinear(StackedLinear):
     """One projection; each rank makes its shard of the outputs."""
 
-    def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
+    def __init__(
+        self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False
+    ):
         super().__init__(in_features, [Shard.even(None, out_features, group, "out_features")], bias)
 
 
 class MergedColumnParallelLinear(StackedLinear):
-    """Several projections of the same width, such as gate and up; each rank makes its shard of each."""
+    """Several projections of the same width, such as gate and up; each rank makes its shard of
+    each.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, group: ParallelGroup, *, names: Sequence[str], bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        group: ParallelGroup,
+        *,
+        names: Sequence[str],
+        bias: bool = False,
     ):
-        super().__init__(in_features, [Shard.even(name, out_features, group, name) for name in names], bias)
+        super().__init__(
+            in_features, [Shard.even(name, out_features, group, name) for name in names], bias
+        )
 
 
 class QKVParallelLinear(StackedLinear):
-    """Queries, keys and values: [T, in] -> [T, (H + 2G) D] with this rank's H query and G key-value heads.
+    """Queries, keys and values: [T, in] -> [T, (H + 2G) D] with this rank's H query and G key-value
+    heads.
 
-    Ranks share the heads evenly. When there are more ranks than key-value heads, neighbouring ranks hold the same one.
+    Ranks share the heads evenly. When there are more ranks than key-value heads, neighbouring ranks
+    hold the same one.
     """
 
     def __init__(
@@ -100,7 +120,9 @@ class QKVParallelLinear(StackedLinear):
         q, k, v = names
         shards = [Shard(q, num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim)]
         for name in (k, v):
-            shards.append(Shard(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim))
+            shards.append(
+                Shard(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim)
+            )
         super().__init__(in_features, shards, bias)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 
@@ -112,16 +134,20 @@ def shard_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
         return count, group.rank * count
     if group.size % num_kv_heads:
         raise ValueError(
-            f"num_key_value_heads is {num_kv_heads}, of which tensor_parallel_size={group.size} is no multiple: "
-            "choose a multiple or a divisor"
+            f"num_key_value_heads is {num_kv_heads}, of which tensor_parallel_size={group.size} is "
+            "no multiple: choose a multiple or a divisor"
         )
     return 1, group.rank * num_kv_heads // group.size
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank has its shard of the inputs, [T, in / size]; the ranks' results are summed: -> [T, out]."""
+    """Each rank has its shard of the inputs, [T, in / size]; the ranks' results are summed: ->
+    [T, out].
+    """
 
-    def __init__(self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False):
+    def __init__(
+        self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False
+    ):
         super().__init__()
         self.in_features = in_features
         self.group = group

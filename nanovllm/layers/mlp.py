@@ -23,7 +23,9 @@ class GatedMLP(nn.Module):
     ):
         super().__init__()
         names = ("gate_proj", "up_proj")
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, intermediate_size, group, names=names, bias=bias)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, intermediate_size, group, names=names, bias=bias
+        )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
         self.activation = activation
 

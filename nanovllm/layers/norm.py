@@ -10,7 +10,10 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class RMSNorm(nn.Module):
-    """Scale each row of x [..., N] to root mean square 1, then by a weight [N]. Computed in float32."""
+    """Scale each row of x [..., N] to root mean square 1, then by a weight [N].
+
+    Computed in float32.
+    """
 
     def __init__(self, size: int, eps: float):
         super().__init__()

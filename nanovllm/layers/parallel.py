@@ -1,7 +1,8 @@
-"""What a layer knows of the ranks that share a model: which one it is on, what its shard is, and the collectives.
+"""What a layer knows of the ranks that share a model: which one it is on, what its shard is, and
+the collectives.
 
-Knows how to divide and what each collective means. How ranks exchange tensors is for a subclass to know: with one rank
-every collective is the identity.
+Knows how to divide and what each collective means. How ranks exchange tensors is for a subclass to
+know: with one rank every collective is the identity.
 """
 
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Vocabulary entries that stay together on one rank, so that sampling on several ranks equals sampling on one:
-# layers/sampler.py weighs so many entries as one.
+# Vocabulary entries that stay together on one rank, so that sampling on several ranks equals
+# sampling on one: layers/sampler.py weighs so many entries as one.
 VOCAB_UNIT = 16
 MAX_RANKS = 64  # what an error recommends at most
 
@@ -48,24 +49,31 @@ class ParallelGroup:
         return x
 
     def shard(self, total: int, what: str) -> int:
-        """How many of `total` things each rank has. ValueError, which calls them `what`, if they do not divide evenly."""
+        """How many of `total` things each rank has.
+
+        ValueError, which calls them `what`, if they do not divide evenly.
+        """
         if total % self.size:
             divisors = [str(n) for n in range(1, min(total, MAX_RANKS) + 1) if total % n == 0]
             raise ValueError(
-                f"{what} is {total}, which tensor_parallel_size={self.size} does not divide: use one of {', '.join(divisors)}"
+                f"{what} is {total}, which tensor_parallel_size={self.size} does not divide: use "
+                f"one of {', '.join(divisors)}"
             )
         return total // self.size
 
     def vocab_starts(self, total: int) -> list[int]:
         """Where each rank's shard of `total` vocabulary entries begins, and at last where they end.
 
-        Shards begin at multiples of VOCAB_UNIT where every rank can have one, and need not be of one size.
+        Shards begin at multiples of VOCAB_UNIT where every rank can have one, and need not be of
+        one size.
         """
         unit = VOCAB_UNIT if total >= VOCAB_UNIT * self.size else 1
         return [total * rank // self.size // unit * unit for rank in range(self.size)] + [total]
 
     def gather_vocab(self, x: Tensor, total: int) -> Tensor:
-        """[B, this rank's entries] -> [B, total], the ranks' shards of the vocabulary side by side."""
+        """[B, this rank's entries] -> [B, total], the ranks' shards of the vocabulary side by
+        side.
+        """
         if self.size == 1:
             return x
         starts = self.vocab_starts(total)

@@ -9,8 +9,8 @@ from nanovllm.layers.rope_scaling import rope_frequencies
 class RotaryEmbedding(nn.Module):
     """Turn pairs of a head's elements by angles that grow with the position (RoPE; Su et al. 2021).
 
-    Element i of a head's first half and element i of its second half are a pair. `cos_sin` [positions, D] float32 holds
-    the cosines of the D / 2 angles of a position, then their sines.
+    Element i of a head's first half and element i of its second half are a pair. `cos_sin`
+    [positions, D] float32 holds the cosines of the D / 2 angles of a position, then their sines.
     """
 
     def __init__(self, frequencies: Tensor, max_positions: int, scale: float = 1.0):
@@ -23,7 +23,9 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     @classmethod
-    def from_config(cls, config, head_dim: int, max_positions: int | None = None) -> "RotaryEmbedding":
+    def from_config(
+        cls, config, head_dim: int, max_positions: int | None = None
+    ) -> "RotaryEmbedding":
         """`max_positions`: as many as are needed; None: all that the model supports."""
         frequencies, scale = rope_frequencies(config, head_dim)
         return cls(frequencies, max_positions or config.max_position_embeddings, scale)

@@ -1,12 +1,14 @@
 """Sample one token a row from logits, by temperature and seed, as a function of nothing else.
 
-softmax(logits / t) is sampled exactly by the arg max of logits / t + g with independent Gumbel noise g (the Gumbel-max
-trick; Maddison et al. 2014). Here it goes in two steps: the vocabulary is cut into cells of VOCAB_UNIT entries; the arg
-max of the cells' log-sum-exps plus noise samples a cell by its probability, at the price of one noise a cell, and noise
-of its own samples an entry in it.
+softmax(logits / t) is sampled exactly by the arg max of logits / t + g with independent Gumbel
+noise g (the Gumbel-max trick; Maddison et al. 2014). Here it goes in two steps: the vocabulary is
+cut into cells of VOCAB_UNIT entries; the arg max of the cells' log-sum-exps plus noise samples a
+cell by its probability, at the price of one noise a cell, and noise of its own samples an entry in
+it.
 
-Noise is a function of (seed, position, vocabulary index). So a token is the same in any batch, no generator has a state,
-and each rank can sample from its own shard of the vocabulary: the one with the greatest value wins.
+Noise is a function of (seed, position, vocabulary index). So a token is the same in any batch, no
+generator has a state, and each rank can sample from its own shard of the vocabulary: the one with
+the greatest value wins.
 
 Shapes: B rows, V vocabulary entries, C cells.
 """
@@ -27,15 +29,19 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row; temperature 0 takes the arg max.
 
-    logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary; temperatures [B] float32,
-    seeds [B] int64, positions [B] int64 (of the token being sampled). Returns (tokens [B] int64, their values [B]
-    float32). The lowest index wins a tie. A logit of -inf is a token that must not be sampled. A row whose maximum is
-    no finite number gets INVALID_TOKEN; its value is infinity, which no other rank exceeds, unless all logits here are -inf.
+    logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary;
+    temperatures [B] float32, seeds [B] int64, positions [B] int64 (of the token being sampled).
+    Returns (tokens [B] int64, their values [B] float32). The lowest index wins a tie. A logit of
+    -inf is a token that must not be sampled. A row whose maximum is no finite number gets
+    INVALID_TOKEN; its value is infinity, which no other rank exceeds, unless all logits here are
+    -inf.
     """
     logits = logits.float()
     random = (temperatures > 0).unsqueeze(1)
     if random.any():
-        tokens, values = _sample_by_cells(logits, temperatures, random, seeds, positions, vocab_start)
+        tokens, values = _sample_by_cells(
+            logits, temperatures, random, seeds, positions, vocab_start
+        )
     else:
         values, tokens = logits.max(dim=1)
         tokens += vocab_start
@@ -45,16 +51,24 @@ def sample(
 
 
 def _sample_by_cells(
-    logits: Tensor, temperatures: Tensor, random: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int
+    logits: Tensor,
+    temperatures: Tensor,
+    random: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int,
 ) -> tuple[Tensor, Tensor]:
     scores = logits / torch.where(random, temperatures.unsqueeze(1), 1.0)
     begin = vocab_start // CELL * CELL
     margins = (vocab_start - begin, -(vocab_start + logits.shape[1]) % CELL)
     scores = F.pad(scores, margins, value=-torch.inf).unflatten(1, (-1, CELL))  # [B, C, CELL]
     cells = begin + torch.arange(0, scores.shape[1] * CELL, CELL, device=logits.device)
-    # Where a shard begins inside a cell, its part of it is sampled apart from the other shard's, with other noise.
+    # Where a shard begins inside a cell, its part of it is sampled apart from the other shard's,
+    # with other noise.
     noise = gumbel_noise(seeds, positions, cells.clamp(min=vocab_start), stream=0)
-    values, best = torch.where(random, scores.logsumexp(dim=2) + noise, scores.amax(dim=2)).max(dim=1)
+    values, best = torch.where(random, scores.logsumexp(dim=2) + noise, scores.amax(dim=2)).max(
+        dim=1
+    )
     entries = cells[best].unsqueeze(1) + torch.arange(CELL, device=logits.device)  # [B, CELL]
     scores = scores[torch.arange(len(best), device=logits.device), best]
     scores = torch.where(random, scores + gumbel_noise(seeds, positions, entries, stream=1), scores)
@@ -62,9 +76,11 @@ def _sample_by_cells(
 
 
 def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Tensor:
-    """Each rank's best token [B] int64 and its value [B] float32 -> the best of all ranks [B], the lowest in a tie.
+    """Each rank's best token [B] int64 and its value [B] float32 -> the best of all ranks [B], the
+    lowest in a tie.
 
-    Ranks exchange one integer a row instead of its logits. It orders as (value, -token) does, so its maximum decides.
+    Ranks exchange one integer a row instead of its logits. It orders as (value, -token) does, so
+    its maximum decides.
     """
     if group.size == 1:
         return tokens
@@ -77,27 +93,41 @@ def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Ten
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, index: Tensor, stream: int) -> Tensor:
-    """[B, n] float32 of standard Gumbel noise for index [n] or [B, n], from Philox4x32-10 (Salmon et al., SC 2011).
+    """[B, n] float32 of standard Gumbel noise for index [n] or [B, n], from Philox4x32-10 (Salmon
+    et al., SC 2011).
 
-    The key is the seed, the counter (index, position, stream, 0); of its four words the first is used.
+    The key is the seed, the counter (index, position, stream, 0); of its four words the first is
+    used.
     """
     words = philox(seeds.unsqueeze(1), index, positions.unsqueeze(1), stream)[0]
     return -torch.log(-torch.log(open_unit_interval(words)))
 
 
 def open_unit_interval(words: Tensor) -> Tensor:
-    """The upper 23 bits of 32-bit words as float32 in (0, 1). With one bit more, the largest would round to 1."""
+    """The upper 23 bits of 32-bit words as float32 in (0, 1).
+
+    With one bit more, the largest would round to 1.
+    """
     return ((words >> 9).float() + 0.5) * 2.0**-23
 
 
-def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: int = 0, rounds: int = 10) -> tuple[Tensor, ...]:
-    """Philox4x32 of the counters (c0, c1, c2, 0) under 64-bit keys: four tensors of 32-bit words, held in int64."""
+def philox(
+    seeds: Tensor, c0: Tensor, c1: Tensor, c2: int = 0, rounds: int = 10
+) -> tuple[Tensor, ...]:
+    """Philox4x32 of the counters (c0, c1, c2, 0) under 64-bit keys: four tensors of 32-bit
+    words, held in int64.
+    """
     mask = 0xFFFFFFFF
     k0, k1 = seeds & mask, (seeds >> 32) & mask
     c0, c1, c2, c3 = c0 & mask, c1 & mask, torch.full_like(c0, c2), torch.zeros_like(c0)
     for _ in range(rounds):
         # The products wrap to 64 bits; their two halves are exact all the same.
         p0, p2 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = ((p2 >> 32) & mask) ^ c1 ^ k0, p2 & mask, ((p0 >> 32) & mask) ^ c3 ^ k1, p0 & mask
+        c0, c1, c2, c3 = (
+            ((p2 >> 32) & mask) ^ c1 ^ k0,
+            p2 & mask,
+            ((p0 >> 32) & mask) ^ c3 ^ k1,
+            p0 & mask,
+        )
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     return torch.broadcast_tensors(c0, c1, c2, c3)

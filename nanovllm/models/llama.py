@@ -1,4 +1,7 @@
-"""Llama 2 to 3.3, and Mistral, which differs in its defaults alone. Biases only where the config asks."""
+"""Llama 2 to 3.3, and Mistral, which differs in its defaults alone.
+
+Biases only where the config asks.
+"""
 
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 

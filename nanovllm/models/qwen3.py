@@ -1,13 +1,13 @@
 """Qwen3: a Llama that norms each head of q and k before it is rotated.
 
-    x = embedding(token)
-    in each layer:
+    x = embedding(token) in each layer:
         x = x + o_proj(attention(rope(norm(q)), rope(norm(k)), v))    q, k, v projected from norm(x)
-        x = x + down_proj(silu(gate) * up)                            gate, up projected from norm(x)
+        x = x + down_proj(silu(gate) * up)                            gate, up projected from
+        norm(x)
     logits = head(norm(x))
 
-Every norm is RMSNorm. Several query heads share a key-value head. No projection has a bias unless the config asks for
-it. transformer.py says the rest.
+Every norm is RMSNorm. Several query heads share a key-value head. No projection has a bias unless
+the config asks for it. transformer.py says the rest.
 """
 
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp

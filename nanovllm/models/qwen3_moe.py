@@ -1,4 +1,6 @@
-"""Qwen3-MoE: Qwen3 whose MLP is a mixture of experts, in all layers but those that the config keeps dense."""
+"""Qwen3-MoE: Qwen3 whose MLP is a mixture of experts, in all layers but those that the config
+keeps dense.
+"""
 
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
@@ -25,4 +27,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
 
 def is_sparse(config, index: int) -> bool:
-    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
+    return (
+        index not in (config.mlp_only_layers or ())
+        and (index + 1) % config.decoder_sparse_step == 0
+    )

@@ -1,9 +1,10 @@
-"""The decoder that the families share: a stack of pre-norm blocks of attention and MLP on a residual stream.
+"""The decoder that the families share: a stack of pre-norm blocks of attention and MLP on a
+residual stream.
 
 A family is a CausalLM that says, in `build_layer`, which blocks a layer has and with which options.
 
-T tokens of any number of sequences go through at once, packed one after the other. Which token attends to which is the
-step's metadata (layers/context.py), and only attention reads it.
+T tokens of any number of sequences go through at once, packed one after the other. Which token
+attends to which is the step's metadata (layers/context.py), and only attention reads it.
 """
 
 from torch import Tensor, nn
@@ -54,17 +55,23 @@ class CausalLM(nn.Module):
         """`max_model_len`: positions that will be asked for; None: all that the model supports."""
         super().__init__()
         rotary = RotaryEmbedding.from_config(config, head_size(config), max_model_len)
-        layers = [self.build_layer(config, i, rotary, group) for i in range(config.num_hidden_layers)]
+        layers = [
+            self.build_layer(config, i, rotary, group) for i in range(config.num_hidden_layers)
+        ]
         self.model = Decoder(config, layers, group)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
 
-    def build_layer(self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup) -> nn.Module:
+    def build_layer(
+        self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup
+    ) -> nn.Module:
         """Layer `index`: a module that takes hidden states [T, hidden] and positions [T]."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and their positions, [T] each -> hidden states of the R tokens whose logits are wanted."""
+        """Token ids and their positions, [T] each -> hidden states of the R tokens whose logits
+        are wanted.
+        """
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

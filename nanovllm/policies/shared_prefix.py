@@ -12,10 +12,8 @@ class SharedPrefixPolicy(SchedulingPolicy):
     """First come, first served; says which prefix is shared."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[Sequence], int] = (
-            [],
-            0,
-        )  # the sequences looked at last, and the answer
+        # The sequences looked at last, and the answer.
+        self._last: tuple[list[Sequence], int] = [], 0
 
     def shared_prefix_blocks(self, decoding: list[Sequence]) -> int:
         # Block tables only grow at their end, so the answer holds as long as the same sequences

@@ -28,7 +28,7 @@ def run_limited(function: Callable[[], Any], seconds: float, progress: Callable[
             outcome.append((True, function()))
         except _Stop:
             pass
-        except BaseException as error:  # noqa: BLE001 - to be raised where the caller is
+        except BaseException as error:
             outcome.append((False, error))
 
     thread = threading.Thread(target=run, name="limited", daemon=True)

@@ -98,7 +98,9 @@ class Tokenizer:
     def _special_ids(self) -> frozenset[int]:
         if self._backend is None:
             return frozenset(self.transformers.all_special_ids)
-        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(
+            i for i, token in self._backend.get_added_tokens_decoder().items() if token.special
+        )
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
@@ -109,13 +111,17 @@ class Tokenizer:
         return frozenset(i for i in ids if i is not None)
 
     def is_silent(self, token: int) -> bool:
-        """Whether `decode` leaves the token out: it is special, or the model has more entries than the tokenizer."""
+        """Whether `decode` leaves the token out: it is special, or the model has more entries
+        than the tokenizer.
+        """
         if token in self._special_ids:
             return True
         return self._backend is not None and self._backend.id_to_token(token) is None
 
     def is_byte(self, token: int) -> bool:
-        """Whether the token is one byte, decoded together with its neighbours: to characters if all are valid."""
+        """Whether the token is one byte, decoded together with its neighbours: to characters if
+        all are valid.
+        """
         return token in self._byte_ids
 
     def encode_chats(self, chats: list[list[dict]], options: dict[str, Any]) -> list[list[int]]:

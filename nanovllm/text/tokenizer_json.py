@@ -71,9 +71,7 @@ def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any])
         return False
     older = read_if_there(folder / "special_tokens_map.json")
     if any(
-        content(older[name]) != content(config.get(name))
-        for name in NAMED_TOKENS
-        if name in older
+        content(older[name]) != content(config.get(name)) for name in NAMED_TOKENS if name in older
     ):
         return False
     named = [config.get(name) for name in NAMED_TOKENS]

@@ -96,7 +96,9 @@ def check_coverage(model: nn.Module, slices: Iterable[WeightSlice]) -> None:
 def check_checkpoint(
     model: nn.Module, slices: list[WeightSlice], checkpoint: Checkpoint, folder: str | Path
 ) -> None:
-    """Raise ValueError unless the checkpoint has the slices' tensors, as they say, and no others."""
+    """Raise ValueError unless the checkpoint has the slices' tensors, as they say, and no
+    others.
+    """
     needed = {part.name for part in slices}
     if missing := needed - checkpoint.keys():
         raise ValueError(

@@ -1,10 +1,12 @@
-"""Attention over the paged KV cache in Triton: prompt chunks by flash attention, decoding by split-KV flash decoding.
+"""Attention over the paged KV cache in Triton: prompt chunks by flash attention, decoding by
+split-KV flash decoding.
 
-Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size. layers/attention.py
-says what both functions compute. Neither waits for the device; the shape of a decode launch depends on B and W alone, so that
-a CUDA graph may replay it with other lengths.
-Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W block-table width,
-S splits. `scale` and peaks are in units of log2, for the exponential is a power of 2 on the device.
+Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size.
+layers/attention.py says what both functions compute. Neither waits for the device; the shape of a
+decode launch depends on B and W alone, so that a CUDA graph may replay it with other lengths.
+Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W
+block-table width, S splits. `scale` and peaks are in units of log2, for the exponential is a power
+of 2 on the device.
 """
 
 import torch
@@ -29,59 +31,118 @@ TILED_KEYS = 256  # from here on K and V come by tiles
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, meta: PrefillMetadata, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: PrefillMetadata,
+    scale: float,
 ) -> Tensor:
     num_heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, page = meta.block_tables, 0
     if tables is not None:
         page = k_cache.shape[1]
-        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, G, D]: a block table turns tokens into slots
-    # Measured on an H200: small tiles, of which two programs share a multiprocessor, and large ones where each query sees many
-    # keys. The host takes longer to describe tiles than tensors, which short prompts do not make up for.
+        # [slots, G, D]: a block table turns tokens into slots
+        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    # Measured on an H200: small tiles, of which two programs share a multiprocessor, and large ones
+    # where each query sees many keys. The host takes longer to describe tiles than tensors, which
+    # short prompts do not make up for.
     block_m, block_n, warps, stages = 64, 64, 4, 3
     tiled = meta.max_seqlen_k >= TILED_KEYS and _suits_tiles(k, v, page, block_n)
     if head_dim * q.element_size() > 256:
         block_n, stages = 32, 2
-    elif meta.max_seqlen_q >= (4096 if tiled else 1024) and not page and has_large_shared_memory(q.device):
+    elif (
+        meta.max_seqlen_q >= (4096 if tiled else 1024)
+        and not page
+        and has_large_shared_memory(q.device)
+    ):
         block_m, block_n, warps = 128, 128, 8  # 225 KB of shared memory
     grid = (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1)
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
     launch(
-        _prefill_kernel, grid,
-        q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables, scale * LOG2_E,
-        q.stride(0), k.stride(0), v.stride(0), out.stride(0), tables.stride(0) if page else 0,
-        num_heads // k.shape[1], head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n,
-        num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+        _prefill_kernel,
+        grid,
+        q,
+        k,
+        v,
+        k_tiles,
+        v_tiles,
+        out,
+        meta.cu_seqlens_q,
+        meta.cu_seqlens_k,
+        tables,
+        scale * LOG2_E,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        out.stride(0),
+        tables.stride(0) if page else 0,
+        num_heads // k.shape[1],
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        page,
+        block_m,
+        block_n,
+        num_warps=warps,
+        num_stages=stages,
+    )
     return out
 
 
 def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
-    """Whether Hopper's tensor memory accelerator can fetch K and V: dense heads of up to 256 bytes, pages of whole tiles."""
+    """Whether Hopper's tensor memory accelerator can fetch K and V: dense heads of up to 256
+    bytes, pages of whole tiles.
+    """
     if TensorDescriptor is None or not has_large_shared_memory(k.device) or k.element_size() != 2:
         return False
-    aligned = all(x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 for x in (k, v))
+    aligned = all(
+        x.stride()[1:] == (x.shape[2], 1) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+        for x in (k, v)
+    )
     return aligned and k.shape[2] in (16, 32, 64, 128) and page % block_n == 0
 
 
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
     """[T, G, D] as tiles of so many rows of one head."""
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]])
+    return TensorDescriptor(
+        x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]]
+    )
 
 
-@triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])  # parts of one tensor: whether aligned depends on N
+# Parts of one tensor: whether aligned depends on N.
+@triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])
 def _prefill_kernel(
-    q, k, v, k_tiles, v_tiles, out, cu_seqlens_q, cu_seqlens_k, tables, scale,
-    q_stride, k_stride, v_stride, out_stride, table_stride,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    # Later queries see more keys: their long programs go first, and the short ones fill the end of the launch.
+    q,
+    k,
+    v,
+    k_tiles,
+    v_tiles,
+    out,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    tables,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    out_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    # Later queries see more keys: their long programs go first, and the short ones fill the end of
+    # the launch.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     head, chunk = tl.program_id(1), tl.program_id(2)
     start_q, start_k = tl.load(cu_seqlens_q + chunk), tl.load(cu_seqlens_k + chunk)
-    len_q, len_k = tl.load(cu_seqlens_q + chunk + 1) - start_q, tl.load(cu_seqlens_k + chunk + 1) - start_k
+    len_q = tl.load(cu_seqlens_q + chunk + 1) - start_q
+    len_k = tl.load(cu_seqlens_k + chunk + 1) - start_k
     if first < len_q:
         row = first + tl.arange(0, BLOCK_M)
         dim = tl.arange(0, BLOCK_D)
@@ -108,7 +169,8 @@ def _prefill_kernel(
                 key, value = _load_tiles(k, v, slot, None, k_stride, v_stride, D, BLOCK_D)
             scores = tl.dot(query, key, input_precision="ieee")
             peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
-        # Two programs of small tiles find room on a multiprocessor only if this loop loads nothing in advance.
+        # Two programs of small tiles find room on a multiprocessor only if this loop loads nothing
+        # in advance.
         for start in tl.range(unmasked, end, BLOCK_N, num_stages=None if k_tiles is None else 1):
             token = start + tl.arange(0, BLOCK_N)
             slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
@@ -137,13 +199,19 @@ def _slots(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.con
         slot = _slot(table, start, first_slot, PAGE).to(tl.int64) + offset
     else:
         token = start + offset
-        slot = tl.load(table + token // PAGE, mask=token < length, other=0).to(tl.int64) * PAGE + token % PAGE
+        slot = (
+            tl.load(table + token // PAGE, mask=token < length, other=0).to(tl.int64) * PAGE
+            + token % PAGE
+        )
     return slot
 
 
 @triton.jit
 def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """K transposed [D, BLOCK_N] and V [BLOCK_N, D] of the slots. What is not inside reads 0: 0 times NaN would be NaN."""
+    """K transposed [D, BLOCK_N] and V [BLOCK_N, D] of the slots.
+
+    What is not inside reads 0: 0 times NaN would be NaN.
+    """
     dim = tl.arange(0, BLOCK_D)
     k_at = k + slot[None, :] * k_stride + dim[:, None]
     v_at = v + slot[:, None] * v_stride + dim[None, :]
@@ -161,7 +229,9 @@ def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D
 
 @triton.jit
 def _accumulate(scores, scale, value, peak, total, acc):
-    """One step of the online softmax: rescale what was summed under the old peak, add this tile's share."""
+    """One step of the online softmax: rescale what was summed under the old peak, add this
+    tile's share.
+    """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     rescale = tl.exp2(peak - new_peak)
     weights = tl.exp2(scores * scale - new_peak[:, None])  # one instruction before the power
@@ -171,7 +241,13 @@ def _accumulate(scores, scale, value, peak, total, acc):
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float, shared: Tensor | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lens: Tensor,
+    tables: Tensor,
+    scale: float,
+    shared: Tensor | None = None,
 ) -> Tensor:
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
@@ -179,10 +255,17 @@ def decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     block_n = 64 if head_dim * q.element_size() <= 256 else 32
     block_d = triton.next_power_of_2(head_dim)
-    splits, prefix_splits = _num_splits(batch * groups, triton.cdiv(tables.shape[1] * page, block_n), q.device), 0
-    # Measured on an H200, few splits read large tiles 1 to 3 % faster. Of short sequences, which so many at a time mostly
-    # are, such a tile would be half empty.
-    if shared is None and splits <= 4 and batch <= 256 and block_n == 64 and has_large_shared_memory(q.device):
+    splits = _num_splits(batch * groups, triton.cdiv(tables.shape[1] * page, block_n), q.device)
+    prefix_splits = 0
+    # Measured on an H200, few splits read large tiles 1 to 3 % faster. Of short sequences, which so
+    # many at a time mostly are, such a tile would be half empty.
+    if (
+        shared is None
+        and splits <= 4
+        and batch <= 256
+        and block_n == 64
+        and has_large_shared_memory(q.device)
+    ):
         block_n = 128
     if shared is not None:
         block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
@@ -190,30 +273,80 @@ def decode_attention(
         prefix_splits = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
     parts = part_lse = None
     if splits + prefix_splits > 1:
-        parts = torch.empty(batch, groups, splits + prefix_splits, group, head_dim, dtype=torch.float32, device=q.device)
+        parts = torch.empty(
+            batch,
+            groups,
+            splits + prefix_splits,
+            group,
+            head_dim,
+            dtype=torch.float32,
+            device=q.device,
+        )
         part_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
     counters = arrivals(q.device) if splits > 1 else None
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
-            q, k_cache, v_cache, shared, tables, parts, part_lse, scale * LOG2_E, *strides[:3], batch,
-            groups, group, block_m, head_dim, block_d, page, block_n, splits, num_warps=8 if block_m > 64 else 4, num_stages=3,
-        )  # fmt: skip
+            q,
+            k_cache,
+            v_cache,
+            shared,
+            tables,
+            parts,
+            part_lse,
+            scale * LOG2_E,
+            *strides[:3],
+            batch,
+            groups,
+            group,
+            block_m,
+            head_dim,
+            block_d,
+            page,
+            block_n,
+            splits,
+            num_warps=8 if block_m > 64 else 4,
+            num_stages=3,
+        )
     launch(
-        _decode_kernel, (groups, splits, batch),
-        q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters, scale * LOG2_E, *strides,
-        groups, group, max(16, triton.next_power_of_2(group)), head_dim, block_d, page, block_n,
-        splits, prefix_splits, num_warps=4, num_stages=2 if splits <= 8 else 3, **overlap(q),
-    )  # fmt: skip
+        _decode_kernel,
+        (groups, splits, batch),
+        q,
+        k_cache,
+        v_cache,
+        lens,
+        shared,
+        tables,
+        out,
+        parts,
+        part_lse,
+        counters,
+        scale * LOG2_E,
+        *strides,
+        groups,
+        group,
+        max(16, triton.next_power_of_2(group)),
+        head_dim,
+        block_d,
+        page,
+        block_n,
+        splits,
+        prefix_splits,
+        num_warps=4,
+        num_stages=2 if splits <= 8 else 3,
+        **overlap(q),
+    )
     return out
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a row (a KV head of a sequence), as a power of 2; measured on an H200.
+    """How many programs share a row (a KV head of a sequence), as a power of 2; measured on an
+    H200.
 
-    Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8 splits still level out
-    sequences of different lengths, until there are 8 programs a multiprocessor. Never more splits than there are tiles.
-    So rows are shared only where there are at most 4 a multiprocessor, for so many can count in `arrivals`.
+    Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8
+    splits still level out sequences of different lengths, until there are 8 programs a
+    multiprocessor. Never more splits than there are tiles. So rows are shared only where there are
+    at most 4 a multiprocessor, for so many can count in `arrivals`.
     """
     processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 8 * processors // rows), 1)
@@ -222,26 +355,52 @@ def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
 
 @triton.jit
 def _span(length, splits, BLOCK_N: tl.constexpr):
-    """Tokens a split takes: whole tiles, evenly, from the length on the device, so that short contexts spread as well."""
+    """Tokens a split takes: whole tiles, evenly, from the length on the device, so that short
+    contexts spread as well.
+    """
     return tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
 
 
 @triton.jit
 def _decode_kernel(
-    q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, arrivals, scale,
-    q_stride, k_stride, v_stride, table_stride,
-    G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    lens,
+    shared,
+    tables,
+    out,
+    parts,
+    part_lse,
+    arrivals,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Every sequence's own tokens: all of them or, where a prefix is shared, those behind it."""
     wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot takes.
+    # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot
+    # takes.
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     inside = (row < GROUP)[:, None] & (dim < D)[None, :]
     at = row[:, None] * D + dim[None, :]
-    query = tl.load(q + seq.to(tl.int64) * q_stride + group * GROUP * D + at, mask=inside, other=0.0)
+    query = tl.load(
+        q + seq.to(tl.int64) * q_stride + group * GROUP * D + at, mask=inside, other=0.0
+    )
     length, prefix = tl.load(lens + seq), 0
     if shared is not None:
         prefix = tl.load(shared)
@@ -254,7 +413,9 @@ def _decode_kernel(
         k_cache += group * D
         v_cache += group * D
         tables += seq * table_stride
-        total, peak, acc = _attend(query, k_cache, v_cache, tables, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N)
+        total, peak, acc = _attend(
+            query, k_cache, v_cache, tables, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N
+        )
         if SPLITS + PREFIX_SPLITS > 1:
             first = (pair * (SPLITS + PREFIX_SPLITS) + split) * GROUP
             tl.store(parts + first * D + at, acc / total[:, None], mask=inside)
@@ -264,7 +425,8 @@ def _decode_kernel(
     if SPLITS + PREFIX_SPLITS > 1:
         is_last = True
         if SPLITS > 1:
-            # Whoever arrives last sees what the others wrote before they arrived. In which order they came changes nothing.
+            # Whoever arrives last sees what the others wrote before they arrived. In which order
+            # they came changes nothing.
             tl.debug_barrier()  # all threads have stored
             is_last = tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == SPLITS - 1
             tl.debug_barrier()
@@ -273,15 +435,38 @@ def _decode_kernel(
                 tl.store(arrivals + pair, 0)
             part_lse += pair * (SPLITS + PREFIX_SPLITS) * GROUP
             parts += pair * (SPLITS + PREFIX_SPLITS) * GROUP * D
-            _merge(out, parts, part_lse, length - prefix, prefix, GROUP, D, BLOCK_D, SPLITS, PREFIX_SPLITS, BLOCK_N)
+            _merge(
+                out,
+                parts,
+                part_lse,
+                length - prefix,
+                prefix,
+                GROUP,
+                D,
+                BLOCK_D,
+                SPLITS,
+                PREFIX_SPLITS,
+                BLOCK_N,
+            )
 
 
 @triton.jit
 def _merge(
-    out, parts, part_lse, length, prefix, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Weigh each part by its share of the softmax's denominator: SPLITS of a sequence's own tokens, then the prefix's."""
+    out,
+    parts,
+    part_lse,
+    length,
+    prefix,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PREFIX_SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Weigh each part by its share of the softmax's denominator: SPLITS of a sequence's own
+    tokens, then the prefix's.
+    """
     PARTS: tl.constexpr = triton.next_power_of_2(SPLITS + PREFIX_SPLITS)
     part = tl.arange(0, PARTS)
     dim = tl.arange(0, BLOCK_D)
@@ -295,20 +480,41 @@ def _merge(
     for head in tl.static_range(GROUP):
         lse = tl.load(part_lse + part * GROUP + head, mask=written, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, axis=0))
-        values = tl.load(parts + (part * GROUP + head)[:, None] * D + dim[None, :], mask=inside, other=0.0)
+        values = tl.load(
+            parts + (part * GROUP + head)[:, None] * D + dim[None, :], mask=inside, other=0.0
+        )
         result = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
         tl.store(out + head * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
 
 
 @triton.jit
 def _prefix_kernel(
-    q, k_cache, v_cache, shared, table, parts, part_lse, scale, q_stride, k_stride, v_stride, batch,
-    G: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, FIRST_PART: tl.constexpr,
-):  # fmt: skip
-    """The prefix that all sequences share, read once for many: the queries of BLOCK_M / GROUP of them are one tile.
+    q,
+    k_cache,
+    v_cache,
+    shared,
+    table,
+    parts,
+    part_lse,
+    scale,
+    q_stride,
+    k_stride,
+    v_stride,
+    batch,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST_PART: tl.constexpr,
+):
+    """The prefix that all sequences share, read once for many: the queries of BLOCK_M / GROUP of
+    them are one tile.
 
-    Its blocks are the first of every table, so the first table serves (cascade attention; Ye et al. 2024).
+    Its blocks are the first of every table, so the first table serves (cascade attention; Ye et al.
+    2024).
     """
     tile, split, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prefix = tl.load(shared)
@@ -320,10 +526,14 @@ def _prefix_kernel(
         seq, head = (row // GROUP).to(tl.int64), group * GROUP + row % GROUP
         dim = tl.arange(0, BLOCK_D)
         inside = (seq < batch)[:, None] & (dim < D)[None, :]
-        query = tl.load(q + seq[:, None] * q_stride + head[:, None] * D + dim[None, :], mask=inside, other=0.0)
+        query = tl.load(
+            q + seq[:, None] * q_stride + head[:, None] * D + dim[None, :], mask=inside, other=0.0
+        )
         k_cache += group * D
         v_cache += group * D
-        total, peak, acc = _attend(query, k_cache, v_cache, table, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N)
+        total, peak, acc = _attend(
+            query, k_cache, v_cache, table, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N
+        )
         part = (seq * G + group) * (FIRST_PART + tl.num_programs(1)) + FIRST_PART + split
         part = part * GROUP + row % GROUP
         tl.store(parts + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
@@ -332,10 +542,22 @@ def _prefix_kernel(
 
 @triton.jit
 def _attend(
-    query, k, v, table, begin, end, scale, k_stride, v_stride,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Attention of a tile of queries over tokens begin .. end of one table: softmax's sum, its peak, unscaled result."""
+    query,
+    k,
+    v,
+    table,
+    begin,
+    end,
+    scale,
+    k_stride,
+    v_stride,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of a tile of queries over tokens begin .. end of one table: softmax's sum, its
+    peak, unscaled result.
+    """
     BLOCK_M: tl.constexpr = query.shape[0]
     BLOCK_D: tl.constexpr = query.shape[1]
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)

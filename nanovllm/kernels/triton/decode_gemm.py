@@ -1,11 +1,14 @@
-"""Linear layers of a decode step's rows on tensor cores, with the weights on their way before the inputs are there.
+"""Linear layers of a decode step's rows on tensor cores, with the weights on their way before the
+inputs are there.
 
-Knows that such a product is bound by the bytes of its weights, yet takes cuBLAS two to four times as long where they are
-few: each kernel starts, waits for its first bytes, and drains. These kernels are launched while the one before still runs
-and ask for their weights then, so that they find them in the L2 cache. Where cuBLAS is as good, it is left the work.
-Shapes: M rows, K inputs, N outputs, of which each program makes one tile. Where tiles are fewer than multiprocessors,
-several programs share one, each with a part of K, and the last to end adds up the parts in order: the result is
-deterministic. Written for Hopper, whose tensor memory accelerator fetches the tiles.
+Knows that such a product is bound by the bytes of its weights, yet takes cuBLAS two to four times
+as long where they are few: each kernel starts, waits for its first bytes, and drains. These kernels
+are launched while the one before still runs and ask for their weights then, so that they find them
+in the L2 cache. Where cuBLAS is as good, it is left the work.
+Shapes: M rows, K inputs, N outputs, of which each program makes one tile. Where tiles are fewer
+than multiprocessors, several programs share one, each with a part of K, and the last to end adds up
+the parts in order: the result is deterministic. Written for Hopper, whose tensor memory accelerator
+fetches the tiles.
 """
 
 from typing import NamedTuple
@@ -29,7 +32,8 @@ from nanovllm.kernels.triton.dispatch import (
 BLOCK_M = 64
 BLOCK_K = 128
 SHARED_MEMORY = 200_000  # bytes a program may fill with tiles on their way
-PREFETCH = tl.constexpr(1024)  # inputs whose weights each program asks for beforehand: more would not stay in the cache
+# Inputs whose weights each program asks for beforehand: more would not stay in the cache.
+PREFETCH = tl.constexpr(1024)
 
 
 class Tiling(NamedTuple):
@@ -39,15 +43,28 @@ class Tiling(NamedTuple):
 
 
 def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
-    """How to cut the product, as one wave of programs; None: leave it to cuBLAS. The limits were measured on an H200."""
+    """How to cut the product, as one wave of programs; None: leave it to cuBLAS.
+
+    The limits were measured on an H200.
+    """
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if TensorDescriptor is None or x.dtype not in (torch.bfloat16, torch.float16) or inputs % BLOCK_K:
+    if (
+        TensorDescriptor is None
+        or x.dtype not in (torch.bfloat16, torch.float16)
+        or inputs % BLOCK_K
+    ):
         return None
     if not 32 < rows <= (128 if gated else MAX_ROWS) or outputs * inputs > 1 << 23:
         return None
-    if 0 < rows % BLOCK_M < 48 and outputs > 1024:  # to fetch a tile that is mostly no rows takes longer than to fetch rows
+    # To fetch a tile that is mostly no rows takes longer than to fetch rows.
+    if 0 < rows % BLOCK_M < 48 and outputs > 1024:
         return None
-    if not (x.is_contiguous() and weight.is_contiguous() and can_overlap(x.device) and has_large_shared_memory(x.device)):
+    if not (
+        x.is_contiguous()
+        and weight.is_contiguous()
+        and can_overlap(x.device)
+        and has_large_shared_memory(x.device)
+    ):
         return None
     processors = num_processors(x.device)
     outputs, tensors = (outputs // 2, 2) if gated else (outputs, 1)
@@ -55,7 +72,12 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
         tiles = triton.cdiv(rows, BLOCK_M) * (outputs // block_n)
         if outputs % block_n == 0 and tiles <= processors:
             splits = 1
-            while not gated and splits < 4 and 2 * splits * tiles <= processors and inputs % (2 * splits * BLOCK_K) == 0:
+            while (
+                not gated
+                and splits < 4
+                and 2 * splits * tiles <= processors
+                and inputs % (2 * splits * BLOCK_K) == 0
+            ):
                 splits *= 2
             stage = (BLOCK_M + tensors * block_n) * BLOCK_K * x.element_size()
             return Tiling(block_n, splits, min(6, SHARED_MEMORY // stage))
@@ -63,7 +85,10 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N]. The weights must not be written by a running kernel."""
+    """x [M, K], weight [N, K], bias [N] -> [M, N].
+
+    The weights must not be written by a running kernel.
+    """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     block_n, splits, stages = tiling
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -73,9 +98,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Te
         parts = torch.empty(*grid, BLOCK_M, block_n, dtype=torch.float32, device=x.device)
         counters = arrivals(x.device)
     _linear_kernel[grid](
-        *_descriptors(x, weight, block_n), weight, bias, out, parts, counters, rows, outputs, inputs,
-        BLOCK_M, block_n, BLOCK_K, splits, num_warps=4, num_stages=stages, **overlap(x),
-    )  # fmt: skip
+        *_descriptors(x, weight, block_n),
+        weight,
+        bias,
+        out,
+        parts,
+        counters,
+        rows,
+        outputs,
+        inputs,
+        BLOCK_M,
+        block_n,
+        BLOCK_K,
+        splits,
+        num_warps=4,
+        num_stages=stages,
+        **overlap(x),
+    )
     return out
 
 
@@ -85,38 +124,71 @@ def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
     outputs //= 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     _gated_linear_kernel[(triton.cdiv(rows, BLOCK_M), outputs // tiling.block_n)](
-        *_descriptors(x, weight, tiling.block_n), weight, out, rows, outputs, inputs,
-        BLOCK_M, tiling.block_n, BLOCK_K, num_warps=4, num_stages=tiling.stages, **overlap(x),
-    )  # fmt: skip
+        *_descriptors(x, weight, tiling.block_n),
+        weight,
+        out,
+        rows,
+        outputs,
+        inputs,
+        BLOCK_M,
+        tiling.block_n,
+        BLOCK_K,
+        num_warps=4,
+        num_stages=tiling.stages,
+        **overlap(x),
+    )
     return out
 
 
 def _descriptors(x: Tensor, weight: Tensor, block_n: int) -> tuple:
-    return TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K]), TensorDescriptor.from_tensor(weight, [block_n, BLOCK_K])
+    return TensorDescriptor.from_tensor(x, [BLOCK_M, BLOCK_K]), TensorDescriptor.from_tensor(
+        weight, [block_n, BLOCK_K]
+    )
 
 
 @triton.jit
 def _prefetch(weight, first_row, K, begin, end, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Ask for rows of the weights, a line of 128 bytes at a time: they come to the L2 cache in their own time."""
+    """Ask for rows of the weights, a line of 128 bytes at a time: they come to the L2 cache in
+    their own time.
+    """
     row = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
     line = tl.arange(0, BLOCK_K // 64)[None, :] * 64
     for k in range(begin, end, BLOCK_K):
         tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weight + row + k + line],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [weight + row + k + line],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
-    x_tiles, w_tiles, weight, bias, out, parts, arrivals, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    w_tiles,
+    weight,
+    bias,
+    out,
+    parts,
+    arrivals,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     m, n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = K // SPLITS
     begin = split * span
     if PDL and m == 0:
-        _prefetch(weight, n * BLOCK_N, K, begin, begin + tl.minimum(span, PREFETCH), BLOCK_N, BLOCK_K)
+        _prefetch(
+            weight, n * BLOCK_N, K, begin, begin + tl.minimum(span, PREFETCH), BLOCK_N, BLOCK_K
+        )
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(begin, begin + span, BLOCK_K):
@@ -144,9 +216,18 @@ def _linear_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_linear_kernel(
-    x_tiles, w_tiles, weight, out, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    w_tiles,
+    weight,
+    out,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     m, n = tl.program_id(0), tl.program_id(1)
     if PDL and m == 0:
         _prefetch(weight, n * BLOCK_N, K, 0, tl.minimum(K, PREFETCH), BLOCK_N, BLOCK_K)
@@ -168,4 +249,8 @@ def _gated_linear_kernel(
 @triton.jit
 def _store(out, tile, first_row, first_col, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     row, col = first_row + tl.arange(0, BLOCK_M), first_col + tl.arange(0, BLOCK_N)
-    tl.store(out + row[:, None] * N + col[None, :], tile.to(out.dtype.element_ty), mask=(row < M)[:, None])
+    tl.store(
+        out + row[:, None] * N + col[None, :],
+        tile.to(out.dtype.element_ty),
+        mask=(row < M)[:, None],
+    )

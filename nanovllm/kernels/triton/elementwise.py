@@ -1,9 +1,10 @@
-"""Triton kernels of the memory-bound operations around attention: norms, activation, rotary embedding, decode inputs.
+"""Triton kernels of the memory-bound operations around attention: norms, activation, rotary
+embedding, decode inputs.
 
 Knows how to move each byte once. What each function computes is said by the plain layers: RMSNorm,
 GatedMLP, SelfAttention (its norms, rotation and store_kv) and BatchState.advance.
-Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W block-table width.
-Arithmetic is float32, and rounds to the tensors' dtype where the twin does.
+Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W
+block-table width. Arithmetic is float32, and rounds to the tensors' dtype where the twin does.
 """
 
 import torch
@@ -34,14 +35,32 @@ def _launch_norm(x, residual, weight, eps, out):
         block = triton.next_power_of_2(width)
         warps = max(1, min(8, block // 512))
         launch(
-            _norm_kernel, (x.shape[0],),
-            x, residual, weight, out, eps, width, block, residual is not None, num_warps=warps, **overlap(x),
-        )  # fmt: skip
+            _norm_kernel,
+            (x.shape[0],),
+            x,
+            residual,
+            weight,
+            out,
+            eps,
+            width,
+            block,
+            residual is not None,
+            num_warps=warps,
+            **overlap(x),
+        )
 
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, out, eps, N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * N
     cols = tl.arange(0, BLOCK)
@@ -50,7 +69,9 @@ def _norm_kernel(
     wait_for_inputs(PDL)
     value = tl.load(x + start + cols, mask=inside, other=0.0)
     if ADD:
-        summed = value.to(tl.float32) + tl.load(residual + start + cols, mask=inside, other=0.0).to(tl.float32)
+        summed = value.to(tl.float32) + tl.load(residual + start + cols, mask=inside, other=0.0).to(
+            tl.float32
+        )
         value = summed.to(value.dtype)
         tl.store(residual + start + cols, value, mask=inside)
     tl.store(out + start + cols, normed(value, scale, eps, N), mask=inside)
@@ -65,18 +86,32 @@ def normed(row, weight, eps, N: tl.constexpr):
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """The result of many tokens overwrites the gates: of a long prefill, `x` is the largest tensor by far."""
+    """The result of many tokens overwrites the gates: of a long prefill, `x` is the largest
+    tensor by far.
+    """
     tokens, width = x.shape[0], x.shape[1] // 2
     out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
     if tokens:
         block = 1024
         grid = (tokens, triton.cdiv(width, block))
-        launch(_silu_and_mul_kernel, grid, x, out, out.stride(0), width, block, num_warps=4, **overlap(x))
+        launch(
+            _silu_and_mul_kernel,
+            grid,
+            x,
+            out,
+            out.stride(0),
+            width,
+            block,
+            num_warps=4,
+            **overlap(x),
+        )
     return out
 
 
 @triton.jit
-def _silu_and_mul_kernel(x, out, out_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul_kernel(
+    x, out, out_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -108,24 +143,59 @@ def qk_norm_rope_store(
     if heads.shape[0]:
         heads_per_program = 8
         launch(
-            _qk_norm_rope_store_kernel, (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
-            qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, qkv.stride(0),
-            num_heads, num_kv_heads, head_dim, heads_per_program, triton.next_power_of_2(head_dim // 2),
-            q_weight is not None, k_cache.numel() > 0, num_warps=1, **overlap(qkv),
-        )  # fmt: skip
+            _qk_norm_rope_store_kernel,
+            (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            positions,
+            slots,
+            k_cache,
+            v_cache,
+            qkv.stride(0),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            heads_per_program,
+            triton.next_power_of_2(head_dim // 2),
+            q_weight is not None,
+            k_cache.numel() > 0,
+            num_warps=1,
+            **overlap(qkv),
+        )
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
-@triton.jit(do_not_specialize=["positions", "slots"])  # rows of one tensor: aligned where the number of tokens is even
+# Rows of one tensor: aligned where the number of tokens is even.
+@triton.jit(do_not_specialize=["positions", "slots"])
 def _qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache, token_stride,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    cos_sin,
+    positions,
+    slots,
+    k_cache,
+    v_cache,
+    token_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # q heads, then k heads, then v heads
-    col = tl.arange(0, HALF)[None, :]  # the two halves of a head rotate into each other: x1 holds one, x2 the other
+    # Q heads, then k heads, then v heads.
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    # The two halves of a head rotate into each other: x1 holds one, x2 the other.
+    col = tl.arange(0, HALF)[None, :]
     in_half = col < D // 2
     inside = (head < H + 2 * G) & in_half
     at = qkv + token * token_stride + head * D + col
@@ -174,18 +244,42 @@ def decode_inputs(
     tables = torch.empty(batch, width, dtype=torch.int32, device=rows.device)
     if batch:
         _decode_inputs_kernel[(batch,)](
-            rows, last_tokens, context_lens, block_tables, token_ids, positions, slots, lens, tables,
-            context_lens.shape[0] - 1, width, block_size, min(1024, triton.next_power_of_2(width)), num_warps=1,
+            rows,
+            last_tokens,
+            context_lens,
+            block_tables,
+            token_ids,
+            positions,
+            slots,
+            lens,
+            tables,
+            context_lens.shape[0] - 1,
+            width,
+            block_size,
+            min(1024, triton.next_power_of_2(width)),
+            num_warps=1,
             **overlap(rows),
-        )  # fmt: skip
+        )
     return token_ids, positions, slots, lens, tables
 
 
 @triton.jit
 def _decode_inputs_kernel(
-    rows, last_tokens, context_lens, block_tables, token_ids, positions, slots, lens, tables,
-    scratch, W, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    rows,
+    last_tokens,
+    context_lens,
+    block_tables,
+    token_ids,
+    positions,
+    slots,
+    lens,
+    tables,
+    scratch,
+    W,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_inputs(PDL)
     i = tl.program_id(0)
     row = tl.load(rows + i)

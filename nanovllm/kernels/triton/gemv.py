@@ -1,8 +1,10 @@
 """Linear layers of a few rows, as fast as their weights can be read.
 
-Knows that such a product is bound by the bytes of its weights, which cuBLAS reads at a third of the memory's speed when
-the layer is small, and where it is not bound by them any more: there `torch.nn.functional.linear`, its twin, takes over.
-Shapes: M rows, K inputs, N outputs. Each output is summed by one program in a fixed order: the result is deterministic.
+Knows that such a product is bound by the bytes of its weights, which cuBLAS reads at a third of the
+memory's speed when the layer is small, and where it is not bound by them any more: there
+`torch.nn.functional.linear`, its twin, takes over.
+Shapes: M rows, K inputs, N outputs. Each output is summed by one program in a fixed order: the
+result is deterministic.
 """
 
 from functools import lru_cache
@@ -15,10 +17,13 @@ from torch import Tensor
 
 from nanovllm.kernels.triton.dispatch import MAX_ROWS, overlap, wait_for_inputs
 
-WEIGHTS_PER_PROGRAM = 4096  # 32 a thread, in flight at once; measured from 0.6B to 8B shapes on an H200
+# 32 a thread, in flight at once; measured from 0.6B to 8B shapes on an H200
+WEIGHTS_PER_PROGRAM = 4096
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None
+) -> Tensor:
     """x [M, K], weight [N, K], bias [N] -> [M, N], of many rows in `spare`, if there is one.
 
     With few rows, the weights must not be written by a running kernel.
@@ -34,20 +39,37 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor 
     block_k = triton.next_power_of_2(inputs)
     block_n = max(1, WEIGHTS_PER_PROGRAM // block_k)
     _skinny_linear_kernel[(triton.cdiv(outputs, block_n),)](
-        x, weight, bias, out, outputs, inputs, rows, block_n, block_k, bias is not None, num_warps=4, **overlap(x)
+        x,
+        weight,
+        bias,
+        out,
+        outputs,
+        inputs,
+        rows,
+        block_n,
+        block_k,
+        bias is not None,
+        num_warps=4,
+        **overlap(x),
     )
     return out
 
 
 def _is_skinny(rows: int, outputs: int, inputs: int) -> bool:
-    """Where the kernel beat cuBLAS on an H200. Its arithmetic grows with the rows; cuBLAS's, on tensor cores, does not."""
+    """Where the kernel beat cuBLAS on an H200.
+
+    Its arithmetic grows with the rows; cuBLAS's, on tensor cores, does not.
+    """
     if inputs > 16384:  # a program holds at least one output's weights in registers
         return False
-    return rows == 1 or rows == 2 and inputs <= 4096 or rows in (3, 4) and outputs * inputs <= 1 << 23
+    return (
+        rows == 1 or rows == 2 and inputs <= 4096 or rows in (3, 4) and outputs * inputs <= 1 << 23
+    )
 
 
 def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
-    """Where cuBLASLt picks better kernels than cuBLAS: of 8B shapes on an H200, up to a fifth faster, rarely slower.
+    """Where cuBLASLt picks better kernels than cuBLAS: of 8B shapes on an H200, up to a fifth
+    faster, rarely slower.
 
     PyTorch leaves a product to it where there is a bias to add.
     """
@@ -62,13 +84,23 @@ def _zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor
 
 @triton.jit
 def _skinny_linear_kernel(
-    x, weight, bias, out, N, K: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    out,
+    N,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (n < N)[:, None] & (k < K)[None, :]
-    # All of a program's weights are asked for at once, and before its input is there: memory need not wait for either.
+    # All of a program's weights are asked for at once, and before its input is there: memory need
+    # not wait for either.
     weights = tl.load(weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
     wait_for_inputs(PDL)
     for row in tl.static_range(ROWS):

@@ -1,4 +1,6 @@
-"""Linear layers on a GPU: by the kernel that was measured to be fastest for the shape, or by cuBLAS."""
+"""Linear layers on a GPU: by the kernel that was measured to be fastest for the shape, or by
+cuBLAS.
+"""
 
 from torch import Tensor
 
@@ -6,15 +8,22 @@ from nanovllm.kernels.triton import decode_gemm, gemv
 from nanovllm.kernels.triton.elementwise import silu_and_mul
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N]. `spare`: memory of that shape which the result may take."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N].
+
+    `spare`: memory of that shape which the result may take.
+    """
     if tiling := decode_gemm.tiling(x, weight):
         return decode_gemm.linear(x, weight, bias, tiling)
     return gemv.linear(x, weight, bias, spare)
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of x, where weight [2 N, K] and bias [2 N] hold gate and then up: [M, K] -> [M, N]."""
+    """silu(gate) * up of x, where weight [2 N, K] and bias [2 N] hold gate and then up: [M, K]
+    -> [M, N].
+    """
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
         return decode_gemm.gated_linear(x, weight, tiling)
     return silu_and_mul(linear(x, weight, bias))

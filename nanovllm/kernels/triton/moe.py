@@ -1,11 +1,13 @@
 """A mixture of experts in five kernels: route, sort, gate and up, down, sum.
 
-The pairs of a token and one of its experts are sorted by expert, so that each expert's are a run of rows. A run is cut
-into tiles of BLOCK_M rows; a program multiplies one tile by some columns of its expert's weights. How many tiles there
-are only the device knows: the launch has programs for the most there can be, and those without a tile end at once. So
-nothing waits for the device, and a CUDA graph can hold it.
-Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a row, F width of an expert.
-Sizes need be no powers of two; rows of a multiple of 16 bytes are read at full speed, others slower.
+The pairs of a token and one of its experts are sorted by expert, so that each expert's are a run of
+rows. A run is cut into tiles of BLOCK_M rows; a program multiplies one tile by some columns of its
+expert's weights. How many tiles there are only the device knows: the launch has programs for the
+most there can be, and those without a tile end at once. So nothing waits for the device, and a CUDA
+graph can hold it.
+Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a row, F width of an
+expert. Sizes need be no powers of two; rows of a multiple of 16 bytes are read at full speed,
+others slower.
 """
 
 from functools import lru_cache
@@ -19,7 +21,8 @@ from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
 
 CHUNK_TOKENS = 8  # of one pass over a chunk; a chunk is what a program routes and sorts
 MAX_CHUNKS = 256
-# Up to so many pairs for each expert: rows of a tile, outputs, inputs, warps and stages; measured on an H200.
+# Up to so many pairs for each expert: rows of a tile, outputs, inputs, warps and stages; measured
+# on an H200.
 TILES = (
     (4, 16, 64, 128, 2, 4),
     (16, 32, 128, 128, 4, 3),
@@ -29,7 +32,9 @@ TILES = (
 FLOAT32_TILE = 16, 64, 32, 4, 3  # whose products tensor cores do not take
 
 
-def moe(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool) -> Tensor:
+def moe(
+    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
+) -> Tensor:
     """What MixtureOfExperts and Experts compute: x [T, N], the router's logits [T, E] -> [T, N]."""
     out = torch.empty_like(x)
     (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
@@ -37,17 +42,37 @@ def moe(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, re
     if not pairs:
         return out
     tile = next(tile for limit, *tile in TILES if pairs <= limit * num_experts)
-    block_m, block_n, most_k, warps, most_stages = FLOAT32_TILE if x.dtype == torch.float32 else tile
+    block_m, block_n, most_k, warps, most_stages = (
+        FLOAT32_TILE if x.dtype == torch.float32 else tile
+    )
     weights, order, runs, max_tiles = sort_by_expert(logits, top_k, renormalize, block_m, x)
-    hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)  # run by run, and token by token
+    # Run by run, and token by token.
+    hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
     for source, weight, to in ((x, gate_up, hidden), (hidden, down, results)):
         block_k = min(most_k, max(16, triton.next_power_of_2(weight.shape[2])))
-        stages = min(most_stages, _shared_memory(x.device) // ((block_m + block_n) * block_k * x.element_size()))
+        stages = min(
+            most_stages,
+            _shared_memory(x.device) // ((block_m + block_n) * block_k * x.element_size()),
+        )
         _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], block_n),)](
-            source, weight, order, runs, to, top_k, *weight.shape[1:], weight is gate_up, block_m, block_n, block_k,
-            num_warps=warps, num_stages=stages, **overlap(x),
-        )  # fmt: skip
-    _sum_kernel[(num_tokens, triton.cdiv(width, 512))](results, weights, out, width, top_k, 512, **overlap(x))
+            source,
+            weight,
+            order,
+            runs,
+            to,
+            top_k,
+            *weight.shape[1:],
+            weight is gate_up,
+            block_m,
+            block_n,
+            block_k,
+            num_warps=warps,
+            num_stages=stages,
+            **overlap(x),
+        )
+    _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
+        results, weights, out, width, top_k, 512, **overlap(x)
+    )
     return out
 
 
@@ -56,7 +81,10 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that the stages of a program may take: all but a little for what else it holds."""
     if device.type != "cuda":  # the interpreter
         return 1 << 17
-    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] - 2048
+    return (
+        triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+        - 2048
+    )
 
 
 def sort_by_expert(
@@ -64,8 +92,9 @@ def sort_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts and sort the pairs by expert, those of an expert by token.
 
-    Returns the pairs' weights [P] float32, the order [P] int32, the runs' tiles [1 + most tiles, 3] int32 (their number,
-    then each one's expert, first place in the order and end of its run), and how many tiles there can be.
+    Returns the pairs' weights [P] float32, the order [P] int32, the runs' tiles [1 + most tiles, 3]
+    int32 (their number, then each one's expert, first place in the order and end of its run), and
+    how many tiles there can be.
     """
     num_tokens, num_experts = logits.shape
     pairs = num_tokens * top_k
@@ -79,22 +108,56 @@ def sort_by_expert(
     )
     block_e = triton.next_power_of_2(num_experts)
     _route_kernel[(chunks,)](
-        logits, weights, experts, counts, num_tokens, passes, num_experts, top_k, renormalize,
-        CHUNK_TOKENS, block_e, triton.next_power_of_2(top_k), **overlap(x),
-    )  # fmt: skip
+        logits,
+        weights,
+        experts,
+        counts,
+        num_tokens,
+        passes,
+        num_experts,
+        top_k,
+        renormalize,
+        CHUNK_TOKENS,
+        block_e,
+        triton.next_power_of_2(top_k),
+        **overlap(x),
+    )
     _sort_kernel[(chunks + 1,)](
-        experts, counts, order, runs, pairs, passes, chunks, num_experts, CHUNK_TOKENS * top_k, block_m,
-        block_e, triton.next_power_of_2(CHUNK_TOKENS * top_k), 32, num_warps=8, **overlap(x),
-    )  # fmt: skip
+        experts,
+        counts,
+        order,
+        runs,
+        pairs,
+        passes,
+        chunks,
+        num_experts,
+        CHUNK_TOKENS * top_k,
+        block_m,
+        block_e,
+        triton.next_power_of_2(CHUNK_TOKENS * top_k),
+        32,
+        num_warps=8,
+        **overlap(x),
+    )
     return weights, order, runs, max_tiles
 
 
 @triton.jit(do_not_specialize=["T", "passes"])
 def _route_kernel(
-    logits, weights, experts, counts, T, passes,
-    E: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    weights,
+    experts,
+    counts,
+    T,
+    passes,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     expert, pick = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
@@ -102,13 +165,16 @@ def _route_kernel(
     for i in range(passes):
         token = ((chunk * passes + i) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
         inside = (token < T) & (expert < E)
-        scores = tl.load(logits + token * E + expert, mask=inside, other=float("-inf")).to(tl.float32)
+        scores = tl.load(logits + token * E + expert, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
         peak = tl.max(tl.where(token < T, scores, 0.0), axis=1)[:, None]
         total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
         best_scores = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
         best_experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
         for k in tl.static_range(K):
-            best = tl.minimum(tl.argmax(scores, axis=1), E - 1)[:, None]  # NaN must not lead out of bounds
+            # NaN must not lead out of bounds
+            best = tl.minimum(tl.argmax(scores, axis=1), E - 1)[:, None]
             best_scores = tl.where(pick == k, tl.max(scores, axis=1)[:, None], best_scores)
             best_experts = tl.where(pick == k, best, best_experts)
             count += tl.sum(((expert == best) & (token < T)).to(tl.int32), axis=0)
@@ -122,10 +188,21 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["P", "passes", "chunks"])
 def _sort_kernel(
-    experts, counts, order, runs, P, passes, chunks,
-    E: tl.constexpr, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    experts,
+    counts,
+    order,
+    runs,
+    P,
+    passes,
+    chunks,
+    E: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Each program places a chunk's pairs, at most PAIRS a pass; one more writes the tiles."""
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
@@ -134,7 +211,9 @@ def _sort_kernel(
     before = tl.zeros([BLOCK_E], tl.int32)  # pairs of the expert in earlier chunks
     for start in range(0, chunks, BLOCK_C):
         c = (start + tl.arange(0, BLOCK_C))[:, None]
-        count = tl.load(counts + c * E + expert[None, :], mask=(c < chunks) & (expert < E)[None, :], other=0)
+        count = tl.load(
+            counts + c * E + expert[None, :], mask=(c < chunks) & (expert < E)[None, :], other=0
+        )
         total += tl.sum(count, axis=0)
         before += tl.sum(tl.where(c < chunk, count, 0), axis=0)
     run = tl.cumsum(total, axis=0) - total
@@ -162,10 +241,23 @@ def _sort_kernel(
 
 @triton.jit
 def _product_kernel(
-    x, weight, order, runs, out, K: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """With GATED the rows come from the tokens, and SiLU of the first half of the outputs times the second is written."""
+    x,
+    weight,
+    order,
+    runs,
+    out,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """With GATED the rows come from the tokens, and SiLU of the first half of the outputs times
+    the second is written.
+    """
     wait_for_inputs(PDL)
     # Neighbours have the same rows, then the same expert: what they share is read from memory once.
     tile, part = tl.program_id(0) // tl.cdiv(OUT, BLOCK_N), tl.program_id(0) % tl.cdiv(OUT, BLOCK_N)
@@ -189,7 +281,9 @@ def _product_kernel(
             else:
                 in_row = start + k < IN
                 rows = tl.load(x_at, mask=inside & in_row[None, :], other=0.0)
-                weights = tl.load(weight_at, mask=(column < OUT)[None, :] & in_row[:, None], other=0.0)
+                weights = tl.load(
+                    weight_at, mask=(column < OUT)[None, :] & in_row[:, None], other=0.0
+                )
             total = tl.dot(rows, weights, total, input_precision="ieee")
             x_at += BLOCK_K
             weight_at += BLOCK_K
@@ -206,13 +300,17 @@ def _product_kernel(
 
 
 @triton.jit
-def _sum_kernel(results, weights, out, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _sum_kernel(
+    results, weights, out, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < N
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        result = tl.load(results + (token * K + k) * N + column, mask=inside, other=0.0).to(tl.float32)
+        result = tl.load(results + (token * K + k) * N + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
         total += result * tl.load(weights + token * K + k)
     tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=inside)

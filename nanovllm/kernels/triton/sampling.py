@@ -1,7 +1,8 @@
 """Triton kernels that draw the next tokens in one pass over the logits.
 
-Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is said by
-layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of 2 on the device.
+Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is
+said by layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of
+2 on the device.
 Shapes: B sequences, V vocabulary entries, S parts of the vocabulary, one program each.
 """
 
@@ -24,7 +25,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     batch, vocab = logits.shape
     first_cell, last_cell = vocab_start // CELL, triton.cdiv(vocab_start + vocab, CELL)
-    cells, tiles, warps = (128, 4, 4) if batch > 16 else (64, 1, 4)  # a few rows fill the device with short programs only
+    # A few rows fill the device with short programs only.
+    cells, tiles, warps = (128, 4, 4) if batch > 16 else (64, 1, 4)
     parts = triton.cdiv(last_cell - first_cell, cells * tiles)
     part_values = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
     part_cells = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
@@ -32,21 +34,60 @@ def sample(
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     if batch:
         _best_cell_of_part_kernel[(batch, parts)](
-            logits, temperatures, seeds, positions, part_values, part_cells, logits.stride(0), vocab_start, vocab,
-            first_cell, tiles, cells, CELL, num_warps=warps, **overlap(logits),
-        )  # fmt: skip
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            part_values,
+            part_cells,
+            logits.stride(0),
+            vocab_start,
+            vocab,
+            first_cell,
+            tiles,
+            cells,
+            CELL,
+            num_warps=warps,
+            **overlap(logits),
+        )
         _best_of_row_kernel[(batch,)](
-            logits, temperatures, seeds, positions, part_values, part_cells, values, tokens, logits.stride(0),
-            vocab_start, vocab, parts, triton.next_power_of_2(parts), CELL, num_warps=1, **overlap(logits),
-        )  # fmt: skip
+            logits,
+            temperatures,
+            seeds,
+            positions,
+            part_values,
+            part_cells,
+            values,
+            tokens,
+            logits.stride(0),
+            vocab_start,
+            vocab,
+            parts,
+            triton.next_power_of_2(parts),
+            CELL,
+            num_warps=1,
+            **overlap(logits),
+        )
     return tokens, values
 
 
 @triton.jit
 def _best_cell_of_part_kernel(
-    logits, temperatures, seeds, positions, part_values, part_cells, row_stride, vocab_start, vocab, first_cell,
-    TILES: tl.constexpr, CELLS: tl.constexpr, CELL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    seeds,
+    positions,
+    part_values,
+    part_cells,
+    row_stride,
+    vocab_start,
+    vocab,
+    first_cell,
+    TILES: tl.constexpr,
+    CELLS: tl.constexpr,
+    CELL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * row_stride
@@ -58,17 +99,25 @@ def _best_cell_of_part_kernel(
     for tile in range(TILES):
         cell = first_cell + (part * TILES + tile) * CELLS + tl.arange(0, CELLS)
         col = cell[:, None] * CELL - vocab_start + tl.arange(0, CELL)[None, :]
-        scores = tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf")).to(tl.float32) * scale
+        scores = (
+            tl.load(logits + col, mask=(col >= 0) & (col < vocab), other=float("-inf")).to(
+                tl.float32
+            )
+            * scale
+        )
         score = tl.max(scores, axis=1)
         if greedy:
             total = tl.sum(scores, axis=1)
-            score = tl.where(total == total, score, float("inf"))  # a NaN, or infinities of both signs
+            # A NaN, or infinities of both signs.
+            score = tl.where(total == total, score, float("inf"))
         else:
-            peak = tl.maximum(score, -1e30)  # a cell outside the vocabulary is all -inf, and -inf + inf no number
+            # A cell outside the vocabulary is all -inf, and -inf + inf no number.
+            peak = tl.maximum(score, -1e30)
             weight = tl.sum(tl.exp2(scores - peak[:, None]), axis=1)
             time = _exponential(seed, tl.maximum(cell * CELL, vocab_start), position, 0)
             score = peak + tl.log2(weight / time)
-            score = tl.where(score == score, score, float("inf"))  # a NaN, or an infinity less itself
+            # A NaN, or an infinity less itself.
+            score = tl.where(score == score, score, float("inf"))
         best_cell = tl.where(score > best, cell, best_cell)
         best = tl.maximum(best, score)
     value = tl.max(best, axis=0)
@@ -79,9 +128,22 @@ def _best_cell_of_part_kernel(
 
 @triton.jit
 def _best_of_row_kernel(
-    logits, temperatures, seeds, positions, part_values, part_cells, values, tokens, row_stride, vocab_start, vocab,
-    parts, BLOCK: tl.constexpr, CELL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    temperatures,
+    seeds,
+    positions,
+    part_values,
+    part_cells,
+    values,
+    tokens,
+    row_stride,
+    vocab_start,
+    vocab,
+    parts,
+    BLOCK: tl.constexpr,
+    CELL: tl.constexpr,
+    PDL: tl.constexpr,
+):
     wait_for_inputs(PDL)
     row = tl.program_id(0)
     greedy, scale = _scale(temperatures, row)
@@ -95,7 +157,12 @@ def _best_of_row_kernel(
     cell = tl.where(is_valid, cell, vocab_start // CELL)
     col = cell * CELL - vocab_start + tl.arange(0, CELL)
     inside = (col >= 0) & (col < vocab)
-    score = tl.load(logits + row.to(tl.int64) * row_stride + col, mask=inside, other=float("-inf")).to(tl.float32) * scale
+    score = (
+        tl.load(logits + row.to(tl.int64) * row_stride + col, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
+        * scale
+    )
     if not greedy:
         time = _exponential(tl.load(seeds + row), col + vocab_start, tl.load(positions + row), 1)
         score -= tl.log2(time)
