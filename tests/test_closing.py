@@ -40,7 +40,7 @@ def make(checkpoint, request):
 @pytest.fixture
 def echo_ranks(monkeypatch):
     """Ranks without a model."""
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", EchoRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
 
 
 def in_threads(calls) -> list:
@@ -330,8 +330,8 @@ from types import SimpleNamespace
 from rank_faults import FlagsRunner
 from nanovllm.config import Config
 from nanovllm.distributed import tensor_parallel
-from nanovllm.weights.loader import load_hf_config
-tensor_parallel.ModelRunner = FlagsRunner
+from nanovllm.weights.hf_config import load_hf_config
+tensor_parallel.build_runner = FlagsRunner
 config = Config({str(checkpoint.folder)!r}, tensor_parallel_size=2, device="cpu")
 runner = tensor_parallel.TensorParallelRunner(
     config, load_hf_config(config.model), config.model, max_model_len=64, max_num_seqs=4

@@ -160,7 +160,7 @@ print(tokens, os.waitpid(child, 0)[1])
 
 
 def test_ranks_leave_when_told_to_although_a_forked_process_lives(checkpoint, monkeypatch):
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.ModelRunner", EchoRunner)
+    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
     llm = LLM(checkpoint.folder, tensor_parallel_size=2, **OPTIONS)
     ranks = [rank.process for rank in llm.engine.runner._ranks]
     if (child := os.fork()) == 0:
