@@ -1,7 +1,10 @@
 """The engine's loop around scheduler and runner: seeds, and steps that fail."""
 
+import shutil
+
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
+from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import StepResult
@@ -85,3 +88,37 @@ def test_requests_without_a_seed_get_the_llms_in_the_order_in_which_they_come(ma
     assert len(set(map(tuple, even))) == 4
     for lengths in ([5, 10, 15, 20], [20, 15, 10, 5], [7, 20, 9, 1]):
         assert outputs(lengths) == [whole[:length] for whole, length in zip(even, lengths)]
+
+
+@pytest.fixture(params=["nan", "inf"])
+def broken_checkpoint(request, checkpoint, tmp_path):
+    """The checkpoint with one bad value in the embedding of token 7, and a head of its own."""
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint.folder, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if "model.embed_tokens.weight" in tensors:
+            tensors["model.embed_tokens.weight"][7, 3] = float(request.param)
+            save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(temperature=0.0),
+        dict(temperature=1.0),
+        dict(top_k=3, logprobs=2),
+        dict(temperature=0.0, repetition_penalty=1.5),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bad_weight_is_an_error_and_no_empty_text(broken_checkpoint, make_llm, options, ranks):
+    llm = make_llm(broken_checkpoint, tensor_parallel_size=ranks)
+    params = SamplingParams(**options, max_tokens=4, ignore_eos=True, seed=1)
+    with pytest.raises(FloatingPointError, match=r"^request \d+ \(prompt \[1, 7\]\) .*weights$"):
+        llm.generate([[1, 7]], params, use_tqdm=False)
+    assert_empty(llm)
+    (output,) = llm.generate([[1, 2]], greedy(1), use_tqdm=False)
+    assert len(output["token_ids"]) == 1

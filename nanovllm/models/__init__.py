@@ -7,10 +7,10 @@ from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from nanovllm.models.transformer import head_size
+from nanovllm.models.transformer import CausalLM, head_size
 from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
 
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
@@ -48,7 +48,7 @@ def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = Non
         ) from error
 
 
-def find_model(hf_config) -> type[nn.Module]:
+def find_model(hf_config) -> type[CausalLM]:
     """The class that runs `hf_config`.
 
     Raises ValueError for what a configuration asks for and no model here does: it is never ignored.
@@ -61,7 +61,7 @@ def find_model(hf_config) -> type[nn.Module]:
     check_sizes(hf_config)
     if model_class is Qwen3MoeForCausalLM:
         check_experts(hf_config)
-    check_supported(hf_config)
+    check_supported(hf_config, model_class)
     return model_class
 
 
@@ -123,11 +123,12 @@ def check_flag(hf_config, name: str) -> None:
         raise ValueError(f"config.json: {name} is {value!r}: it must be true or false")
 
 
-def check_supported(hf_config) -> None:
-    """Refuse the options that no model here implements."""
+def check_supported(hf_config, model_class: type[CausalLM]) -> None:
+    """Refuse the options that the model does not implement."""
     activation = getattr(hf_config, "hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"hidden_act is {activation!r}: only 'silu' is implemented")
+    if activation not in model_class.activations:
+        known = ", ".join(map(repr, model_class.activations))
+        raise ValueError(f"hidden_act is {activation!r}: {model_class.__name__} has {known}")
     if getattr(hf_config, "quantization_config", None):
         raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
     # Qwen's configurations keep a window's size next to a switch that turns it off; others have the

@@ -7,6 +7,9 @@ T tokens of any number of sequences go through at once, packed one after the oth
 attends to which is the step's metadata (layers/context.py), and only attention reads it.
 """
 
+from collections.abc import Callable
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import SelfAttention
@@ -19,11 +22,11 @@ from nanovllm.layers.rotary import RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module):
+    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm] = RMSNorm):
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self_attn
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -32,11 +35,11 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, config, layers: list[nn.Module], group: ParallelGroup):
+    def __init__(self, embed_tokens: nn.Module, layers: list[nn.Module], norm: nn.Module):
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
+        self.embed_tokens = embed_tokens
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
@@ -51,6 +54,11 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head. `config` has the fields of a Hugging Face config.json."""
 
+    # What a family may have of its own kind.
+    embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
+    norm: type[RMSNorm] = RMSNorm
+    activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}
+
     def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
         """`max_model_len`: positions that will be asked for; None: all that the model supports."""
         super().__init__()
@@ -58,7 +66,9 @@ class CausalLM(nn.Module):
         layers = [
             self.build_layer(config, i, rotary, group) for i in range(config.num_hidden_layers)
         ]
-        self.model = Decoder(config, layers, group)
+        embed_tokens = self.embedding(config.vocab_size, config.hidden_size, group)
+        norm = self.norm(config.hidden_size, config.rms_norm_eps)
+        self.model = Decoder(embed_tokens, layers, norm)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
 
@@ -102,9 +112,16 @@ def build_attention(
     )
 
 
-def build_mlp(config, group: ParallelGroup, *, bias: bool = False) -> GatedMLP:
+def build_mlp(
+    config,
+    group: ParallelGroup,
+    *,
+    bias: bool = False,
+    activation: Callable[[Tensor], Tensor] = F.silu,
+) -> GatedMLP:
     """The gated MLP of the sizes that `config` gives."""
-    return GatedMLP(config.hidden_size, config.intermediate_size, group, bias=bias)
+    width, intermediate = config.hidden_size, config.intermediate_size
+    return GatedMLP(width, intermediate, group, bias=bias, activation=activation)
 
 
 def head_size(config) -> int:
