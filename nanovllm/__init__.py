@@ -1,4 +1,4 @@
-"""Offline LLM inference that one person can read in an afternoon.
+"""Offline LLM inference: a plain PyTorch core to read, and what makes it fast beside it.
 
 from nanovllm import LLM, SamplingParams
 """

@@ -1,39 +1,65 @@
-"""What README.md says is so: its examples run, its tables and commands are the code's, its route
-misses no file.
+"""What the two READMEs say is so.
+
+README.md is the users': its examples run, its tables and calls are the code's. nanovllm/README.md
+is for readers and contributors: its route names every file, and the tests it names exist.
 """
 
 import ast
+import inspect
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
+from test_bench import bench
+from test_scheduler import Server, make_scheduler
 
 import nanovllm
-from nanovllm import TINY_MODEL, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.config import Config
 from nanovllm.models import MODELS
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PACKAGE = Path(nanovllm.__file__).parent
+ROOT = PACKAGE.parent
+TESTS = Path(__file__).parent
+USERS, READERS = ROOT / "README.md", PACKAGE / "README.md"
+USERS_TEXT, READERS_TEXT = USERS.read_text(), READERS.read_text()
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
 )
 
 
-def blocks(language: str) -> list[tuple[int, str]]:
+def section(text: str, heading: str) -> str:
+    """What stands under a heading, up to the next one of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    (_, rest) = f"\n{text}".split(f"\n{heading}\n")
+    return re.split(rf"^#{{1,{level}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def code_blocks(path: Path, language: str) -> list[tuple[int, str]]:
     """The fenced code of a language, each with the number of the line it begins on."""
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-    return [(README.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+    text = path.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+def run_examples(path: Path, names: dict, replacements: dict[str, str]) -> None:
+    """Run a README's Python blocks one after the other, in the same namespace."""
+    for line, code in code_blocks(path, "python"):
+        for old, new in replacements.items():
+            code = code.replace(old, new)
+        exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The names that the examples, run one after the other, leave behind.
+def users(tmp_path_factory):
+    """The names that the users' examples leave behind.
 
     The hub's model is the tiny one, able to chat.
     """
@@ -41,45 +67,190 @@ def ran(tmp_path_factory):
     folder.mkdir()
     for path in TINY_MODEL.iterdir():
         if path.name == "tokenizer_config.json":
-            (folder / path.name).write_text(
-                json.dumps(json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE})
-            )
+            config = json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}
+            (folder / path.name).write_text(json.dumps(config))
         else:
             os.symlink(path, folder / path.name)
-    known, names = set(MODELS), {"__name__": "readme"}
+    names = {"__name__": "readme"}
     try:
-        for line, code in blocks("python"):
-            code = code.replace('"Qwen/Qwen3-0.6B"', repr(str(folder)))
-            exec(compile("\n" * (line - 1) + code, str(ROOT / "README.md"), "exec"), names)
+        run_examples(USERS, names, {'"Qwen/Qwen3-0.6B"': repr(str(folder))})
         yield names
     finally:
         if "llm" in names:
             names["llm"].close()
-        for name in set(MODELS) - known:
-            del MODELS[name]
 
 
-def test_the_examples_run_and_none_downloads(ran):
-    assert len(ran["outputs"]) == 2 and all(output["text"] for output in ran["outputs"])
-    assert "huggingface.co" not in "".join(code for _, code in blocks("python"))
+@pytest.fixture(scope="module")
+def readers():
+    """The names that the contributors' examples leave behind."""
+    known, names = dict(MODELS), {"__name__": "readme"}
+    try:
+        run_examples(READERS, names, {})
+        yield names
+    finally:
+        MODELS.clear()
+        MODELS.update(known)
 
 
-def test_the_examples_show_every_call(ran):
-    code = "".join(code for _, code in blocks("python"))
-    calls = [
-        name
-        for name, member in vars(nanovllm.LLM).items()
-        if callable(member) and not name.startswith("_")
-    ]
-    assert len(calls) == 10
-    assert not [name for name in calls if f"llm.{name}(" not in code]
+# The users' README.
 
 
-def test_seeds_hold_as_the_example_says(ran):
-    assert ran["alone"]["token_ids"] == ran["batch"][1]["token_ids"]
+def test_it_is_short():
+    assert USERS.stat().st_size <= 15_000
 
 
-def test_the_family_of_the_example_equals_transformers(ran, tmp_path):
+def test_its_examples_run_and_none_downloads(users):
+    assert len(users["outputs"]) == 2 and all(output["text"] for output in users["outputs"])
+    assert "huggingface.co" not in "".join(code for _, code in code_blocks(USERS, "python"))
+
+
+def test_its_calls_are_those_of_an_llm_with_their_parameters():
+    documented = dict(re.findall(r"`llm\.(\w+)\(([^`]*)\)`", section(USERS_TEXT, "## Calls")))
+    for name, member in vars(LLM).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            _, *parameters = inspect.signature(member).parameters.values()
+            said = [
+                str(parameter.replace(annotation=inspect.Parameter.empty))
+                for parameter in parameters
+            ]
+            assert documented.get(name) == ", ".join(said), f"README.md's `llm.{name}(...)`"
+    assert documented.keys() <= vars(LLM).keys()
+
+
+def test_its_names_of_an_llm_exist(users):
+    named = set(re.findall(r"\bllm\.(\w+)", USERS_TEXT))
+    assert {"tokenizer", "num_kvcache_blocks"} < named
+    assert not [name for name in named if not hasattr(users["llm"], name)]
+
+
+def test_its_keys_of_an_output_are_those_of_an_output(users):
+    documented = re.findall(
+        r"^\| `(\w+)` \|", section(USERS_TEXT, "### generate"), flags=re.MULTILINE
+    )
+    params = SamplingParams(n=2, logprobs=1, max_tokens=2)
+    (output,) = users["llm"].generate("def", params, use_tqdm=False)
+    assert documented == list(output)
+    assert list(output["completions"][0]) == documented[documented.index("completions") - 4 : -1]
+
+
+def test_its_names_of_metrics_are_those_of_metrics(users):
+    metrics = users["llm"].metrics()
+    keys = metrics.keys() | metrics["total"].keys() | metrics["total"]["time_to_first_token"].keys()
+    named = set(re.findall(r"`([\w]+)`", section(USERS_TEXT, "### metrics")))
+    assert named == keys
+
+
+def test_its_seeds_hold_as_the_example_says(users):
+    assert users["alone"]["token_ids"] == users["batch"][1]["token_ids"]
+
+
+def options_table(heading: str) -> dict[str, object]:
+    """Name -> default, of the table under a heading."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\|", section(USERS_TEXT, heading), flags=re.MULTILINE
+    )
+    return {name: ast.literal_eval(value) if value else MISSING for name, value in rows}
+
+
+@pytest.mark.parametrize(
+    "heading, options", [("### LLM", Config), ("### SamplingParams", SamplingParams)]
+)
+def test_its_tables_of_options_are_those_of_the_code(heading, options):
+    expected = {field.name: field.default for field in fields(options)}
+    assert list(options_table(heading).items()) == list(expected.items())
+
+
+def test_its_choices_of_an_option_are_accepted():
+    """Every quoted value in the table of LLM's options."""
+    for row in section(USERS_TEXT, "### LLM").splitlines():
+        if match := re.match(r"\| `(\w+)` \|", row):
+            for value in re.findall(r'`"([\w:-]+)"`', row):
+                assert getattr(Config("model", **{match[1]: value}), match[1]) == value
+
+
+def test_its_families_are_in_the_registry():
+    families, _ = section(USERS_TEXT, "## Models and limits").split(", from safetensors")
+    named = re.findall(r"[A-Z][\w-]+", families)
+    assert (
+        named and {f"{name.replace('-MoE', 'Moe')}ForCausalLM" for name in named} <= MODELS.keys()
+    )
+
+
+def test_its_rooflines_are_those_that_bench_works_out():
+    """By the rates that are named above the table."""
+    speed = section(USERS_TEXT, "## Speed")
+    bandwidth, flops = (
+        float(re.search(rf"([\d.]+) {unit}", speed)[1]) for unit in ("TB/s", "TFLOP/s")
+    )
+    rows = re.findall(r"^\| (\w+): ", speed, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for row in speed.splitlines():
+        if match := re.match(r"\| (\w+): ", row):
+            cells = [cell.strip() for cell in row.strip("|").split("|")]
+            for model, said in (("qwen3-0.6b", cells[3]), ("qwen3-8b", cells[6])):
+                work = bench.workload(match[1], bench.VOCAB)
+                limit = bench.roofline(model, work, match[1], bandwidth * 1e12, flops * 1e12)
+                assert float(said) == pytest.approx(limit, rel=0.02), (match[1], model)
+
+
+def test_ci_runs_its_two_commands():
+    (_, commands), *_ = code_blocks(USERS, "bash")
+    assert len(commands.splitlines()) == 2
+    script = ROOT / ".ci" / "run"
+    steps = re.findall(r"^step '(.*)'$", script.read_text(), flags=re.MULTILINE)
+    assert set(commands.splitlines()) <= set(steps)
+    assert os.access(script, os.X_OK)
+
+
+def test_ci_runs_every_install_line_of_both():
+    """What needs a GPU is resolved, not installed."""
+    script = (ROOT / ".ci" / "run").read_text()
+    pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
+    run = re.findall(pattern, script, flags=re.MULTILINE)
+    told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + READERS_TEXT)
+    assert told and set(told) <= {*run, 'pip install -e ".[plot]"'}
+
+
+# The README for readers and contributors.
+
+
+def holds_code(path: Path) -> bool:
+    """Whether there is more in the file than a docstring."""
+    return any(not isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body)
+
+
+def test_the_route_names_every_file_and_no_other():
+    route = section(READERS_TEXT, "## The route") + section(
+        READERS_TEXT, "## The rooms, file by file"
+    )
+    paths = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "assets"]
+    files = {path.relative_to(PACKAGE).as_posix() for path in paths if holds_code(path)}
+    assert set(re.findall(r"`([\w/]+\.py)`", route)) == files
+
+
+def test_the_table_of_rooms_names_folders():
+    rooms = re.findall(r"^\| `(\w+)/` \|", READERS_TEXT, flags=re.MULTILINE)
+    assert rooms and all((PACKAGE / room).is_dir() for room in rooms)
+
+
+def test_the_tests_it_names_exist():
+    named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`", READERS_TEXT)
+    assert len(named) > 10
+    for file, name in named:
+        text = (TESTS / file).read_text()
+        assert not name or re.search(rf"^(def|class) {name}\b", text, flags=re.MULTILINE), name
+
+
+def test_the_other_names_it_gives_exist():
+    """Files at the root and in tests, and names of the package's classes and functions."""
+    for file in re.findall(r"`((?:tests/|\.ci/)?[\w.]+(?:\.py|/run))`", READERS_TEXT):
+        assert any((root / file).is_file() for root in (ROOT, PACKAGE, TESTS)), file
+    source = "".join(path.read_text() for path in [*PACKAGE.rglob("*.py"), *TESTS.glob("*.py")])
+    for name in re.findall(r"`(?:\w+\.)?(_?[A-Z]\w+|\w+_\w+)`", READERS_TEXT):
+        assert re.search(rf"\b{name}\b", source), name
+
+
+def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
     seed_oss = pytest.importorskip("transformers.models.seed_oss")
     config = seed_oss.SeedOssConfig(
         vocab_size=101,
@@ -101,65 +272,47 @@ def test_the_family_of_the_example_equals_transformers(ran, tmp_path):
     assert (logits - expected_logits(reference, tokens)).abs().max() < 1e-4
 
 
-def table(heading: str) -> dict[str, str]:
-    """The first two columns of the table under a heading: name -> default."""
-    section = re.split(r"^#", README.split(f"\n{heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
-    return dict(re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\|", section, flags=re.MULTILINE))
+def test_the_policy_of_its_example_changes_the_order(readers):
+    server = Server(make_scheduler(max_num_seqs=1, policy=readers["ShortestPromptFirst"]()))
+    for id, length in enumerate([3, 9, 1]):
+        server.add(id, [id] * length, 2)
+    server.run()
+    assert server.scheduler.first_starts == [2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    "heading, options", [("### LLM", Config), ("### SamplingParams", SamplingParams)]
-)
-def test_the_tables_of_options_are_those_of_the_code(heading, options):
-    expected = {field.name: field.default for field in fields(options)}
-    documented = {
-        name: ast.literal_eval(value) if value else MISSING
-        for name, value in table(heading).items()
-    }
-    assert list(documented.items()) == list(expected.items())
+def test_the_transform_of_its_example_changes_no_result(readers):
+    plain, changed = load(TINY_MODEL), load(TINY_MODEL)
+    readers["use_functional_norms"](changed)
+    assert any(type(module) is readers["FunctionalRMSNorm"] for module in changed.modules())
+    logits = [Driver(model, 1, 16).step({}, {0: [5, 70, 300]}) for model in (plain, changed)]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
-def test_the_route_through_the_source_misses_no_file_and_names_no_other():
-    route = README.split("\n## How it works\n")[1].split("\n## ")[0]
-    package = Path(nanovllm.__file__).parent
-    files = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if path.parent.name != "assets"
-    }
-    silent = {name for name in files if name.endswith("__init__.py")} - {
-        "models/__init__.py",
-        "kernels/__init__.py",
-    }
-    assert set(re.findall(r"`([\w/]+\.py)`", route)) == files - silent
+# Both.
 
 
-def test_ci_runs_the_two_commands_of_the_readme():
-    (_, commands), *_ = blocks("bash")
-    assert len(commands.splitlines()) == 2
-    script = ROOT / ".ci" / "run"
-    assert (
-        re.findall(r"^step '(.*)'$", script.read_text(), flags=re.MULTILINE)
-        == commands.splitlines()
-    )
-    assert os.access(script, os.X_OK)
-
-
-def test_ci_runs_every_install_line_of_the_readme():
-    """What needs a GPU is resolved, not installed."""
-    script = (ROOT / ".ci" / "run").read_text()
-    run = re.findall(
-        r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$", script, flags=re.MULTILINE
-    )
-    told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", README)
-    assert len(told) > 6 and set(told) <= {*run, 'pip install -e ".[plot]"'}
-
-
-def test_no_line_is_longer_than_120_characters():
-    assert not [line for line in README.splitlines() if len(line) > 120]
+@pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
+def test_prose_is_at_most_100_columns_wide(path):
+    lines = path.read_text().splitlines()
+    assert not [line for line in lines if len(line) > 100 and not line.startswith("|")]
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize("line, code", blocks("bash"))
-def test_every_script_that_is_named_exists(line, code):
-    assert all((ROOT / name).is_file() for name in re.findall(r"\bpython (\S+\.py)", code))
+@pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
+def test_every_script_and_link_that_is_named_exists(path):
+    commands = "".join(code for _, code in code_blocks(path, "bash"))
+    scripts = re.findall(r"\b(?:python|pytest)(?: -\w+)* ((?:\w+/)*\w+\.py)", commands)
+    assert scripts and all((ROOT / name).is_file() for name in scripts)
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text())
+    assert links and all((path.parent / link).exists() for link in links)
+
+
+@pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
+def test_commands_of_bench_have_options_and_workloads_that_it_knows(path):
+    commands = "".join(code for _, code in code_blocks(path, "bash"))
+    lines = re.findall(r"^python bench\.py(.*)$", commands, flags=re.MULTILINE)
+    assert lines
+    for line in lines:
+        args = bench.make_parser().parse_args(shlex.split(line, comments=True))
+        assert set((args.workload or "bench").split(",")) <= bench.WORKLOADS.keys()
+        assert Config.from_options("model", json.loads(args.options))
