@@ -30,8 +30,8 @@ def speed_up_by_cpp(model: nn.Module) -> None:
     speed_up(model)
     replace(model, {OnePassRMSNorm: CppRMSNorm, JointSelfAttention: CppSelfAttention})
     for module in model.modules():
-        if type(module) is InPlaceGatedMLP and module.activation is F.silu:
-            module.__class__ = CppGatedMLP
+        if isinstance(module, InPlaceGatedMLP) and module.activation is F.silu:
+            replace(module, {InPlaceGatedMLP: CppGatedMLP})
         if type(module) is PagedSelfAttention and type(module.rotary) is RotaryEmbedding:
             if type(module.q_norm) is type(module.k_norm) is nn.Identity:
                 module.__class__ = CppSelfAttention

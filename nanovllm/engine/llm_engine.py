@@ -7,6 +7,7 @@ Python.
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class LLMEngine:
         self,
         config: Config,
         hf_config,
-        folder: str,
+        folder: str | Path,
         make_runner: Callable[..., Any],
         policy: SchedulingPolicy = SchedulingPolicy(),
     ) -> None:
@@ -134,6 +135,7 @@ class LLMEngine:
         streams: bool,
         interactive: bool,
     ) -> Sequence:
+        assert params.max_tokens is not None, "whoever checked the request has set it"
         if params.seed is None:
             seed = self._seeds.getrandbits(63)
         else:
@@ -145,7 +147,7 @@ class LLMEngine:
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
             seed=seed,
-            stop_ids=stop_ids.union(params.stop_token_ids),
+            stop_ids=stop_ids.union(params.stop_token_ids or ()),
             interactive=interactive,
         )
         seq.added_at = perf_counter()

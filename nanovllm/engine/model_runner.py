@@ -99,7 +99,7 @@ class ModelRunner:
         self.vocab_size = hf_config.vocab_size
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
-        self.model = self._build_model(hf_config)
+        self.model: Any = self._build_model(hf_config)
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
@@ -225,7 +225,7 @@ class ModelRunner:
         self._copy_blocks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
-        if decodes:
+        if context_lens is not None:
             positions = torch.cat((context_lens, positions))
         return self._sample(hidden[: len(last_tokens)], slots, positions)
 
@@ -233,7 +233,8 @@ class ModelRunner:
         """Bring the chunks' tokens to the device, and set the state of their batch slots and of
         their forks'.
         """
-        sequences = [*chunks, *(fork for chunk in chunks for fork in chunk.forks)]
+        sequences: list[PrefillChunk | Fork] = [*chunks]
+        sequences += [fork for chunk in chunks for fork in chunk.forks]
         lengths = [len(chunk.token_ids) for chunk in chunks]
         starts_q = np.concatenate(([0], np.cumsum(lengths)))
         tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int32)
@@ -268,7 +269,8 @@ class ModelRunner:
         metadata = PrefillMetadata(
             cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached
         )
-        return PrefillInputs(*self._upload(tokens), slots, context_lens, metadata)
+        token_ids, positions_d, slot_mapping = self._upload(tokens)
+        return PrefillInputs(token_ids, positions_d, slot_mapping, slots, context_lens, metadata)
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
         """Tell of sequences that ask for more than temperature and seed, and of slots that do

@@ -11,7 +11,7 @@ and that token replaces the first. So rows that ask for nothing pay nothing. A g
 arg max of what the penalties leave. Reported log-probabilities are the model's own, before any of
 this.
 
-Shapes: S special rows, V vocabulary entries, M the most tokens of a sequence.
+Shapes: S rows, V vocabulary entries, M the most tokens of a sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,14 +61,14 @@ def count_tokens(
     at = torch.arange(history.shape[1], device=history.device)
     zeros = torch.zeros(history.shape[0], vocab_size, device=history.device)
     known = zeros.scatter_add(1, history, (at < lens).float())
-    drawn = zeros.scatter_add_(1, history, ((at >= prompt_lens) & (at < lens)).float())
-    return known > 0, drawn
+    generated = zeros.scatter_add_(1, history, ((at >= prompt_lens) & (at < lens)).float())
+    return known > 0, generated
 
 
 def keep_likeliest(
     scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int
 ) -> Tensor:
-    """[S, V] bool: which tokens may be drawn by scores [S, V] = logits / temperature.
+    """[S, V] bool: which tokens may be sampled, by scores [S, V] = logits / temperature.
 
     top_k [S, 1] int64 (V: no bound), top_p [S, 1] (infinite: no bound) and min_p [S, 1] float32.
     width: how many tokens to put in order; V if a row bounds top_p alone, else the largest bound of
@@ -95,7 +95,7 @@ class Logprobs:
     """Of the rows `index` of a step, each asking for its `counts`: token ids and log-probabilities
     [rows, 1 + most].
 
-    The first column is the token drawn, the others are the likeliest in order.
+    The first column is the sampled token, the others are the likeliest in order.
     """
 
     index: list[int]
@@ -109,8 +109,8 @@ class Logprobs:
         return {i: dict(zip(ids[: count + 1], values)) for i, count, ids, values in rows}
 
 
-class _Part:
-    """Some of a step's special rows and what they ask for, on the device."""
+class _Rows:
+    """Some of a step's rows, and what they ask for beyond temperature and seed, on the device."""
 
     def __init__(
         self,
@@ -120,10 +120,10 @@ class _Part:
         vocab_size: int,
         upload: Upload,
     ):
-        wishes = [asked[slots[i]] for i in index]
-        params = [wish.params for wish in wishes]
+        metadata = [asked[slots[i]] for i in index]
+        params = [one.params for one in metadata]
         limits = [limit(p, vocab_size) for p in params]
-        prompt_lens = [wish.num_prompt_tokens for wish in wishes]
+        prompt_lens = [one.num_prompt_tokens for one in metadata]
         # A sum of probabilities can come to a little over 1: who asked for no bound must not meet
         # one there.
         top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
@@ -153,18 +153,24 @@ class _Part:
             (k for p, k in zip(params, limits) if k < vocab_size or p.top_p < 1), default=0
         )
         self.filters_any = self.width > 0 or any(p.min_p > 0 for p in params)
-        barred = [
-            (i, token, wish.num_prompt_tokens + wish.params.min_tokens)
-            for i, wish in enumerate(wishes)
-            if wish.params.min_tokens
-            for token in wish.stop_ids
-            if token < vocab_size
-        ]
-        # Row i may not draw the token before it has this length.
+        barred = barred_tokens(metadata, vocab_size)
         self.barred = upload(np.array(barred, dtype=np.int64).T.copy()) if barred else None
         self.asking = [i for i, p in enumerate(params) if p.logprobs is not None]
-        self.counts = [params[i].logprobs for i in self.asking]
+        self.counts = [p.logprobs for p in params if p.logprobs is not None]
         self.asking_at = upload(np.array(self.asking, dtype=np.int64)) if self.asking else None
+
+
+def barred_tokens(
+    metadata: Sequence[SamplingMetadata], vocab_size: int
+) -> list[tuple[int, int, int]]:
+    """By min_tokens: (row, token, length that the sequence must have before it may sample it)."""
+    return [
+        (row, token, one.num_prompt_tokens + one.params.min_tokens)
+        for row, one in enumerate(metadata)
+        if one.params.min_tokens
+        for token in one.stop_ids
+        if token < vocab_size
+    ]
 
 
 class Resampler:
@@ -180,7 +186,7 @@ class Resampler:
         # [slots, M] int32: the tokens of slots with penalties, once there is one
         self._history: Tensor | None = None
         self._slots: Sequence[int] = ()  # of the last step, and what they came to
-        self._parts: list[_Part] = []
+        self._parts: list[_Rows] = []
 
     def start(self, slot: int, metadata: SamplingMetadata | None) -> None:
         """A sequence starts to sample in this slot; None: temperature and seed are all it asks
@@ -212,7 +218,7 @@ class Resampler:
             state.last_tokens[part.slots] = output.tokens[part.at]
         return [part for part in logprobs if part is not None]
 
-    def _among(self, slots: Sequence[int]) -> list[_Part]:
+    def _among(self, slots: Sequence[int]) -> list[_Rows]:
         """Stays the same, and costs nothing, as long as the slots do."""
         if self._asked and slots != self._slots:
             index = [i for i, slot in enumerate(slots) if slot in self._asked]
@@ -221,19 +227,20 @@ class Resampler:
                 index[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(index), ROWS_AT_ONCE)
             ]
             self._parts = [
-                _Part(part, slots, self._asked, self.vocab_size, self._upload) for part in parts
+                _Rows(part, slots, self._asked, self.vocab_size, self._upload) for part in parts
             ]
             self._slots = slots
         return self._parts
 
-    def _sample(self, part: _Part, output: "StepOutput", seeds: Tensor) -> Logprobs | None:
+    def _sample(self, part: _Rows, output: "StepOutput", seeds: Tensor) -> Logprobs | None:
         """Replace the tokens of the part's rows. `seeds` are by batch slot."""
         raw = logits = self.group.gather_vocab(output.logits[part.at], self.vocab_size).float()
         positions = output.positions[part.at].long()
-        if part.penalizes:
-            history = self._history[part.slots].long()
+        history = self._history if part.penalizes else None
+        if history is not None:
+            tokens_so_far = history[part.slots].long()
             seen, counts = count_tokens(
-                history, part.prompt_lens, positions.unsqueeze(1), self.vocab_size
+                tokens_so_far, part.prompt_lens, positions.unsqueeze(1), self.vocab_size
             )
             logits = apply_penalties(logits, seen, counts, *part.penalties)
         if part.barred is not None:  # after the penalties: minus infinity times 0 is no number
@@ -241,18 +248,19 @@ class Resampler:
             logits = logits.clone() if logits is raw else logits
             logits[row, token] = logits[row, token].masked_fill(positions[row] < least, -torch.inf)
         if part.filters_any:
-            kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
+            top_k, top_p, min_p = part.filters
+            kept = keep_likeliest(logits / part.divisors, top_k, top_p, min_p, part.width)
             logits = logits.masked_fill(~kept, -torch.inf)
         tokens, _ = self._sample_tokens(logits, part.temperatures, seeds[part.slots], positions)
         # A filter may have hidden that logits were no numbers.
         tokens = torch.where(output.tokens[part.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
-        if part.penalizes:
-            self._history[part.slots, positions] = tokens.int().clamp(min=0)
+        if history is not None:
+            history[part.slots, positions] = tokens.int().clamp(min=0)
         output.tokens[part.at] = tokens
         return self._logprobs(part, raw, tokens) if part.asking else None
 
     @staticmethod
-    def _logprobs(part: _Part, raw: Tensor, tokens: Tensor) -> Logprobs:
+    def _logprobs(part: _Rows, raw: Tensor, tokens: Tensor) -> Logprobs:
         logprobs = raw[part.asking_at].log_softmax(dim=-1)
         best, token_ids = logprobs.topk(min(max(part.counts), logprobs.shape[1]))
         tokens = tokens[part.asking_at].unsqueeze(1)
