@@ -156,7 +156,8 @@ class LLM:
         self._open_engine()
         with self._lock:
             engine = self._settled_engine()
-            request = self._requests.pop(as_integer(request_id), None)
+            number = as_integer(request_id)
+            request = self._requests.pop(number, None) if number is not None else None
             if request is None:
                 raise ValueError(
                     f"request_id is {shown(request_id)}, which no unfinished request has: "

@@ -67,6 +67,9 @@ class InPlaceGatedMLP(GatedMLP):
 class JointSelfAttention(PagedSelfAttention):
     """Norms and rotates q and k together: half as many operations, each of more elements."""
 
+    q_norm: RMSNorm
+    k_norm: RMSNorm
+
     @staticmethod
     def suits(plain: SelfAttention) -> bool:
         norms = {type(plain.q_norm), type(plain.k_norm)}

@@ -7,6 +7,7 @@ Python.
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -49,7 +50,7 @@ class LLMEngine:
         self,
         config: Config,
         hf_config,
-        folder: str,
+        folder: str | Path,
         make_runner: Callable[..., Any],
         policy: SchedulingPolicy = SchedulingPolicy(),
     ) -> None:
@@ -138,6 +139,7 @@ class LLMEngine:
             seed = self._seeds.getrandbits(63)
         else:
             seed = (params.seed + completion) % 2**63
+        assert params.max_tokens is not None, "the facade puts a number for as many as fit"
         stop_ids = frozenset() if params.ignore_eos else self.stop_ids
         seq = Sequence(
             next(self._ids),
@@ -145,7 +147,7 @@ class LLMEngine:
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
             seed=seed,
-            stop_ids=stop_ids.union(params.stop_token_ids),
+            stop_ids=stop_ids.union(params.stop_token_ids or ()),
             interactive=interactive,
         )
         seq.added_at = perf_counter()

@@ -23,6 +23,7 @@ from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
+from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import init_dummy_weights, load_weights
 
 
@@ -120,7 +121,7 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.nbytes,
         )
 
-    def _build_model(self, hf_config) -> nn.Module:
+    def _build_model(self, hf_config) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
             model = build_model(hf_config, self.group, self.max_model_len)
         return model.eval().requires_grad_(False)
@@ -225,7 +226,7 @@ class ModelRunner:
         self._copy_blocks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
-        if decodes:
+        if context_lens is not None:
             positions = torch.cat((context_lens, positions))
         return self._sample(hidden[: len(last_tokens)], slots, positions)
 
@@ -233,7 +234,8 @@ class ModelRunner:
         """Bring the chunks' tokens to the device, and set the state of their batch slots and of
         their forks'.
         """
-        sequences = [*chunks, *(fork for chunk in chunks for fork in chunk.forks)]
+        sequences: list[PrefillChunk | Fork] = [*chunks]
+        sequences += [fork for chunk in chunks for fork in chunk.forks]
         lengths = [len(chunk.token_ids) for chunk in chunks]
         starts_q = np.concatenate(([0], np.cumsum(lengths)))
         tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int32)
@@ -268,7 +270,10 @@ class ModelRunner:
         metadata = PrefillMetadata(
             cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached
         )
-        return PrefillInputs(*self._upload(tokens), slots, context_lens, metadata)
+        token_ids, token_positions, slot_mapping = self._upload(tokens)
+        return PrefillInputs(
+            token_ids, token_positions, slot_mapping, slots, context_lens, metadata
+        )
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
         """Tell of sequences that ask for more than temperature and seed, and of slots that do

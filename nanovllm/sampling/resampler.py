@@ -109,6 +109,10 @@ class Logprobs:
         return {i: dict(zip(ids[: count + 1], values)) for i, count, ids, values in rows}
 
 
+# Each special row brings these to the device, behind top_p.
+NUMBERS = ("min_p", "temperature", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
 class _Part:
     """Some of a step's special rows and what they ask for, on the device."""
 
@@ -127,15 +131,8 @@ class _Part:
         # A sum of probabilities can come to a little over 1: who asked for no bound must not meet
         # one there.
         top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
-        names = (
-            "min_p",
-            "temperature",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        )
         ints = np.array([index, [slots[i] for i in index], limits, prompt_lens], dtype=np.int64)
-        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)])
+        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in NUMBERS)])
         # Beyond these bounds float32 would lose logits to infinity, and with them which one is
         # larger.
         floats[3].clip(*REPETITION_BOUNDS, out=floats[3])
@@ -144,7 +141,7 @@ class _Part:
         self.at, self.slots, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
         top_p_d, min_p, self.temperatures, *penalties = upload(floats)
         self.divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0).unsqueeze(1)
-        self.filters = [x.unsqueeze(1) for x in (limits_d, top_p_d, min_p)]
+        self.top_k, self.top_p, self.min_p = (x.unsqueeze(1) for x in (limits_d, top_p_d, min_p))
         self.penalties = [x.unsqueeze(1) for x in penalties]
         self.prompt_lens = prompt_lens_d.unsqueeze(1)
 
@@ -163,7 +160,7 @@ class _Part:
         # Row i may not draw the token before it has this length.
         self.barred = upload(np.array(barred, dtype=np.int64).T.copy()) if barred else None
         self.asking = [i for i, p in enumerate(params) if p.logprobs is not None]
-        self.counts = [params[i].logprobs for i in self.asking]
+        self.counts = [params[i].logprobs or 0 for i in self.asking]
         self.asking_at = upload(np.array(self.asking, dtype=np.int64)) if self.asking else None
 
 
@@ -231,6 +228,7 @@ class Resampler:
         raw = logits = self.group.gather_vocab(output.logits[part.at], self.vocab_size).float()
         positions = output.positions[part.at].long()
         if part.penalizes:
+            assert self._history is not None
             history = self._history[part.slots].long()
             seen, counts = count_tokens(
                 history, part.prompt_lens, positions.unsqueeze(1), self.vocab_size
@@ -241,12 +239,13 @@ class Resampler:
             logits = logits.clone() if logits is raw else logits
             logits[row, token] = logits[row, token].masked_fill(positions[row] < least, -torch.inf)
         if part.filters_any:
-            kept = keep_likeliest(logits / part.divisors, *part.filters, part.width)
+            scores = logits / part.divisors
+            kept = keep_likeliest(scores, part.top_k, part.top_p, part.min_p, part.width)
             logits = logits.masked_fill(~kept, -torch.inf)
         tokens, _ = self._sample_tokens(logits, part.temperatures, seeds[part.slots], positions)
         # A filter may have hidden that logits were no numbers.
         tokens = torch.where(output.tokens[part.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
-        if part.penalizes:
+        if part.penalizes and self._history is not None:
             self._history[part.slots, positions] = tokens.int().clamp(min=0)
         output.tokens[part.at] = tokens
         return self._logprobs(part, raw, tokens) if part.asking else None

@@ -124,7 +124,7 @@ class Detokenizer:
 
     def add(self, seq: Sequence) -> None:
         """Keep `seq.text` up to date from now on, until the sequence has ended."""
-        seq.text = TextStream(seq.params.stop, seq.params.min_tokens)
+        seq.text = TextStream(tuple(seq.params.stop or ()), seq.params.min_tokens)
         self._reading.add(seq)
 
     def update(self, sampled: list[Sequence]) -> list[Sequence]:

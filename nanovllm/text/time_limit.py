@@ -50,6 +50,7 @@ def run_limited(function: Callable[[], Any], seconds: float, progress: Callable[
 
 
 def _stop(thread: threading.Thread) -> None:
+    assert thread.ident is not None, "it was started"
     for _ in range(10):  # it may be where an exception is swallowed, as in a destructor
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)

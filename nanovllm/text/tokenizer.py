@@ -87,7 +87,7 @@ class Tokenizer:
         if self._backend is not None:  # it works in threads, where transformers goes one by one
             return self._backend.decode_batch(outputs, skip_special_tokens=True)
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return [self.transformers.decode(ids, **options) for ids in outputs]
+        return [str(self.transformers.decode(ids, **options)) for ids in outputs]
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer | None:
@@ -104,10 +104,13 @@ class Tokenizer:
 
     @cached_property
     def _byte_ids(self) -> frozenset[int]:
-        decoder = self._backend.decoder if self._backend is not None else None
-        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+        backend = self._backend
+        decoder = backend.decoder if backend is not None else None
+        if backend is None or decoder is None:
             return frozenset()
-        ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        if b'"ByteFallback"' not in decoder.__getstate__():
+            return frozenset()
+        ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
 
     def is_silent(self, token: int) -> bool:
@@ -131,11 +134,12 @@ class Tokenizer:
         template refuses, or with which it is not done after CHAT_SECONDS.
         """
         options = {"add_generation_prompt": True, **options, "tokenize": False}
-        tokenizer, texts = self.transformers, []
+        tokenizer = self.transformers
+        texts: list[str] = []
 
         def write() -> None:
             for chat in chats:
-                texts.append(tokenizer.apply_chat_template(chat, **options))
+                texts.append(str(tokenizer.apply_chat_template(chat, **options)))
 
         try:
             run_limited(write, CHAT_SECONDS, progress=lambda: len(texts))
