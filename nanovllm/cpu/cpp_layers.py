@@ -14,7 +14,6 @@ from nanovllm.cpu.layers import (
 )
 from nanovllm.cpu.paged_attention import PagedSelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
-from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 
@@ -42,7 +41,7 @@ class CppRMSNorm(RMSNorm):
         return cpp_ops.rms_norm(x.contiguous(), self.weight, self.eps)
 
 
-class CppGatedMLP(GatedMLP):
+class CppGatedMLP(InPlaceGatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(cpp_ops.silu_and_mul(self.gate_up_proj(x)))
 

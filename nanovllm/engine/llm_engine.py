@@ -140,6 +140,7 @@ class LLMEngine:
             seed = self._seeds.getrandbits(63)
         else:
             seed = (params.seed + completion) % 2**63
+        assert params.max_tokens is not None, "the facade puts a number for as many as fit"
         stop_ids = frozenset() if params.ignore_eos else self.stop_ids
         seq = Sequence(
             next(self._ids),

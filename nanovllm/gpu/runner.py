@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
@@ -26,6 +26,7 @@ from nanovllm.kernels.triton import elementwise, sampling
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.transformer import CausalLM
 
 # A prefix that at least so many sequences share, of at least so many tokens, is read once for all,
 # by a kernel of its own. It was measured far above these (256 sequences, 2,048 tokens, 1.44 s ->
@@ -69,7 +70,7 @@ class CUDAModelRunner(ModelRunner):
             **options,
         )
 
-    def _build_model(self, hf_config) -> nn.Module:
+    def _build_model(self, hf_config) -> CausalLM:
         from nanovllm.gpu.fused_layers import fuse
 
         model = super()._build_model(hf_config)

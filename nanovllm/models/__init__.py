@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch import nn
-
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
@@ -25,7 +23,7 @@ MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
 
 
-def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> nn.Module:
+def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> CausalLM:
     """This rank's part of the model that `hf_config` describes, not filled.
 
     Its parameters are on the default device, in the default dtype. `max_model_len`: positions that
