@@ -131,11 +131,10 @@ def describe_device(name: str, count: int) -> str:
 
 
 def room(name: str) -> Any:
-    """The module nanovllm.`name`, or None if its room was taken out."""
-    full_name = f"nanovllm.{name}"
+    """The module nanovllm.`name`; None if its room was taken out, or one that it needs."""
     try:
-        return import_module(full_name)
+        return import_module(f"nanovllm.{name}")
     except ModuleNotFoundError as error:
-        if error.name is None or not full_name.startswith(error.name):
+        if not (error.name or "").startswith("nanovllm."):
             raise  # it is there, and misses something else
         return None

@@ -23,6 +23,7 @@ from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
+from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import init_dummy_weights, load_weights
 
 
@@ -99,7 +100,7 @@ class ModelRunner:
         self.vocab_size = hf_config.vocab_size
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
-        self.model: Any = self._build_model(hf_config)
+        self.model = self._build_model(hf_config)
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
@@ -120,7 +121,7 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.nbytes,
         )
 
-    def _build_model(self, hf_config) -> nn.Module:
+    def _build_model(self, hf_config) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
             model = build_model(hf_config, self.group, self.max_model_len)
         return model.eval().requires_grad_(False)
