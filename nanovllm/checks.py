@@ -22,15 +22,13 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> Any:
-    """`value` if it is a real number, as a NumPy float is one; None if it is none. A bool is
-    none."""
+    """`value` if it is a real number, NumPy's included; else None, as for a bool."""
     is_number = isinstance(value, numbers.Real) and type(value) is not bool
     return value if is_number else None
 
 
 def shown(value: Any) -> str:
-    """How an error shows a value: as Python does, but never long, however large or deeply nested it
-    is."""
+    """How an error shows a value: as Python does, but always short."""
     return reprlib.repr(value)
 
 
@@ -47,8 +45,7 @@ def refuse_unknown_names(
 
 
 def name_the_nearest(kind: str) -> Callable[[Class], Class]:
-    """A decorator of dataclasses: an unknown keyword raises TypeError that names the nearest of its
-    fields."""
+    """Let a dataclass refuse an unknown keyword by a TypeError that names the nearest field."""
 
     def decorate(dataclass: Class) -> Class:
         cls: Any = dataclass

@@ -37,9 +37,7 @@ def replace(model: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -
 
 
 def transpose_weights(model: nn.Module) -> None:
-    """Keep every matrix [N, K] transposed in memory: a CPU multiplies a few rows by it 1.3 to 2
-    times as fast.
-    """
+    """Keep matrices [N, K] transposed: a CPU multiplies few rows by them 1.3 to 2 times as fast."""
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.data = parameter.data.t().contiguous().t()

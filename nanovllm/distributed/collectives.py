@@ -48,9 +48,7 @@ PATIENCE = timedelta(days=12)
 
 @dataclass(frozen=True)
 class DistributedGroup(ParallelGroup):
-    """A ParallelGroup of several processes, by torch.distributed: NCCL between GPUs, gloo
-    between CPUs.
-    """
+    """A ParallelGroup of several processes: by NCCL between GPUs, by gloo between CPUs."""
 
     device: torch.device = torch.device("cpu")  # of the tensors that the backend exchanges
     # For small tensors of GPUs that read each other's memory.

@@ -12,8 +12,9 @@ from nanovllm.kernels.triton.allreduce_norm import SharedRows
 
 
 class SymmetricMemorySum:
-    """Sums a small tensor in one kernel: every rank reads the others' memory, where NCCL would pass
-    it around.
+    """Sums a small tensor in one kernel, in which every rank reads the others' memory.
+
+    NCCL would pass it around.
 
     Uses PyTorch's symmetric memory, and of that never the multicast operations. All ranks must sum
     in the same order.
@@ -67,9 +68,7 @@ class SymmetricMemorySum:
         )
 
     def rows_for(self, x: Tensor) -> SharedRows | None:
-        """Where the kernel of the next norm can sum the ranks' `x` [T, N]; None: it is too large
-        for that.
-        """
+        """Where the next norm's kernel can sum the ranks' `x` [T, N]; None: it is too large."""
         row_bytes = x.shape[1] * x.itemsize
         fits = (
             x.shape[0] <= SharedRows.ROWS

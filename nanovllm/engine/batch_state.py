@@ -21,8 +21,9 @@ class DecodeInputs(NamedTuple):
 
 
 class BatchState:
-    """S batch slots, and one more at the end for padding: its length stays 0, and its K and V
-    are not written.
+    """S batch slots, and one more for padding.
+
+    The last one's length stays 0, and its K and V are not written.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class BatchState:
         temperatures: Tensor,
         seeds: Tensor,
     ) -> None:
-        """Let sequences run in `slots` [N] int64, of which `context_lens` [N] tokens will be
-        cached after this step.
+        """Let sequences run in `slots` [N] int64.
+
+        After this step, `context_lens` [N] of their tokens are cached.
         """
         self.context_lens[slots] = context_lens
         self.block_tables[slots] = block_tables
@@ -59,8 +61,9 @@ class BatchState:
         self.block_tables[slots, indices] = blocks.int()
 
     def advance(self, slots: Tensor) -> DecodeInputs:
-        """The inputs of a decode step of `slots` [B] int64, whose last tokens are counted into
-        their contexts.
+        """The inputs of a decode step of `slots` [B] int64.
+
+        Each sequence's last token is counted into its context length.
         """
         block_tables = self.block_tables[slots]
         positions = self.context_lens[slots].long()

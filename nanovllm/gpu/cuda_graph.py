@@ -20,8 +20,9 @@ def sizes_up_to(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """`step(n, variant)` runs n rows and returns the tensors it leaves behind; they stay valid
-    until the next replay.
+    """`step(n, variant)` runs n rows and returns the tensors it leaves behind.
+
+    They stay valid until the next replay.
     """
 
     def __init__(self, step: Callable[[int, bool], NamedTuple], max_num_seqs: int) -> None:
@@ -75,8 +76,9 @@ class _Memory:
 
 
 def _borrow(tensor: Tensor) -> Tensor:
-    """The same elements, but their memory is free for the graphs captured next: only one is
-    replayed at a time.
+    """The same elements, in memory that is free for the graphs captured next.
+
+    Only one graph is replayed at a time.
     """
     assert tensor.is_contiguous()
     return (

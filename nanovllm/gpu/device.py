@@ -8,9 +8,7 @@ import torch
 
 
 def begin_driver(name: str) -> None:
-    """Start the CUDA driver beside what the host does next: it takes seconds, but none of
-    Python's lock.
-    """
+    """Start the CUDA driver beside what the host does next: it takes seconds, and no lock."""
     if name != "cpu":
         with suppress(OSError):  # a machine without one
             threading.Thread(

@@ -230,8 +230,9 @@ class FusedDecoder(Decoder):
         return self.add_and_norm(layer.mlp.partial(x), residual, next_norm)
 
     def add_and_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """total = residual + the sum of the ranks' x -> (norm(total), total), which may
-        overwrite both.
+        """total = residual + the sum of the ranks' x -> (norm(total), total).
+
+        The results may overwrite x and residual.
         """
         # A group of several ranks knows more than a ParallelGroup: see distributed/collectives.py.
         group: Any = self.embed_tokens.group

@@ -25,8 +25,9 @@ class MemoryBudget:
     def num_blocks(
         self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int
     ) -> int:
-        """Blocks of `block` bytes that fit; the largest step runs with one, and `graphs` bytes are
-        left for CUDA graphs.
+        """Blocks of `block` bytes that fit, beside `graphs` bytes for CUDA graphs.
+
+        The largest step is run with one block.
 
         Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full
         length.

@@ -54,9 +54,7 @@ class OverlappedDecoder(FusedDecoder):
         return x, group.begin_all_reduce(x)
 
     def finish_sums(self, sums, residuals: list[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
-        """Wait for each sum when its turn comes, add it to its residual, and give the norm of
-        that.
-        """
+        """Wait for each sum in turn, add it to its residual, and yield the norm of that."""
         for i, (x, work) in enumerate(sums):
             work.wait()
             normed, residuals[i] = add_rms_norm(x, residuals[i], norm.weight, norm.eps)

@@ -22,8 +22,9 @@ ZEROED = {
 
 
 def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
-    """What `run` launches and is not compiled yet: for each kernel a function that compiles it, on
-    any thread.
+    """A function for each kernel that `run` launches and that is not compiled yet.
+
+    It compiles the kernel, on any thread.
 
     `run` is run without those kernels. What they would have written is 0: a valid token, position
     and block.

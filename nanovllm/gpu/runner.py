@@ -115,9 +115,7 @@ class CUDAModelRunner(ModelRunner):
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """What is launched by a decode step of each size that is captured, and of 3 rows, and by
-        prefills' attention.
-        """
+        """Run a decode step of each size that is captured, one of 3 rows, and prefill attention."""
         decoder: Any = self.model.model
         decoder.outline = True  # all layers launch the same kernels: see FusedDecoder
         # Some kernels are made for a few rows' number.
@@ -155,8 +153,9 @@ class CUDAModelRunner(ModelRunner):
         )
 
     def _graph_bytes(self) -> int:
-        """Memory that the CUDA graphs will take: the largest is measured, and the others share
-        its tensors' place.
+        """Memory that the CUDA graphs will take.
+
+        The largest is measured; the others share its tensors' place.
         """
         if not self.graphs:
             return 0
@@ -175,9 +174,7 @@ class CUDAModelRunner(ModelRunner):
         return taken + GRAPH_BYTES * (len(self.graphs.sizes) - 1)
 
     def _run_largest_step(self) -> None:
-        """A prefill of the whole token budget that samples for every sequence, all of it in one
-        block of cache.
-        """
+        """Prefill the whole token budget in one KV block, and sample for every sequence."""
         self._bind_cache(1)
         budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
@@ -193,9 +190,7 @@ class CUDAModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
-        """Start a step and return at once; `wait` on the result gives the sampled tokens in the
-        batch's order.
-        """
+        """Start a step and return at once; `wait` on the result gives its sampled tokens."""
         with torch.cuda.stream(self._stream):
             return super().launch(batch)
 

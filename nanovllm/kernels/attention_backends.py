@@ -90,8 +90,9 @@ def select_attention_backend(
 
 
 def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Prefill by `small`, but for what flash-attn 4 is faster at, which is imported when such a
-    prefill comes.
+    """Prefill by `small`, but by flash-attn 4 what that is faster at.
+
+    It is imported when such a prefill comes.
     """
     from nanovllm.kernels import flash_attention
 

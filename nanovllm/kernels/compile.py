@@ -19,9 +19,7 @@ class _Uncompiled(SelfAttention):
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the model's layers at their first call: for all of them once, and for any number
-    of tokens.
-    """
+    """Compile the layers at their first call: once for all, and for any number of tokens."""
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             kind = type(module)

@@ -48,8 +48,9 @@ def why_not_v2(
 
 
 def suits_v4(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash-attn 4 serves these, and is installed: to import it, which shows for
-    certain, takes seconds.
+    """Whether flash-attn 4 serves these, and seems to be installed.
+
+    To import it, which shows for certain, takes seconds.
     """
     return (
         device.type == "cuda"

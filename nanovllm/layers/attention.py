@@ -65,9 +65,7 @@ class SelfAttention(nn.Module):
         return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k and v in the paged cache; let each token attend to its sequence's tokens up to
-        itself.
-        """
+        """Cache k and v; let each token attend to its sequence's tokens up to itself."""
         metadata = current_metadata()
         store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
         return self.attend_stored(q, k, v, metadata)
@@ -106,8 +104,9 @@ def decode_attention(
     block_tables: Tensor,
     scale: float,
 ) -> Tensor:
-    """One query a sequence over its cached tokens: q [B, H, D], context_lens [B], block_tables
-    [B, W] -> [B, H, D].
+    """One query a sequence over its cached tokens: q [B, H, D] -> [B, H, D].
+
+    context_lens [B], block_tables [B, W].
     """
     longest = int(context_lens.max())
     k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
@@ -146,18 +145,16 @@ def prefill_attention(
 
 
 def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
-    """The first `length` cached tokens of each sequence: block_tables [B, W] -> [B, length, G,
-    D].
-    """
+    """The first `length` cached tokens: block_tables [B, W] -> [B, length, G, D]."""
     num_blocks = -(-length // cache.shape[1])
     return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-    """softmax(q k^T scale) v by heads: q [B, Lq, H, D], k and v [B, Lk, G, D], mask True where
-    seen -> [B, Lq, H, D].
+    """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
+
+    k and v are [B, Lk, G, D]; mask is True where a key is seen.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True).transpose(
-        1, 2
-    )
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2)

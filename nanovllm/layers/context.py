@@ -28,9 +28,7 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """T = B + P tokens: first B decoding sequences with one token each, then P tokens of prompt
-    chunks.
-    """
+    """T = B + P tokens: one of each of B decoding sequences, then P of prompt chunks."""
 
     # [T] int64, the KV slot of each token; -1: its K and V are in the cache already
     slot_mapping: Tensor

@@ -44,8 +44,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden states [R, hidden] -> logits [R, this rank's entries], which are vocab_start and up to
-    vocab_end.
+    """Hidden [R, hidden] -> logits [R, this rank's entries]: vocab_start up to vocab_end.
 
     A head tied to an embedding shares its parameter and takes nothing from the checkpoint.
     """

@@ -24,9 +24,7 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of one projection: outputs [start, start + count) of the checkpoint's
-    `total`.
-    """
+    """A rank's part of a projection: outputs [start, start + count) of `total`."""
 
     name: str | None  # the projection's name next to the layer; None: the layer's own
     total: int
@@ -40,9 +38,7 @@ class Shard:
 
 
 class StackedLinear(nn.Module):
-    """Projections of one input, stacked into one product: x [T, in] -> [T, sum of the shards'
-    outputs].
-    """
+    """Projections of one input, stacked: x [T, in] -> [T, sum of the shards' outputs]."""
 
     def __init__(self, in_features: int, shards: Sequence[Shard], bias: bool):
         super().__init__()
@@ -78,9 +74,7 @@ class ColumnParallelLinear(StackedLinear):
 
 
 class MergedColumnParallelLinear(StackedLinear):
-    """Several projections of the same width, such as gate and up; each rank makes its shard of
-    each.
-    """
+    """Projections of the same width, such as gate and up; each rank makes a shard of each."""
 
     def __init__(
         self,
@@ -97,8 +91,9 @@ class MergedColumnParallelLinear(StackedLinear):
 
 
 class QKVParallelLinear(StackedLinear):
-    """Queries, keys and values: [T, in] -> [T, (H + 2G) D] with this rank's H query and G key-value
-    heads.
+    """Queries, keys and values: [T, in] -> [T, (H + 2G) D].
+
+    H query heads and G key-value heads are this rank's.
 
     Ranks share the heads evenly. When there are more ranks than key-value heads, neighbouring ranks
     hold the same one.
@@ -141,9 +136,7 @@ def shard_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
 
 
 class RowParallelLinear(nn.Module):
-    """Each rank has its shard of the inputs, [T, in / size]; the ranks' results are summed: ->
-    [T, out].
-    """
+    """x [T, in / size], a rank's shard of the inputs -> [T, out], summed over the ranks."""
 
     def __init__(
         self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False

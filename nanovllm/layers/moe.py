@@ -16,8 +16,9 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class MixtureOfExperts(nn.Module):
-    """[T, hidden] -> [T, hidden]: the sum of each token's `top_k` experts, weighted by the
-    router's probabilities.
+    """[T, hidden] -> [T, hidden]: the sum of each token's `top_k` experts.
+
+    They are weighted by the router's probabilities.
     """
 
     def __init__(

@@ -71,9 +71,7 @@ class ParallelGroup:
         return [total * rank // self.size // unit * unit for rank in range(self.size)] + [total]
 
     def gather_vocab(self, x: Tensor, total: int) -> Tensor:
-        """[B, this rank's entries] -> [B, total], the ranks' shards of the vocabulary side by
-        side.
-        """
+        """[B, this rank's entries] -> [B, total]: the shards of the vocabulary side by side."""
         if self.size == 1:
             return x
         starts = self.vocab_starts(total)

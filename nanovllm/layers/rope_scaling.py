@@ -112,8 +112,9 @@ def _linear(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
 
 
 def _llama3(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
-    """Llama 3.1: keep the pairs that turn often in the original context, interpolate those that
-    turn seldom, and blend.
+    """Llama 3.1: keep fast pairs, interpolate slow ones, and blend those between.
+
+    A fast pair turns often within the original context.
     """
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -122,8 +123,9 @@ def _llama3(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
 
 
 def _yarn(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow pairs, keep fast ones, and sharpen attention by a
-    factor on q and k.
+    """YaRN (Peng et al. 2023): interpolate slow pairs and keep fast ones.
+
+    Attention is sharpened by a factor on q and k.
     """
     pairs, original = len(frequencies), rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / original
@@ -132,18 +134,15 @@ def _yarn(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
         """The (fractional) pair that turns so many times in the original context."""
         return pairs * math.log(original / (times * 2 * math.pi)) / math.log(rope["rope_theta"])
 
-    low, high = (
-        pair_that_turns(rope.get("beta_fast") or 32),
-        pair_that_turns(rope.get("beta_slow") or 1),
-    )
+    low: float = pair_that_turns(rope.get("beta_fast") or 32)
+    high: float = pair_that_turns(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     ramp = torch.arange(pairs, dtype=torch.float32, device="cpu")
     kept = 1 - ((ramp - low) / (high - low or 0.001)).clamp(0, 1)
-    return kept * frequencies + (1 - kept) * frequencies / factor, _yarn_attention_factor(
-        rope, factor
-    )
+    blended = kept * frequencies + (1 - kept) * frequencies / factor
+    return blended, _yarn_attention_factor(rope, factor)
 
 
 def _yarn_attention_factor(rope: dict, factor: float) -> float:

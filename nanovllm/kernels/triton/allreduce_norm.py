@@ -36,8 +36,9 @@ from nanovllm.kernels.triton.elementwise import normed
 
 @dataclass(frozen=True)
 class SharedRows:
-    """A piece of memory on every rank that all of them read and write: the module's docstring says
-    how.
+    """Memory on every rank that all of them read and write.
+
+    The module's docstring says how.
 
     It begins with three counters for each row, int64s that are 0 at first; then each row has four
     places for its elements.
@@ -55,8 +56,9 @@ class SharedRows:
 def sum_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: SharedRows
 ) -> tuple[Tensor, Tensor]:
-    """norm(residual + sum of the ranks' `x`), and that sum with its residual; both overwrite the
-    arguments.
+    """norm(residual + sum of the ranks' `x`), and that sum with its residual.
+
+    Both overwrite the arguments.
     """
     rows, width = x.shape
     assert rows <= shared.ROWS and width * x.itemsize <= shared.ROW_BYTES

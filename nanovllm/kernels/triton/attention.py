@@ -215,8 +215,9 @@ def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D
 
 @triton.jit
 def _accumulate(scores, scale, value, peak, total, acc):
-    """One step of the online softmax: rescale what was summed under the old peak, add this
-    tile's share.
+    """One step of the online softmax.
+
+    Rescales what was summed under the old peak, and adds this tile's share.
     """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     rescale = tl.exp2(peak - new_peak)
@@ -289,8 +290,7 @@ def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) 
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a row (a KV head of a sequence), as a power of 2; measured on an
-    H200.
+    """How many programs share a row (a KV head of a sequence): a power of 2, measured on an H200.
 
     Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8
     splits still level out sequences of different lengths, until there are 8 programs a
@@ -459,8 +459,9 @@ def _prefix_kernel(
     BLOCK_N: tl.constexpr,
     FIRST_PART: tl.constexpr,
 ):
-    """The prefix that all sequences share, read once for many: the queries of BLOCK_M / GROUP of
-    them are one tile.
+    """The prefix that all sequences share, read once for many.
+
+    The queries of BLOCK_M / GROUP sequences are one tile.
 
     Its blocks are the first of every table, so the first table serves (cascade attention; Ye et al.
     2024).
@@ -504,8 +505,9 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attention of a tile of queries over tokens begin .. end of one table: softmax's sum, its
-    peak, unscaled result.
+    """Attention of a tile of queries over tokens begin .. end of one block table.
+
+    Returns the softmax's sum, its peak, and the result before the division.
     """
     BLOCK_M: tl.constexpr = query.shape[0]
     BLOCK_D: tl.constexpr = query.shape[1]

@@ -148,8 +148,9 @@ def _descriptors(x: Tensor, weight: Tensor, block_n: int) -> tuple:
 
 @triton.jit
 def _prefetch(weight, first_row, K, begin, end, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Ask for rows of the weights, a line of 128 bytes at a time: they come to the L2 cache in
-    their own time.
+    """Ask for rows of the weights, a line of 128 bytes at a time.
+
+    They come to the L2 cache in their own time.
     """
     row = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
     line = tl.arange(0, BLOCK_K // 64)[None, :] * 64

@@ -32,9 +32,7 @@ MAX_ROWS = 256
 
 
 def overlap(x: Tensor) -> dict[str, bool]:
-    """Launch options for a kernel that takes `PDL: tl.constexpr`, by the rows and the device of
-    its input.
-    """
+    """Options of a kernel that takes `PDL: tl.constexpr`, by its input's rows and device."""
     able = x.shape[0] <= MAX_ROWS and x.is_cuda and can_overlap(x.device)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
@@ -47,8 +45,9 @@ TAKES_ALL_ARGUMENTS = hasattr(triton, "AsyncCompileMode")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options), where `args` are all of the kernel's but PDL, which is its
-    last if it takes that.
+    """kernel[grid](*args, **options), at little cost to the host.
+
+    `args` are all of the kernel's but PDL, which is its last if it takes that.
 
     The first must be a tensor, on the device where the kernel shall run.
     """
@@ -74,8 +73,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def arrivals(device: torch.device) -> Tensor:
-    """Counters of 0, 4 a multiprocessor: programs that share work count themselves there, and the
-    last leaves 0 again.
+    """Counters of 0, four a multiprocessor.
+
+    Programs that share work count themselves there, and the last one leaves 0 again.
 
     Each stream has its own, for what runs on one runs in turn. Made by the first step, so that no
     graph's pool owns them.

