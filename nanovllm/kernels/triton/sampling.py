@@ -1,4 +1,4 @@
-"""Triton kernels that draw the next tokens in one pass over the logits.
+"""Triton kernels that sample the next tokens in one pass over the logits.
 
 Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is
 said by layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of
