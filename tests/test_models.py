@@ -21,6 +21,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from nanovllm import LLM
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -428,3 +429,21 @@ def test_ranks_that_do_not_divide_hear_what_does():
         ParallelGroup(0, 2).shard(9, "num_heads")
     with pytest.raises(ValueError, match="use one of 1$"):
         ParallelGroup(0, 2).shard(10**9 + 7, "width")
+
+
+def test_angles_are_made_for_the_positions_that_are_asked_for():
+    config = Qwen3Config(
+        **{**SMALL, **GQA, "max_position_embeddings": 10**9}, architectures=["Qwen3ForCausalLM"]
+    )
+    model = build_model(config, ParallelGroup(), max_model_len=64)
+    tables = {
+        module.cos_sin.shape for module in model.modules() if isinstance(module, RotaryEmbedding)
+    }
+    assert {rows for rows, _ in tables} == {64}
+
+
+def test_an_llm_asks_for_as_many_positions_as_its_sequences_may_have(tmp_path):
+    make_checkpoint(tmp_path, Qwen3Config(**{**SMALL, **GQA, "max_position_embeddings": 10**9}))
+    with LLM(tmp_path, device="cpu", max_model_len=48, num_kvcache_blocks=4) as llm:
+        (attention, *_) = llm.engine.runner.attention_layers
+        assert attention.rotary.cos_sin.shape[0] == 48
