@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
             parts.append(self.decode(q[:decodes], metadata))
         if prefill is not None:
             parts.append(self.prefill(q[decodes:], k[decodes:], v[decodes:], prefill))
-        return torch.cat(parts)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
         lens, tables = metadata.decode_inputs
@@ -92,8 +92,10 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if k_cache.numel() == 0:
         return
     written = slot_mapping >= 0
-    k_cache.view(-1, *k.shape[1:])[slot_mapping[written]] = k[written]
-    v_cache.view(-1, *v.shape[1:])[slot_mapping[written]] = v[written]
+    if not written.all():
+        slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    k_cache.view(-1, *k.shape[1:])[slot_mapping] = k
+    v_cache.view(-1, *v.shape[1:])[slot_mapping] = v
 
 
 def decode_attention(
