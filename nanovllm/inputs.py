@@ -24,6 +24,7 @@ class Inputs:
         self.vocab_size = engine.vocab_size
         self.max_model_len = engine.max_model_len
         self.num_blocks = engine.runner.info.num_blocks
+        self.cache_tokens = engine.cache_tokens
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Prompts of text or of token ids, one or several; parameters for all or for each."""
@@ -108,12 +109,12 @@ class Inputs:
         assert params.max_tokens is not None
         # K and V of the last token are never needed.
         needed = min(length + params.max_tokens, self.max_model_len) - 1
-        cache_tokens = self.num_blocks * self.config.kvcache_block_size
-        if needed > cache_tokens:
+        if needed > self.cache_tokens:
             raise ValueError(
                 f"{name} needs {needed} tokens of KV cache ({length} of prompt and "
-                f"max_tokens={params.max_tokens}), which holds {cache_tokens}: lower max_tokens, "
-                "shorten the prompt, or raise num_kvcache_blocks or gpu_memory_utilization"
+                f"max_tokens={params.max_tokens}), which holds {self.cache_tokens}: "
+                "lower max_tokens, shorten the prompt, "
+                "or raise num_kvcache_blocks or gpu_memory_utilization"
             )
 
     def _check_completions(self, name: str, length: int, params: SamplingParams) -> None:

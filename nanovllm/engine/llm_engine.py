@@ -67,8 +67,7 @@ class LLMEngine:
         self.make_detokenizer: Callable[[], Detokenizer] | None = None
         self.detokenizer: Detokenizer | None = None
         self.vocab_size = hf_config.vocab_size
-        self.longest_of_model = hf_config.max_position_embeddings
-        self.max_model_len = min(config.max_model_len, self.longest_of_model)
+        self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.runner = make_runner(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs

@@ -28,10 +28,6 @@ class ParallelGroup:
         """The sum of the ranks' `x`, which may be overwritten."""
         return self._alone(x)
 
-    def sum_in_norm(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' `x`, or what the next norm makes it of."""
-        return self.all_reduce(x)
-
     def maximum(self, x: Tensor) -> Tensor:
         """The greatest of the ranks' `x`, element by element; `x` may be overwritten."""
         return self._alone(x)
