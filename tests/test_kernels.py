@@ -490,6 +490,50 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
+def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
+    heads, kv_heads, head_dim, block_size, splits, monkeypatch
+):
+    """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows."""
+    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    lens = torch.tensor([260, 3, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    lens_q = torch.tensor([1, 17, 150])
+    lens_k = lens_q + torch.tensor([70, 0, 128])
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
+    q, k, v = randn(200, heads + 2 * kv_heads, head_dim, dtype=torch.float16).split(
+        [heads, kv_heads, kv_heads], dim=1
+    )
+    caches, tables = paged_cache(8, 300, kv_heads, head_dim, block_size, torch.float16)
+    meta = PrefillMetadata(starts_q, starts_k, 150, 278, tables[5:])
+    expected = torch.cat(
+        (
+            plain.decode_attention(q[:2], *caches, lens[:2], tables[:2], 0.1),
+            plain.prefill_attention(q[2:170], k[2:170], v[2:170], *caches, meta, 0.1),
+        )
+    )
+    caches = poison_unused(caches, torch.cat((lens.cpu(), lens_k)), tables, block_size)
+
+    padded_q, padded_k = (F.pad(x, (0, 3)) for x in (starts_q + 2, starts_k))
+    padded_q[4:] = padded_q[3]
+    query_tiles = triton_attention.tile_queries(padded_q, 9)
+    padded = triton_attention.TiledPrefill(
+        padded_q, padded_k, 0, 0, F.pad(tables[5:], (0, 0, 0, 3)), query_tiles
+    )
+    out = torch.full_like(q, 7.0)
+    triton_attention.decode_attention(q[:5], *caches, lens, tables[:5], 0.1, out=out[:5])
+    triton_attention.prefill_attention(q, k, v, *caches, padded, 0.1, out=out)
+    assert_close(out[:170], expected)
+    assert (out[170:] == 7.0).all()
+
+
+def test_query_tiles_are_all_that_chunks_have_and_the_others_lie_behind_the_end():
+    lens = torch.tensor([64, 1, 0, 129, 0])
+    tiles = triton_attention.tile_queries(F.pad(lens.cumsum(0), (1, 0)).int() + 7, 8).tolist()
+    assert tiles[:5] == [[0, 0], [1, 0], [3, 0], [3, 64], [3, 128]]
+    assert all(first >= lens[chunk] for chunk, first in tiles[5:])
+
+
 @needs_tiles
 @pytest.mark.parametrize("tiles", ["small", "large"])
 @pytest.mark.parametrize("cached", [0, 70, 128])
