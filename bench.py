@@ -10,8 +10,9 @@
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
 weights, so that nothing is downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b.
-Times are the best of --repeat runs. The library's default options are measured, those that every
-user gets, but for what --options says.
+Printed are the first run of each workload in its process, which is what a script gets, and the
+best of --repeat runs. The library's default options are measured, those that every user gets, but
+for what --options says.
 """
 
 import argparse
@@ -49,15 +50,27 @@ WORKLOADS = {
     "many": "2048 requests, 16-128 in, 16-128 out",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
+    "qwen3": "256 requests, bench's, by Qwen3's settings: temperature 0.6, top_p 0.95, top_k 20",
+    "logprobs": "256 requests, bench's, with logprobs=1",
+    "penalty": "256 requests, bench's, with presence_penalty=1",
+    "conversations": "192 requests in each of 5 rounds: 64-512 in, 128 out, then 64 more in",
 }
 GREEDY = ("laptop", "small")
+# Workloads that are bench's requests with other settings.
+SETTINGS: dict[str, dict] = {
+    "qwen3": dict(top_p=0.95, top_k=20),
+    "logprobs": dict(logprobs=1),
+    "penalty": dict(presence_penalty=1.0),
+}
+ROUNDS = {"conversations": 5}  # each takes all of the round before as its prompt's beginning
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
 SHOWN = sys.stderr.isatty()  # the engines' progress bars
 Work = list[tuple[list[int], int]]  # prompt, output length
+Outputs = list[list[int]]  # of each request, its tokens
 
 
 def workloads() -> Iterator[tuple[str, Work]]:
-    """Every workload but the greedy ones, drawn in this order from one stream.
+    """Every workload but the greedy ones and those of bench, drawn in this order from one stream.
 
     They are what was measured elsewhere, to the token.
     """
@@ -74,6 +87,7 @@ def workloads() -> Iterator[tuple[str, Work]]:
     yield "shared", [(common + ids(128), 128) for _ in range(256)]
     yield "long", [(ids(3000), 512) for _ in range(64)]
     yield "many", [(ids(r.randint(16, 128)), r.randint(16, 128)) for _ in range(2048)]
+    yield "conversations", [(ids(r.randint(64, 512)), 128) for _ in range(192)]
 
 
 def workload(name: str, vocab: int) -> Work:
@@ -87,7 +101,8 @@ def workload(name: str, vocab: int) -> Work:
         r = Random(0)
         work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
     else:
-        work = next(work for key, work in workloads() if key == name)
+        drawn = "bench" if name in SETTINGS else name
+        work = next(work for key, work in workloads() if key == drawn)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
 
 
@@ -162,14 +177,12 @@ class NanovllmEngine:
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, settings: dict) -> Outputs:
         from nanovllm import SamplingParams
 
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
-        ]
+        params = [SamplingParams(max_tokens=n, ignore_eos=True, **settings) for _, n in work]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
-        return sum(len(output["token_ids"]) for output in outputs)
+        return [output["token_ids"] for output in outputs]
 
 
 class VllmEngine:
@@ -186,17 +199,17 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, settings: dict) -> Outputs:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+            SamplingParams(max_tokens=n, ignore_eos=True, detokenize=False, **settings)
             for _, n in work
         ]
         outputs = self.llm.generate(
             [dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=SHOWN
         )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class TransformersEngine:
@@ -216,8 +229,9 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
-        torch, total = self.torch, 0
+    def run(self, work: Work, settings: dict) -> Outputs:
+        torch, outputs = self.torch, []
+        temperature = settings["temperature"]
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -232,7 +246,7 @@ class TransformersEngine:
                 else dict(do_sample=False)
             )
             with torch.inference_mode():
-                self.model.generate(
+                made = self.model.generate(
                     ids.to(self.device),
                     attention_mask=mask.to(self.device),
                     min_new_tokens=length,
@@ -240,8 +254,9 @@ class TransformersEngine:
                     pad_token_id=0,
                     **sampling,
                 )
-            total += sum(n for _, n in batch)  # the rest of each row was made for nothing
-        return total
+            # The rest of each row was made for nothing.
+            outputs += [row[width : width + n].tolist() for row, (_, n) in zip(made, batch)]
+        return outputs
 
 
 ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine}
@@ -258,7 +273,7 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     Of experts, a step reads as many as its tokens would pick at random, and a token computes with
     its own alone.
     """
-    if model not in SHAPES:
+    if model not in SHAPES or name in ROUNDS:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, _ = SHAPES[model]
     expert = layers * 3 * hidden * intermediate
@@ -322,7 +337,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     limits = ceilings() if args.model in SHAPES else None
     begin = time.perf_counter()
     engine = ENGINES[args.engine](folder, dummy, args)
-    engine.run([([1, 2, 3], 16)], 0.0)
+    engine.run([([1, 2, 3], 16)], dict(temperature=0.0))
     common = dict(
         engine=args.engine,
         model=args.model,
@@ -331,16 +346,21 @@ def measure(args: argparse.Namespace) -> list[dict]:
         options=json.loads(args.options),
         versions=versions(args.engine),
     )
-    print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
+    start = f"ready after {common['startup_seconds']:.1f} s"
+    print(
+        f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}, {start}",
+        flush=True,
+    )
     rows = []
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
         seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
-        tokens, best = sum(n for _, n in work), min(seconds)
+        tokens, best = sum(n for _, n in work) * ROUNDS.get(name, 1), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
             workload=name,
             seconds=best,
+            first_seconds=seconds[0],
             runs=seconds,
             output_tokens=tokens,
             output_tokens_per_second=tokens / best,
@@ -365,10 +385,21 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     fresh = refresh(work, name, repeat, engine.vocab)
     if args.plot:
         engine.llm.engine.steps = []  # to which the engine adds a record of each step
+    settings = dict(temperature=0.0 if name in GREEDY else 0.6) | SETTINGS.get(name, {})
+    rounds, r, tokens = ROUNDS.get(name, 1), Random(repeat), 0
+    more = [
+        [[r.randint(0, 10000) % engine.vocab for _ in range(64)] for _ in work]
+        for _ in range(rounds - 1)
+    ]
     begin = time.perf_counter()
-    tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+    for said in (*more, None):
+        outputs = engine.run(fresh, settings)
+        tokens += sum(map(len, outputs))
+        if said is not None:
+            turns = zip(fresh, outputs, said)
+            fresh = [(prompt + output + new, n) for (prompt, n), output, new in turns]
     seconds = time.perf_counter() - begin
-    wanted = sum(n for _, n in work)
+    wanted = sum(n for _, n in work) * rounds
     if tokens != wanted:
         raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
     return seconds
@@ -444,14 +475,18 @@ def print_row(row: dict) -> None:
         f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
     )
     print(
-        f"{row['engine']:>12}  {row['model']}  {row['workload']:<8} {row['seconds']:8.3f} s  "
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} first "
+        f"{row['first_seconds']:8.3f} s, best of {len(row['runs'])} {row['seconds']:8.3f} s  "
         f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
         flush=True,
     )
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
-    """Run nanovllm and the other engine in processes of their own, and print one table."""
+    """Run nanovllm and the other engine in processes of their own, and print one table.
+
+    Each prints its rows as they come.
+    """
     results: dict[str, dict[str, dict]] = {}
     for engine in ("nanovllm", args.compare):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -460,7 +495,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
                 options[name] = getattr(args, name)
             if engine == "nanovllm":
                 options["options"] = args.options
-            command = [sys.executable, __file__]
+            command = [sys.executable, "-u", __file__]
             for name, value in options.items():
                 command += [f"--{name.replace('_', '-')}", str(value)]
             if subprocess.run(command).returncode:
@@ -474,15 +509,17 @@ def compare(args: argparse.Namespace) -> list[dict]:
 def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
     """Two engines' rows, by workload, as a table in Markdown."""
     one = next(iter(ours.values()))
-    setting = f"{args.model} on {one['device']}; seconds, best of {args.repeat}"
-    print(f"\n{setting}; nanovllm: {options_name(args.options)}\n")
+    setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
+    print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(args.options)}\n")
     titles = ("workload", "nanovllm", args.compare, f"{args.compare} / nanovllm")
     print(f"| {' | '.join(titles)} | nanovllm of roofline |")
     print("| --- | --- | --- | --- | --- |")
     for name, row in ours.items():
         fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
-        own, other = row["seconds"], theirs[name]["seconds"]
-        print(f"| {name} | {own:.3f} | {other:.3f} | {other / own:.2f} | {fraction} |")
+        pairs = [(each["first_seconds"], each["seconds"]) for each in (row, theirs[name])]
+        times = [f"{first:.3f}, {best:.3f}" for first, best in pairs]
+        ratio = ", ".join(f"{other / own:.2f}" for own, other in zip(*pairs))
+        print(f"| {name} | {' | '.join(times)} | {ratio} | {fraction} |")
     start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
     print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
 
@@ -525,7 +562,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
 
 
 def make_parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items())
+    names = "\n".join(f"  {name:<13} {text}" for name, text in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -554,6 +591,12 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what is wrong."""
     if unknown := [name for name in args.workload.split(",") if name not in WORKLOADS]:
         raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
+    refused = [name for name in args.workload.split(",") if name in SETTINGS]
+    if refused and "transformers" in (args.engine, args.compare):
+        raise ValueError(
+            f"--workload {refused[0]}: transformers is measured by temperature alone: use another "
+            "workload"
+        )
     if args.repeat < 1:
         raise ValueError(f"--repeat is {args.repeat}: use 1 or more")
     try:

@@ -5,12 +5,13 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nanovllm
-from nanovllm import LLM, TINY_MODEL
+from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.config import Config
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
@@ -29,6 +30,10 @@ TOTALS = {  # requests, tokens in, tokens out
     "many": (2048, 146435, 149747),
     "laptop": (64, 9474, 8491),
     "small": (8, 569, 256),
+    "qwen3": (256, 142827, 133966),
+    "logprobs": (256, 142827, 133966),
+    "penalty": (256, 142827, 133966),
+    "conversations": (192, 56194, 24576),  # of the first round
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
@@ -138,13 +143,15 @@ def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
             row["output_tokens"] == 8
             and len(row["runs"]) == 3
             and row["seconds"] == min(row["runs"]) > 0
+            and row["first_seconds"] == row["runs"][0]
         )
         assert row["output_tokens_per_second"] == pytest.approx(8 / row["seconds"])
         assert row["startup_seconds"] > 0 and row["roofline_seconds"] is None and row["device"]
         assert {"python", "torch", "nanovllm"} <= row["versions"].keys()
         assert row["options"] == json.loads(options)
     out, err = capsys.readouterr()
-    assert re.search(r"nanovllm +tiny +laptop +\d+\.\d+ s", out) and f"options {options}" in out
+    row = r"nanovllm +tiny +laptop +first +\d+\.\d+ s, best of 3 +\d+\.\d+ s"
+    assert re.search(row, out) and f"options {options}" in out
     assert err.splitlines() == [
         f"{name}: run {i} of 3" for name in ("laptop", "bench") for i in (1, 2, 3)
     ]
@@ -162,6 +169,67 @@ def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, c
         Config.from_options("model", {name: made[0][name]}) == Config("model") for name in made[0]
     )
     assert "the library's default options" in capsys.readouterr().out
+
+
+class Engine:
+    """Answers n times the number of the call."""
+
+    vocab = 500
+
+    def __init__(self):
+        self.calls = []
+
+    def run(self, work, settings):
+        self.calls.append((work, settings))
+        return [[len(self.calls)] * n for _, n in work]
+
+
+def test_each_round_of_conversations_begins_with_all_of_the_round_before():
+    engine, work = Engine(), [([7, 8], 3), ([9], 1)]
+    bench.run_once(engine, work, "conversations", 0, bench.make_parser().parse_args([]))
+    rounds = [[prompt for prompt, _ in work] for work, _ in engine.calls]
+    assert len(rounds) == 5
+    for number, (before, after) in enumerate(zip(rounds, rounds[1:]), start=1):
+        for (_, n), old, new in zip(work, before, after):
+            assert new[: len(old) + n] == old + [number] * n and len(new) == len(old) + n + 64
+            assert max(new) < engine.vocab
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("laptop", dict(temperature=0.0)),
+        ("bench", dict(temperature=0.6)),
+        ("qwen3", dict(temperature=0.6, top_p=0.95, top_k=20)),
+        ("logprobs", dict(temperature=0.6, logprobs=1)),
+        ("penalty", dict(temperature=0.6, presence_penalty=1.0)),
+    ],
+)
+def test_a_workload_is_run_by_its_settings(name, settings):
+    engine = Engine()
+    bench.run_once(engine, [([7], 2)], name, 0, bench.make_parser().parse_args([]))
+    assert [given for _, given in engine.calls] == [settings]
+    SamplingParams(**settings)
+
+
+def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, capsys, tmp_path):
+    runs = {"nanovllm": [2.0, 1.0], "vllm": [3.0, 1.5]}
+    commands = []
+
+    def run_bench(command):
+        engine, path = (command[command.index(name) + 1] for name in ("--engine", "--json"))
+        commands.append(command)
+        row = dict(engine=engine, workload="many", seconds=min(runs[engine]), startup_seconds=5.0)
+        row |= dict(first_seconds=runs[engine][0], device="a GPU", roofline_fraction=0.5)
+        Path(path).write_text(json.dumps([row]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(bench.subprocess, "run", run_bench)
+    run(monkeypatch, "--model", "qwen3-0.6b", "--workload", "many", "--compare", "vllm")
+    out = capsys.readouterr().out
+    assert "| many | 2.000, 1.000 | 3.000, 1.500 | 1.50, 1.50 | 50% |" in out
+    assert "the library's default options" in out
+    assert all("-u" in command for command in commands), "rows are shown as they come"
 
 
 def test_tokens_a_second_add_up():
@@ -186,7 +254,11 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "args, message",
-    [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")],
+    [
+        (["--workload", "nope"], "the workloads are"),
+        (["--repeat", "0"], "--repeat is 0"),
+        (["--workload", "qwen3", "--compare", "transformers"], "use another workload"),
+    ],
 )
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
     with pytest.raises(SystemExit) as error:
