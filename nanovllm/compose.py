@@ -124,6 +124,12 @@ def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractConte
     return nullcontext
 
 
+def during_a_call() -> AbstractContextManager:
+    """What a call of many requests runs inside."""
+    garbage = room("cpu.garbage")
+    return garbage.full_collections_are_rare() if garbage else nullcontext()
+
+
 def describe_device(name: str, count: int) -> str:
     """What a user calls `count` devices, of which `name` is the first."""
     gpu = room("gpu.device")

@@ -9,7 +9,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import as_integer, shown
-from nanovllm.compose import build_engine, describe_device, prepare_process, share_cores
+from nanovllm.compose import (
+    build_engine,
+    describe_device,
+    during_a_call,
+    prepare_process,
+    share_cores,
+)
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics
@@ -255,7 +261,7 @@ class LLM:
 
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
-        with self._lock, self._running() as (engine, ours):
+        with self._lock, during_a_call(), self._running() as (engine, ours):
             self._settled_engine().last_call = Metrics()
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
