@@ -8,6 +8,7 @@ subclass's to say.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -236,42 +237,43 @@ class ModelRunner:
         """
         sequences: list[PrefillChunk | Fork] = [*chunks]
         sequences += [fork for chunk in chunks for fork in chunk.forks]
-        lengths = [len(chunk.token_ids) for chunk in chunks]
-        starts_q = np.concatenate(([0], np.cumsum(lengths)))
-        tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int32)
-        for table, seq in zip(tables, sequences):
-            table[: len(seq.block_table)] = seq.block_table
-        tokens = np.empty((3, starts_q[-1]), dtype=np.int64)  # token ids, positions, KV slots
-        for i, (chunk, table) in enumerate(zip(chunks, tables)):
-            positions = np.arange(chunk.start, chunk.end)
-            kv_slots = table[positions // self.block_size].astype(np.int64) * self.block_size
-            kv_slots += positions % self.block_size
-            kv_slots[: max(0, chunk.write_from - chunk.start)] = -1
-            here = slice(starts_q[i], starts_q[i + 1])
-            tokens[0, here], tokens[1, here], tokens[2, here] = chunk.token_ids, positions, kv_slots
-
+        token_ids, starts_q = pack([chunk.token_ids for chunk in chunks])
+        blocks, starts = pack([seq.block_table for seq in sequences])
+        tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int64)
+        tables[np.arange(self.max_blocks) < np.diff(starts)[:, None]] = blocks
         ends = np.array([seq.end for seq in sequences])
         starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))
-        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
+
+        # Of each token: its chunk, and where it stands.
+        chunk_of = np.repeat(np.arange(len(chunks)), np.diff(starts_q))
+        positions = np.arange(len(token_ids)) + (ends[: len(chunks)] - starts_q[1:])[chunk_of]
+        block, offset = np.divmod(positions, self.block_size)
+        kv_slots = tables[chunk_of, block] * self.block_size + offset
+        kv_slots[positions < np.array([chunk.write_from for chunk in chunks])[chunk_of]] = -1
+
         # Few uploads: each takes the host some microseconds.
-        ints = np.concatenate(
-            (starts_q, starts_k, ends, temperatures.view(np.int32)), dtype=np.int32
+        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
+        tables_d, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
+            np.int32, tables.ravel(), starts_q, starts_k, ends, temperatures.view(np.int32)
         )
-        sizes = [len(starts_q), len(starts_k), len(ends), len(ends)]
-        cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload(ints).split(sizes)
-        slots, seeds = self._upload(
-            np.array([[seq.batch_slot for seq in sequences], [seq.seed for seq in sequences]])
+        token_ids_d, positions_d, slot_mapping, slots, seeds = self._upload_all(
+            np.int64,
+            *(token_ids, positions, kv_slots),
+            np.array([seq.batch_slot for seq in sequences]),
+            np.array([seq.seed for seq in sequences]),
         )
-        tables_d = self._upload(tables)
+        tables_d = tables_d.view(tables.shape)
         self.state.start(slots, context_lens, tables_d, temperatures_d.view(torch.float32), seeds)
         self._start_resampling(sequences)
 
         cached = tables_d[: len(chunks)] if any(chunk.start for chunk in chunks) else None
-        metadata = PrefillMetadata(
-            cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached
-        )
-        token_ids, positions_d, slot_mapping = self._upload(tokens)
-        return PrefillInputs(token_ids, positions_d, slot_mapping, slots, context_lens, metadata)
+        longest = int(np.diff(starts_q).max()), int(ends.max())
+        metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, *longest, cached)
+        return PrefillInputs(token_ids_d, positions_d, slot_mapping, slots, context_lens, metadata)
+
+    def _upload_all(self, dtype: type, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        sizes = [len(array) for array in arrays]
+        return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
         """Tell of sequences that ask for more than temperature and seed, and of slots that do
@@ -333,6 +335,12 @@ class ModelRunner:
         self.synchronize()
         self.attention_layers.clear()
         del self.model, self.kv_cache
+
+
+def pack(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows one after the other, and where each starts; the last start is the end of all."""
+    starts = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=starts[-1]), starts
 
 
 def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
