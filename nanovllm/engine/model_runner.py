@@ -185,8 +185,7 @@ class ModelRunner:
             inputs.block_tables,
             shared_prefix_len,
         )
-        with forward_context(metadata):
-            hidden = self.model(inputs.token_ids, inputs.positions)
+        hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
 
     def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
@@ -222,8 +221,7 @@ class ModelRunner:
             prefill=prefill.metadata,
             logits_indices=indices,
         )
-        with forward_context(metadata):
-            hidden = self.model(token_ids, positions)
+        hidden = self._forward(token_ids, positions, metadata)
         self._copy_blocks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
@@ -312,6 +310,11 @@ class ModelRunner:
         return StepOutput(tokens, logits, positions)
 
     # What a device may do in its own way.
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The last hidden state of each token that is wanted, and maybe of more after them."""
+        with forward_context(metadata):
+            return self.model(token_ids, positions)
 
     _sample_tokens = staticmethod(sample)
 

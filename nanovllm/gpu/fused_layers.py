@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.gpu.cuda_graph import SIZES, size_for
 from nanovllm.kernels.attention_backends import AttentionBackend
 from nanovllm.kernels.triton import moe
 from nanovllm.kernels.triton.allreduce_norm import sum_add_rms_norm
+from nanovllm.kernels.triton.attention import TiledPrefill
 from nanovllm.kernels.triton.elementwise import add_rms_norm, qk_norm_rope_store, rms_norm
 from nanovllm.kernels.triton.linear import gated_linear, linear
 from nanovllm.layers.attention import SelfAttention
@@ -80,7 +82,13 @@ class FusedRowParallelLinear(RowParallelLinear):
 
 class FusedLMHead(ParallelLMHead):
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight, None)
+        # Each few numbers of rows are a kernel of cuBLAS to load, which took 20 to 40 ms, on an
+        # H200. Those of a decode step are there already.
+        rows = len(hidden)
+        padding = (size_for(rows, SIZES) or rows) - rows
+        if padding:
+            hidden = F.pad(hidden, (0, 0, 0, padding))
+        return linear(hidden, self.weight, None)[:rows]
 
 
 class FusedSelfAttention(SelfAttention):
@@ -113,25 +121,33 @@ class FusedSelfAttention(SelfAttention):
             self.v_cache,
         )
         decodes = metadata.num_decodes
-        if metadata.prefill is None:
-            out = self._decode(q)
-        elif decodes == 0:
-            out = self._prefill(q, k, v)
-        else:
-            out = torch.cat(
-                (self._decode(q[:decodes]), self._prefill(q[decodes:], k[decodes:], v[decodes:]))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decodes:
+            lens, tables = metadata.decode_inputs
+            self.backend.decode(
+                q[:decodes],
+                self.k_cache,
+                self.v_cache,
+                lens,
+                tables,
+                self.scale,
+                metadata.shared_prefix_len,
+                out[:decodes],
+            )
+        if metadata.prefill is not None:
+            # Tiles count from the step's first token.
+            of_chunks = slice(0 if isinstance(metadata.prefill, TiledPrefill) else decodes, None)
+            self.backend.prefill(
+                q[of_chunks],
+                k[of_chunks],
+                v[of_chunks],
+                self.k_cache,
+                self.v_cache,
+                metadata.prefill,
+                self.scale,
+                out[of_chunks],
             )
         return out.flatten(1)  # [T, H, D] -> [T, H D]
-
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prefill = current_metadata().prefill
-        return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, prefill, self.scale)
-
-    def _decode(self, q: Tensor) -> Tensor:
-        metadata = current_metadata()
-        lens, tables = metadata.decode_inputs
-        shared = metadata.shared_prefix_len
-        return self.backend.decode(q, self.k_cache, self.v_cache, lens, tables, self.scale, shared)
 
 
 class FusedGatedMLP(GatedMLP):
@@ -184,7 +200,8 @@ class FusedDecoder(Decoder):
     """
 
     norm: FusedRMSNorm
-    outline = False  # run the first and the last layer alone, which launch all kernels there are
+    # Run a layer of each kind alone: they launch all kernels that there are.
+    outline = False
 
     @staticmethod
     def suits(plain: Decoder) -> bool:
@@ -198,8 +215,8 @@ class FusedDecoder(Decoder):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         indices = current_metadata().logits_indices
         layers = self.fused_layers
-        if self.outline and len(layers) > 2:
-            layers = [layers[0], layers[-1]]
+        if self.outline:
+            layers = outlined(layers, with_last=indices is not None)
         residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
         x = layers[0].input_layernorm(residual)
         for layer, next_norm in zip(layers, self.following_norms(layers)):
@@ -241,6 +258,15 @@ class FusedDecoder(Decoder):
                 return sum_add_rms_norm(x, residual, norm.weight, norm.eps, rows)
             x = group.all_reduce(x)
         return add_rms_norm(x, residual, norm.weight, norm.eps)
+
+
+def outlined(layers: list[FusedDecoderLayer], with_last: bool) -> list[FusedDecoderLayer]:
+    """The first layer of each kind, and the last of all if that does something else."""
+    last = layers[-1]
+    first_of_kind = {type(layer.mlp): layer for layer in reversed(layers)}
+    if not with_last:
+        return list(first_of_kind.values())
+    return [*(layer for layer in first_of_kind.values() if layer is not last), last]
 
 
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
