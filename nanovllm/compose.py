@@ -124,10 +124,10 @@ def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractConte
     return nullcontext
 
 
-def during_a_call() -> AbstractContextManager:
-    """What a call of many requests runs inside."""
+def collect_rarely() -> Callable[[], AbstractContextManager]:
+    """What each call runs inside, so that collecting garbage holds it up less."""
     garbage = room("cpu.garbage")
-    return garbage.full_collections_are_rare() if garbage else nullcontext()
+    return garbage.full_collections_are_rare if garbage else nullcontext
 
 
 def describe_device(name: str, count: int) -> str:

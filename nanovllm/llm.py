@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.checks import as_integer, shown
 from nanovllm.compose import (
     build_engine,
+    collect_rarely,
     describe_device,
-    during_a_call,
     prepare_process,
     share_cores,
 )
@@ -80,6 +80,7 @@ class LLM:
         self.max_model_len = self.engine.max_model_len
         self._inputs = Inputs(config, self.engine, self._tokenizer)
         self._computing = share_cores(self.engine, config)
+        self._calling = collect_rarely()
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, self.max_model_len, perf_counter() - begin)
 
@@ -261,7 +262,7 @@ class LLM:
 
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
-        with self._lock, during_a_call(), self._running() as (engine, ours):
+        with self._lock, self._calling(), self._running() as (engine, ours):
             self._settled_engine().last_call = Metrics()
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)

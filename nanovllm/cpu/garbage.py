@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # A full collection looks at every object of the process: 170,000 after the imports of PyTorch,
-# Triton and transformers, which took 90 to 110 ms on an H200's host, the device waiting. A call of
+# Triton and transformers, which took 90 to 110 ms, the device waiting (Python 3.12). A call of
 # thousands of requests makes so many objects that one falls due every second or third time.
 TIMES_RARER = 20
 
