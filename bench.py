@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import log
 from pathlib import Path
 from random import Random
 
@@ -47,10 +48,14 @@ WORKLOADS = {
     "shared": "256 requests, 2048 common tokens + 128 own in, 128 out",
     "long": "64 requests, 3000 in, 512 out",
     "many": "2048 requests, 16-128 in, 16-128 out",
+    "conversations": "192 requests, 64-512 in, 128 out; then 4 times all of that and 64 more in",
+    "lognormal": "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
 }
 GREEDY = ("laptop", "small")
+ROUNDS = {"conversations": 5}  # calls one after the other; of others 1
+NEW_TOKENS = 64  # of each further round
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
 SHOWN = sys.stderr.isatty()  # the engines' progress bars
 Work = list[tuple[list[int], int]]  # prompt, output length
@@ -86,6 +91,20 @@ def workload(name: str, vocab: int) -> Work:
     elif name == "small":
         r = Random(0)
         work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
+    elif name == "conversations":
+        r = Random(0)
+        prompts = [[r.randrange(vocab) for _ in range(r.randint(64, 512))] for _ in range(192)]
+        work = [(prompt, 128) for prompt in prompts]
+    elif name == "lognormal":
+        r = Random(0)
+
+        def length(median: int, longest: int) -> int:
+            return round(min(max(16, r.lognormvariate(log(median), 1)), longest))
+
+        work = [
+            ([r.randrange(vocab) for _ in range(length(150, 2048))], length(180, 1024))
+            for _ in range(768)
+        ]
     else:
         work = next(work for key, work in workloads() if key == name)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
@@ -98,6 +117,15 @@ def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
     """
     first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
     return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
+
+
+def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> Work:
+    """Each prompt, what was answered to it, and new tokens."""
+    r = Random(seed)
+    return [
+        (prompt + output + [r.randrange(vocab) for _ in range(NEW_TOKENS)], length)
+        for (prompt, length), output in zip(work, outputs)
+    ]
 
 
 def model_folder(name: str) -> tuple[str, bool]:
@@ -162,14 +190,14 @@ class NanovllmEngine:
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, temperature: float) -> list[list[int]]:
         from nanovllm import SamplingParams
 
         params = [
             SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
         ]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
-        return sum(len(output["token_ids"]) for output in outputs)
+        return [output["token_ids"] for output in outputs]
 
 
 class VllmEngine:
@@ -186,7 +214,7 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, temperature: float) -> list[list[int]]:
         from vllm import SamplingParams
 
         params = [
@@ -196,7 +224,7 @@ class VllmEngine:
         outputs = self.llm.generate(
             [dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=SHOWN
         )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class TransformersEngine:
@@ -216,8 +244,8 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
-        torch, total = self.torch, 0
+    def run(self, work: Work, temperature: float) -> list[list[int]]:
+        torch, outputs = self.torch, []
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -232,7 +260,7 @@ class TransformersEngine:
                 else dict(do_sample=False)
             )
             with torch.inference_mode():
-                self.model.generate(
+                rows = self.model.generate(
                     ids.to(self.device),
                     attention_mask=mask.to(self.device),
                     min_new_tokens=length,
@@ -240,8 +268,9 @@ class TransformersEngine:
                     pad_token_id=0,
                     **sampling,
                 )
-            total += sum(n for _, n in batch)  # the rest of each row was made for nothing
-        return total
+            # The rest of each row was made for nothing.
+            outputs += [row[width : width + n] for row, (_, n) in zip(rows.tolist(), batch)]
+        return outputs
 
 
 ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine}
@@ -256,9 +285,9 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     - all operations: those, the same for tokens drawn, the head, and attention within prompts.
 
     Of experts, a step reads as many as its tokens would pick at random, and a token computes with
-    its own alone.
+    its own alone. Several rounds have none.
     """
-    if model not in SHAPES:
+    if model not in SHAPES or name in ROUNDS:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, _ = SHAPES[model]
     expert = layers * 3 * hidden * intermediate
@@ -336,7 +365,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
         seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
-        tokens, best = sum(n for _, n in work), min(seconds)
+        tokens, best = num_output_tokens(work, name), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
             workload=name,
@@ -365,13 +394,23 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     fresh = refresh(work, name, repeat, engine.vocab)
     if args.plot:
         engine.llm.engine.steps = []  # to which the engine adds a record of each step
-    begin = time.perf_counter()
-    tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
-    seconds = time.perf_counter() - begin
-    wanted = sum(n for _, n in work)
+    outputs: list[list[int]] = []
+    tokens, seconds = 0, 0.0
+    for round in range(ROUNDS.get(name, 1)):
+        if outputs:
+            fresh = next_round(fresh, outputs, round, engine.vocab)
+        begin = time.perf_counter()
+        outputs = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+        seconds += time.perf_counter() - begin
+        tokens += sum(map(len, outputs))
+    wanted = num_output_tokens(work, name)
     if tokens != wanted:
         raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
     return seconds
+
+
+def num_output_tokens(work: Work, name: str) -> int:
+    return sum(n for _, n in work) * ROUNDS.get(name, 1)
 
 
 def options_name(options: str) -> str:
@@ -444,7 +483,7 @@ def print_row(row: dict) -> None:
         f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
     )
     print(
-        f"{row['engine']:>12}  {row['model']}  {row['workload']:<8} {row['seconds']:8.3f} s  "
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} {row['seconds']:8.3f} s  "
         f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
         flush=True,
     )
@@ -525,7 +564,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
 
 
 def make_parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items())
+    names = "\n".join(f"  {name:<13} {text}" for name, text in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -61,7 +61,7 @@ class Config:
     dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16".
     device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
-    enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
+    enable_prefix_caching: keep what requests have in KV blocks, for others that begin alike.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     kernels: what the model's layers compute with. "auto": what is made by hand for the device;
         "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
