@@ -12,6 +12,7 @@ from typing import Any
 
 from nanovllm.checks import as_integer, as_number, refuse_unknown_names, shown
 
+SCHEDULING_POLICIES = ("throughput", "fcfs", "shortest-first", "longest-first", "priority")
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
 
 
@@ -36,6 +37,10 @@ class Config:
     device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
+    scheduling_policy: who starts next, and who gives way when KV blocks run out. "throughput": what
+        lets all requests of a call end soonest; "fcfs": first come, first served; "shortest-first"
+        and "longest-first", by max_tokens; "priority", by SamplingParams'; or an object with the
+        methods of nanovllm.engine.policy.SchedulingPolicy.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     kernels: what the model's layers compute with. "auto": what is made by hand for the device;
         "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
@@ -62,6 +67,7 @@ class Config:
     device: str = "auto"
     load_format: str = "auto"
     enable_prefix_caching: bool = True
+    scheduling_policy: Any = "throughput"
     attention_backend: str = "auto"
     kernels: str = "auto"
     overlap: bool | None = None
@@ -109,6 +115,10 @@ class Config:
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("load_format", ("auto", "dummy"))
         self._check_choice("kernels", ("auto", "plain", "compile", "cpp"))
+        if isinstance(self.scheduling_policy, str):
+            names = ", ".join(map(repr, SCHEDULING_POLICIES))
+            remedy = f"one of {names}, or an object with the methods of SchedulingPolicy"
+            self._check_choice("scheduling_policy", SCHEDULING_POLICIES, remedy=remedy)
         self._check_choice("attention_backend", ("auto", "flash-attn", "triton", "torch"))
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device

@@ -41,6 +41,7 @@ class SamplingParams:
     repetition_penalty: above 1 disfavours tokens of prompt and output, below 1 favours them.
     presence_penalty: subtracted from a token's logit if it is in the output.
     frequency_penalty: subtracted from a token's logit for each time it is in the output.
+    priority: where the LLM's scheduling_policy is "priority", requests with lower numbers go first.
 
     Integers may be NumPy's. A parameter that is unknown or of a wrong type raises TypeError, one
     out of range ValueError. The noise has 23 random bits for a token: one that is less likely than
@@ -63,6 +64,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self._check_number("temperature", 0, 1e38, "0 (greedy) or a positive number, at most 1e38")
@@ -101,6 +103,9 @@ class SamplingParams:
         )
         self._check_number("presence_penalty", -2, 2, "a number from -2 to 2; 0 changes nothing")
         self._check_number("frequency_penalty", -2, 2, "a number from -2 to 2; 0 changes nothing")
+        self._check_integer(
+            "priority", -(2**63), 2**63 - 1, "an integer of 64 bits; lower ones go first"
+        )
 
     def _check_integer(self, name: str, least: float, most: float, remedy: str) -> None:
         self._check(name, as_integer(getattr(self, name)), least, most, remedy)
