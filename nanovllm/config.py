@@ -12,6 +12,7 @@ from typing import Any
 
 from nanovllm.checks import ABOVE_ZERO, Range, check_choice, refuse_unknown_names, shown
 
+SCHEDULING_POLICIES = ("throughput", "fcfs", "shortest-first", "longest-first", "priority")
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
 COUNT = Range(int, 1, 2**63 - 1, "an integer, 1 or more, below 2**63")
 SECONDS = Range(float, ABOVE_ZERO, 1e6, "a number of seconds above 0, at most 1e6")
@@ -62,6 +63,10 @@ class Config:
     device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep what requests have in KV blocks, for others that begin alike.
+    scheduling_policy: who starts next, and who gives way when KV blocks run out. "throughput": what
+        lets all requests of a call end soonest; "fcfs": first come, first served; "shortest-first"
+        and "longest-first", by max_tokens; "priority", by SamplingParams'; or an object with the
+        methods of nanovllm.engine.policy.SchedulingPolicy.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     kernels: what the model's layers compute with. "auto": what is made by hand for the device;
         "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
@@ -88,6 +93,7 @@ class Config:
     device: str = "auto"
     load_format: str = "auto"
     enable_prefix_caching: bool = True
+    scheduling_policy: Any = "throughput"
     attention_backend: str = "auto"
     kernels: str = "auto"
     overlap: bool | None = None
@@ -115,6 +121,9 @@ class Config:
             )
         for name, choices in CHOICES.items():
             check_choice(self, name, choices)
+        if isinstance(self.scheduling_policy, str):
+            other = ", or an object with the methods of SchedulingPolicy"
+            check_choice(self, "scheduling_policy", SCHEDULING_POLICIES, other)
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device
         ):

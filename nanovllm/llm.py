@@ -136,7 +136,7 @@ class LLM:
     ) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._prompt_requests([prompt], sampling_params)
-        with self._lock:
+        with self._lock, self._running():
             request = self._settled_engine().add(token_ids, params, interactive=True)
             self._requests[request.id] = request
         return request.id
@@ -153,20 +153,26 @@ class LLM:
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
-        self._open_engine()
-        with self._lock:
-            engine = self._settled_engine()
-            number = as_integer(request_id)
-            request = None if number is None else self._requests.pop(number, None)
-            if request is None:
-                raise ValueError(
-                    f"request_id is {shown(request_id)}, which no unfinished request has: "
-                    "use what add_request returned"
-                )
+        with self._request(request_id) as (engine, request):
+            del self._requests[request.id]
             engine.abort(request)
 
+    def pause(self, request_id: int) -> None:
+        """Let a request run no more, until `resume`. It goes on to the same tokens then.
+
+        It keeps its KV blocks until others need them; then it is computed anew. If the step that
+        runs already brings its last token, it ends. `step` returns at once where all are paused.
+        """
+        with self._request(request_id) as (engine, request):
+            engine.pause(request)
+
+    def resume(self, request_id: int) -> None:
+        """Let a paused request go on. One that is not paused is left alone."""
+        with self._request(request_id) as (engine, request):
+            engine.resume(request)
+
     def has_unfinished(self) -> bool:
-        """Whether there is a request whose output `step` has yet to return."""
+        """Whether there is a request, paused or not, whose output `step` has yet to return."""
         return bool(self._requests)
 
     def metrics(self) -> dict[str, Any]:
@@ -177,7 +183,8 @@ class LLM:
             prefix_cache_hit_rate (of the prompts' tokens), kv_cache_use (the most, from 0 to 1),
             preemptions, time_to_first_token and time_per_output_token (seconds, a dict of median
             and p99, or None).
-        running, waiting: requests. kv_cache_use: from 0 to 1.
+        running, waiting, paused: requests; of one that has started, each completion counts.
+        kv_cache_use: from 0 to 1.
         """
         engine = self._open_engine()
         blocks = engine.scheduler.blocks
@@ -186,6 +193,7 @@ class LLM:
             "last_call": engine.last_call.summary(blocks.num_blocks),
             "running": engine.scheduler.num_running,
             "waiting": len(engine.scheduler.waiting),
+            "paused": len(engine.scheduler.paused),
             "kv_cache_use": blocks.num_used / blocks.num_blocks,
         }
 
@@ -244,6 +252,24 @@ class LLM:
             engine.reset()
             self._is_unsettled = False
         return engine
+
+    @contextmanager
+    def _request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
+        """The engine, and the request of `add_request` that has this id, if `step` has not
+        returned it. Holds the lock.
+        """
+        self._open_engine()
+        with self._lock:
+            self._settled_engine()
+            number = as_integer(request_id)
+            request = None if number is None else self._requests.get(number)
+            if request is None:
+                raise ValueError(
+                    f"request_id is {shown(request_id)}, which no unfinished request has: "
+                    "use what add_request returned"
+                )
+            with self._running() as (engine, _):
+                yield engine, request
 
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
         self._open_engine()

@@ -18,7 +18,7 @@ import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from test_bench import bench
-from test_scheduler import Server, make_scheduler
+from test_scheduler import Server, make_scheduler, make_sequence
 
 import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
@@ -273,11 +273,15 @@ def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
 
 
 def test_the_policy_of_its_example_changes_the_order(readers):
-    server = Server(make_scheduler(max_num_seqs=1, policy=readers["ShortestPromptFirst"]()))
-    for id, length in enumerate([3, 9, 1]):
-        server.add(id, [id] * length, 2)
+    server = Server(make_scheduler(policy=readers["PatientShortestFirst"]()))
+    for id, (seconds, length) in enumerate([(0, 40), (0, 10), (5, 3), (0, 20), (0.05, 10), (9, 1)]):
+        seq = make_sequence(id, [id], length)
+        seq.added_at = seconds
+        server.scheduler.add(seq)
     server.run()
-    assert server.scheduler.first_starts == [2, 0, 1]
+    assert server.scheduler.first_starts == [1, 4, 3, 0, 2, 5]
+    assert max(len(batch.decode_slots) for batch in server.batches) == 4
+    assert [output["finish_reason"] for output in readers["outputs"]] == ["length"] * 3
 
 
 def test_the_transform_of_its_example_changes_no_result(readers):

@@ -222,19 +222,36 @@ class LLMEngine:
         now = perf_counter()
         for seq in sampled:
             if seq.first_token_at is None:
-                seq.first_token_at = now
+                seq.first_token_at = seq.clock(now)
         for seq in ended:
-            self.total.record(seq, now)
-            self.last_call.record(seq, now)
+            self.total.record(seq, seq.clock(now))
+            self.last_call.record(seq, seq.clock(now))
 
     def abort(self, request: Sequence) -> None:
         """End what has not ended of a request's completions."""
-        for seq in request.completions:
-            if seq.status is not Status.FINISHED:
-                self.scheduler.abort(seq)
-            if self.detokenizer is not None:
+        for seq in request.unfinished:
+            self.scheduler.abort(seq)
+        if self.detokenizer is not None:
+            for seq in request.completions:
                 self.detokenizer.remove(seq)
         self._settle()
+
+    def pause(self, request: Sequence) -> None:
+        """Let what has not ended of a request run no more, until `resume`."""
+        for seq in request.unfinished:
+            self.scheduler.pause(seq)
+            if seq.paused_at is None:
+                seq.paused_at = perf_counter()
+
+    def resume(self, request: Sequence) -> None:
+        """Let what is paused of a request go on. The times that it tells leave the pause out."""
+        for seq in request.unfinished:
+            if seq.paused_at is None:
+                continue
+            self.scheduler.resume(seq)
+            for one in (seq, *seq.forks):
+                one.leave_out(perf_counter() - seq.paused_at)
+            seq.paused_at = None
 
     def reset(self) -> None:
         """Drop every request, as after an error or interrupt: the next call finds an empty engine.
