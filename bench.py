@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -335,7 +336,10 @@ def measure(args: argparse.Namespace) -> list[dict]:
     rows = []
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
-        seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
+        seconds, steps = [], []
+        for repeat in range(args.repeat):
+            steps.clear()  # a picture is of the last run
+            seconds.append(run_once(engine, work, name, repeat, args, steps))
         tokens, best = sum(n for _, n in work), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
@@ -354,20 +358,26 @@ def measure(args: argparse.Namespace) -> list[dict]:
             path = args.plot.with_stem(stem)
             setting = f"{common['device']}, {options_name(args.options)}"
             title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
-            plot(engine.llm.engine.steps, path, title, engine.llm.num_kvcache_blocks)
+            plot(steps, path, title)
             print(f"              drawn in {path}")
     return rows
 
 
-def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
-    """Run a workload, with prompts of its own in each repeat; returns the seconds it took."""
+def run_once(
+    engine, work: Work, name: str, repeat: int, args: argparse.Namespace, steps: list
+) -> float:
+    """Run a workload, with prompts of its own in each repeat; returns the seconds it took.
+
+    With --plot, `steps` gets a record of each step.
+    """
     print(f"{name}: run {repeat + 1} of {args.repeat}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
-    if args.plot:
-        engine.llm.engine.steps = []  # to which the engine adds a record of each step
+    end_recording = engine.llm.on_step(steps.append) if args.plot else None
     begin = time.perf_counter()
     tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
     seconds = time.perf_counter() - begin
+    if end_recording is not None:
+        end_recording()
     wanted = sum(n for _, n in work)
     if tokens != wanted:
         raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
@@ -378,7 +388,7 @@ def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
-def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
+def plot(steps: list, path: Path, title: str) -> None:
     """Draw a run over time: sequences, tokens of steps and of seconds, KV blocks."""
     from matplotlib.figure import Figure
 
@@ -388,7 +398,8 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     figure.suptitle(title)
     sequences.plot(times, [step.running for step in steps], label="running")
     sequences.plot(times, [step.waiting for step in steps], label="waiting")
-    sequences.plot(times, [step.preemptions for step in steps], ":", label="preempted so far")
+    preempted = list(accumulate(step.preemptions for step in steps))
+    sequences.plot(times, preempted, ":", label="preempted so far")
     sequences.set_ylabel("sequences")
     tokens.set_ylabel("tokens of a step")
     rates.set_ylabel("tokens a second")
@@ -401,6 +412,7 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     # From one token to a whole budget of prompts: only a logarithm shows both.
     tokens.set_yscale("log")
     blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    num_blocks = steps[0].num_blocks
     blocks.axhline(num_blocks, color="gray", linestyle="--", label=f"capacity: {num_blocks:,}")
     blocks.set_ylabel("KV blocks")
     blocks.set_xlabel("seconds")
