@@ -6,6 +6,7 @@
     python bench.py --compare transformers --workload laptop --model tiny
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
+    python bench.py --trace run.html                a page that replays it, block by block
     python bench.py --host                          what a step costs the host, without the device
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
@@ -154,12 +155,15 @@ class NanovllmEngine:
     def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
         from nanovllm import LLM
 
+        options = json.loads(args.options)
+        if args.trace:
+            options["trace"] = str(args.trace)
         self.llm = LLM(
             model,
             load_format="dummy" if dummy else "auto",
             max_model_len=args.max_model_len,
             tensor_parallel_size=args.tensor_parallel_size,
-            **json.loads(args.options),
+            **options,
         )
         self.vocab = self.llm.engine.vocab_size
 
@@ -338,7 +342,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
         work = workload(name, engine.vocab)
         seconds, steps = [], []
         for repeat in range(args.repeat):
-            steps.clear()  # a picture is of the last run
+            steps.clear()  # a picture is of the last run, and so is a trace
+            if args.trace:
+                engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
             seconds.append(run_once(engine, work, name, repeat, args, steps))
         tokens, best = sum(n for _, n in work), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
@@ -360,6 +366,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
             title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
             plot(steps, path, title)
             print(f"              drawn in {path}")
+    if args.trace:
+        engine.llm.close()
+        print(f"              replayed in {args.trace}")
     return rows
 
 
@@ -558,6 +567,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the measurements there")
     help = "draw each workload's last run there; needs matplotlib"
     add("--plot", metavar="PNG", type=Path, help=help)
+    help = "write what the engine did in the last run: a page (.html) or its events (.jsonl)"
+    add("--trace", metavar="HTML", type=Path, help=help)
     add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     return parser
 
@@ -579,12 +590,17 @@ def check(args: argparse.Namespace) -> None:
             f"--options {args.options}: use an object of LLM's options, but for those that have "
             "their own here"
         )
-    for path in (args.json, args.plot):
+    for path in (args.json, args.plot, args.trace):
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} is in no folder that exists")
-    if args.plot:
+    if args.trace and "," in args.workload:
+        raise ValueError(f"--trace is of one workload, and --workload is {args.workload}: name one")
+    if args.plot or args.trace:
         if args.compare or args.engine != "nanovllm":
-            raise ValueError("--plot draws nanovllm's own steps: leave --compare and --engine out")
+            raise ValueError(
+                "--plot and --trace show nanovllm's own steps: leave --compare and --engine out"
+            )
+    if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
 

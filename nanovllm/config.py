@@ -47,6 +47,8 @@ class Config:
         they can.
     start_timeout: seconds within which all ranks must have loaded the model.
     step_timeout: seconds within which the ranks must answer a step.
+    trace: a file to write what the engine did to, at `close` or when the process ends: a page to
+        watch it on (.html), or its events, one a line (.jsonl).
     """
 
     model: str
@@ -69,12 +71,14 @@ class Config:
     symmetric_memory: bool = True
     start_timeout: float = 1800.0
     step_timeout: float = 60.0
+    trace: str | None = None
 
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
         """Build a config from keyword options; TypeError names the one nearest to an unknown."""
         refuse_unknown_names("LLM", "option", options, cls.__dataclass_fields__)
-        return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
+        paths = {name: fspath(v) for name, v in options.items() if isinstance(v, PathLike)}
+        return cls(fspath(model) if isinstance(model, PathLike) else model, **options | paths)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -115,6 +119,13 @@ class Config:
         ):
             raise ValueError(
                 f"device is {shown(self.device)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'"
+            )
+
+        if self.trace is not None and not (
+            isinstance(self.trace, str) and self.trace.endswith((".html", ".jsonl"))
+        ):
+            raise ValueError(
+                f"trace is {shown(self.trace)}: give a file name that ends in .html or .jsonl"
             )
 
     def _check_integer(self, name: str, least: int) -> None:

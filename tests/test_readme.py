@@ -82,11 +82,12 @@ def users(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def readers():
+def readers(tmp_path_factory):
     """The names that the contributors' examples leave behind."""
     known, names = dict(MODELS), {"__name__": "readme"}
     try:
-        run_examples(READERS, names, {})
+        trace = tmp_path_factory.mktemp("trace") / "run.jsonl"
+        run_examples(READERS, names, {'"run.jsonl"': repr(str(trace))})
         yield names
     finally:
         MODELS.clear()
