@@ -227,9 +227,12 @@ def test_an_llm_that_nobody_closes_leaves_its_trace(checkpoint, tmp_path):
     assert "Finished" in (tmp_path / "run.html").read_text()
 
 
-@pytest.mark.parametrize("trace", [3, True, "run.txt", "", Path("run.png")])
-def test_a_wrong_name_is_refused(checkpoint, trace):
-    with pytest.raises(ValueError, match="trace is .*: give a file name that ends in .html or"):
+@pytest.mark.parametrize(
+    "trace, error",
+    [(3, TypeError), (True, TypeError), ("run.txt", ValueError), (Path("run.png"), ValueError)],
+)
+def test_a_wrong_name_is_refused(checkpoint, trace, error):
+    with pytest.raises(error, match="trace is .*: give a file name that ends in .html or"):
         LLM(checkpoint.folder, trace=trace)
 
 

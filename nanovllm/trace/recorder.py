@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable
 from datetime import datetime
+from os import fspath
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -245,7 +246,7 @@ class RecordedEngine(LLMEngine):
         policy: SchedulingPolicy = SchedulingPolicy(),
     ) -> None:
         assert config.trace is not None
-        self.recorder = Recorder(config.trace)
+        self.recorder = Recorder(fspath(config.trace))
         super().__init__(config, hf_config, folder, make_runner, policy)
         self._launch, self.runner.launch = self.runner.launch, self._recorded_launch
         self.recorder.start(describe(self, config, hf_config, folder))
