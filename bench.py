@@ -337,15 +337,18 @@ def measure(args: argparse.Namespace) -> list[dict]:
         versions=versions(args.engine),
     )
     print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
-    rows = []
+    rows: list[dict] = []
+    steps: list = []
+    if args.plot:
+        engine.llm.on_step(steps.append)
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
-        seconds, steps = [], []
+        seconds = []
         for repeat in range(args.repeat):
             steps.clear()  # a picture is of the last run, and so is a trace
             if args.trace:
                 engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
-            seconds.append(run_once(engine, work, name, repeat, args, steps))
+            seconds.append(run_once(engine, work, name, repeat, args))
         tokens, best = sum(n for _, n in work), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
@@ -372,21 +375,13 @@ def measure(args: argparse.Namespace) -> list[dict]:
     return rows
 
 
-def run_once(
-    engine, work: Work, name: str, repeat: int, args: argparse.Namespace, steps: list
-) -> float:
-    """Run a workload, with prompts of its own in each repeat; returns the seconds it took.
-
-    With --plot, `steps` gets a record of each step.
-    """
+def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
+    """Run a workload, with prompts of its own in each repeat; returns the seconds it took."""
     print(f"{name}: run {repeat + 1} of {args.repeat}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
-    end_recording = engine.llm.on_step(steps.append) if args.plot else None
     begin = time.perf_counter()
     tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
     seconds = time.perf_counter() - begin
-    if end_recording is not None:
-        end_recording()
     wanted = sum(n for _, n in work)
     if tokens != wanted:
         raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
