@@ -7,6 +7,7 @@
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
     python bench.py --policy fcfs,shortest-first    who waits how long under which scheduling policy
+    python bench.py --trace run.html                a page that replays it, block by block
     python bench.py --host                          what a step costs the host, without the device
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
@@ -29,6 +30,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import accumulate
 from math import log
 from pathlib import Path
 from random import Random
@@ -185,12 +187,15 @@ class NanovllmEngine:
     def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
         from nanovllm import LLM
 
+        options = json.loads(args.options)
+        if args.trace:
+            options["trace"] = str(args.trace)
         self.llm = LLM(
             model,
             load_format="dummy" if dummy else "auto",
             max_model_len=args.max_model_len,
             tensor_parallel_size=args.tensor_parallel_size,
-            **json.loads(args.options),
+            **options,
         )
         self.vocab = self.llm.engine.vocab_size
 
@@ -365,10 +370,18 @@ def measure(args: argparse.Namespace) -> list[dict]:
         versions=versions(args.engine),
     )
     print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
-    rows = []
+    rows: list[dict] = []
+    steps: list = []
+    if args.plot:
+        engine.llm.on_step(steps.append)
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
-        seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
+        seconds = []
+        for repeat in range(args.repeat):
+            steps.clear()  # a picture is of the last run, and so is a trace
+            if args.trace:
+                engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
+            seconds.append(run_once(engine, work, name, repeat, args))
         tokens, best = num_output_tokens(work, name), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
@@ -383,13 +396,19 @@ def measure(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         print_row(row)
         if args.plot:
-            stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
-            path = args.plot.with_stem(stem)
-            setting = f"{common['device']}, {options_name(args.options)}"
-            title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
-            plot(engine.llm.engine.steps, path, title, engine.llm.num_kvcache_blocks)
-            print(f"              drawn in {path}")
+            draw_run(args, name, steps)
+    if args.trace:
+        engine.llm.close()
+        print(f"              replayed in {args.trace}")
     return rows
+
+
+def draw_run(args: argparse.Namespace, name: str, steps: list) -> None:
+    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+    path = args.plot.with_stem(stem)
+    setting = f"{device_name()}, {options_name(args.options)}"
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
+    print(f"              drawn in {path}")
 
 
 def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
@@ -397,8 +416,6 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     count = 2 if args.policy else args.repeat
     print(f"{name}: run {repeat + 1} of {count}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
-    if args.plot:
-        engine.llm.engine.steps = []  # to which the engine adds a record of each step
     outputs: list[list[int]] = []
     tokens, seconds = 0, 0.0
     for round in range(ROUNDS.get(name, 1)):
@@ -524,7 +541,7 @@ def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
-def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
+def plot(steps: list, path: Path, title: str) -> None:
     """Draw a run over time: sequences, tokens of steps and of seconds, KV blocks."""
     from matplotlib.figure import Figure
 
@@ -534,7 +551,8 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     figure.suptitle(title)
     sequences.plot(times, [step.running for step in steps], label="running")
     sequences.plot(times, [step.waiting for step in steps], label="waiting")
-    sequences.plot(times, [step.preemptions for step in steps], ":", label="preempted so far")
+    preempted = list(accumulate(step.preemptions for step in steps))
+    sequences.plot(times, preempted, ":", label="preempted so far")
     sequences.set_ylabel("sequences")
     tokens.set_ylabel("tokens of a step")
     rates.set_ylabel("tokens a second")
@@ -547,6 +565,7 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     # From one token to a whole budget of prompts: only a logarithm shows both.
     tokens.set_yscale("log")
     blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    num_blocks = steps[0].num_blocks
     blocks.axhline(num_blocks, color="gray", linestyle="--", label=f"capacity: {num_blocks:,}")
     blocks.set_ylabel("KV blocks")
     blocks.set_xlabel("seconds")
@@ -694,6 +713,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--plot", metavar="PNG", type=Path, help=help)
     help = "compare scheduling policies, by name or as module:Class, separated by commas"
     add("--policy", metavar="NAMES", help=help)
+    help = "write what the engine did in the last run: a page (.html) or its events (.jsonl)"
+    add("--trace", metavar="HTML", type=Path, help=help)
     add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     return parser
 
@@ -716,18 +737,24 @@ def check(args: argparse.Namespace) -> None:
             "their own here"
         )
     if args.policy:
-        if args.compare or args.engine != "nanovllm" or args.plot:
+        if args.compare or args.engine != "nanovllm" or args.plot or args.trace:
             raise ValueError(
-                "--policy compares nanovllm with itself: leave --compare, --engine and --plot out"
+                "--policy compares nanovllm with itself: leave --compare, --engine, --plot and "
+                "--trace out"
             )
         for name in args.policy.split(","):
             find_policy(name)
-    for path in (args.json, args.plot):
+    for path in (args.json, args.plot, args.trace):
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} is in no folder that exists")
-    if args.plot:
+    if args.trace and "," in args.workload:
+        raise ValueError(f"--trace is of one workload, and --workload is {args.workload}: name one")
+    if args.plot or args.trace:
         if args.compare or args.engine != "nanovllm":
-            raise ValueError("--plot draws nanovllm's own steps: leave --compare and --engine out")
+            raise ValueError(
+                "--plot and --trace show nanovllm's own steps: leave --compare and --engine out"
+            )
+    if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
 

@@ -37,10 +37,13 @@ def build_engine(config: Config) -> tuple[LLMEngine, Any]:
     make_runner = build_runner
     if config.tensor_parallel_size > 1:
         make_runner = import_module("nanovllm.distributed.tensor_parallel").TensorParallelRunner
+    engine_class = LLMEngine
+    if config.trace is not None:
+        engine_class = import_module("nanovllm.trace.recorder").RecordedEngine
     # Reading a tokenizer can take seconds, and so does reading the weights.
     with ThreadPoolExecutor(1) as beside:
         loading = beside.submit(text.load_tokenizer, folder) if text else None
-        engine = LLMEngine(config, hf_config, folder, make_runner, policy)
+        engine = engine_class(config, hf_config, folder, make_runner, policy)
     try:
         engine.stop_ids = load_eos_ids(folder)
         tokenizer = loading.result() if loading else None

@@ -78,6 +78,8 @@ class Config:
         they can.
     start_timeout: seconds within which all ranks must have loaded the model.
     step_timeout: seconds within which the ranks must answer a step.
+    trace: a file to write what the engine did to, at `close` or when the process ends: a page to
+        watch it on (.html), or its events, one a line (.jsonl).
     """
 
     model: str
@@ -101,6 +103,7 @@ class Config:
     symmetric_memory: bool = True
     start_timeout: float = 1800.0
     step_timeout: float = 60.0
+    trace: str | PathLike | None = None
 
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
@@ -130,3 +133,15 @@ class Config:
             raise ValueError(
                 f"device is {shown(self.device)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'"
             )
+        if self.trace is not None:
+            self._check_trace(
+                fspath(self.trace) if isinstance(self.trace, PathLike) else self.trace
+            )
+
+    def _check_trace(self, path: Any) -> None:
+        remedy = "give a file name that ends in .html or .jsonl"
+        if not isinstance(path, str):
+            raise TypeError(f"trace is {shown(path)}: {remedy}")
+        if not path.endswith((".html", ".jsonl")):
+            raise ValueError(f"trace is {shown(path)}: {remedy}")
+        object.__setattr__(self, "trace", path)

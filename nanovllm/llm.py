@@ -1,7 +1,7 @@
 """The facade users import: text in, text out."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from os import PathLike
 from threading import RLock
@@ -12,7 +12,7 @@ from nanovllm.checks import as_integer, shown
 from nanovllm.compose import build_engine, describe_device, prepare_process, share_cores
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request, refuse_completions
 from nanovllm.log import say_ready
@@ -66,6 +66,7 @@ class LLM:
         # Requests added one by one, their outputs not yet returned by `step`; those that ended.
         self._requests: dict[int, Sequence] = {}
         self._finished: list[Sequence] = []
+        self._observers: list[Callable[[StepRecord], Any]] = []
         self.engine: LLMEngine | None = None
         config = Config.from_options(model, options)
         self.engine, self._tokenizer = build_engine(config)
@@ -197,6 +198,26 @@ class LLM:
             "kv_cache_use": blocks.num_used / blocks.num_blocks,
         }
 
+    def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
+        """Call `callback` after each step with what it did, a `nanovllm.engine.metrics.StepRecord`.
+
+        Returns a function that ends this. The callback runs in the thread of the step and may use
+        the LLM, for example to abort a request. What it raises leaves the call as any error does.
+        """
+        self._open_engine()
+        if not callable(callback):
+            raise TypeError(f"callback is {shown(callback)}: give a function of a StepRecord")
+
+        def observe(record: StepRecord) -> None:  # one's own: a callback may be given twice
+            callback(record)
+
+        def remove() -> None:
+            with suppress(ValueError):  # it was removed before
+                self._observers.remove(observe)
+
+        self._observers.append(observe)
+        return remove
+
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The model's tokenizer, as transformers loads it at the first use. None: it has none."""
@@ -286,12 +307,11 @@ class LLM:
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
-            with closing(Progress(len(requests), engine, use_tqdm)) as progress:
+            with closing(Progress(list(ours), self.on_step, use_tqdm)):
                 while ours:
                     finished = [request for request in self._step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.
                     outputs |= zip([request.id for request in finished], self._outputs(finished))
-                    progress.update(len(finished))
         return [outputs[request.id] for request in added]
 
     def _stream(self, requests: list[Request]) -> Iterator[Piece]:
@@ -362,7 +382,16 @@ class LLM:
         requests = dict.fromkeys(seq.request for seq in ended)  # each once, in order
         finished = [request for request in requests if request.has_ended]
         self._finished += [request for request in finished if request.id in self._requests]
+        if self._observers:
+            self._tell_observers(engine, tuple([request.id for request in finished]))
         return finished
+
+    def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> None:
+        assert engine.last_step is not None, "a step has just been recorded"
+        seconds = perf_counter() - engine.last_step.time
+        record = engine.last_step._replace(seconds=seconds, finished=finished)
+        for observe in self._observers.copy():  # one may remove itself
+            observe(record)
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

@@ -49,6 +49,7 @@ ROOMS = {
     "policies": set(),
     "text": set(),
     "sampling": set(),
+    "trace": set(),
     "cpu": set(),
     "kernels": set(),
     "gpu": {"kernels"},  # fused layers and graphs launch them
