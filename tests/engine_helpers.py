@@ -11,13 +11,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from nanovllm import LLM, SamplingParams
@@ -46,6 +52,20 @@ MODELS = {
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
+    "phi3": Phi3Config(
+        **SHAPE | dict(hidden_size=64, pad_token_id=0),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+    ),
+    "olmo2": Olmo2Config(**SHAPE | dict(head_dim=8, pad_token_id=0)),
+    "glm4": Glm4Config(**SHAPE | dict(head_dim=12, pad_token_id=0)),
+    "granite": GraniteConfig(
+        **SHAPE | dict(residual_multiplier=0.7, attention_multiplier=0.4, logits_scaling=0.5),
+        embedding_multiplier=3.0,
+    ),
+    "smollm3": SmolLM3Config(
+        **SHAPE | dict(no_rope_layers=[1, 0], pad_token_id=0, tie_word_embeddings=False)
+    ),
+    "seed-oss": SeedOssConfig(**SHAPE),
 }
 
 

@@ -11,12 +11,19 @@ import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from transformers import (
     AutoConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -53,6 +60,22 @@ MOE = dict(
     num_experts=8,
     num_experts_per_tok=3,
 )
+PHI = dict(num_key_value_heads=2, hidden_size=64, pad_token_id=0)  # heads of 16, 12 of which turn
+THETA, PARTIAL = dict(rope_theta=1e4), dict(partial_rotary_factor=0.75)
+WHOLE = dict(partial_rotary_factor=1.0)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    long_factor=[1.0, 1.5, 2.5, 4.0, 8.0, 9.0],
+)
+ORIGINAL = dict(original_max_position_embeddings=4)  # as short as the shortest prompt that is run
+MULTIPLIERS = dict(
+    embedding_multiplier=6.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.4,
+    logits_scaling=1.5,
+)
 
 FAMILIES = {
     Qwen3Config: {
@@ -87,6 +110,35 @@ FAMILIES = {
         "no-window": dict(**GQA, sliding_window=None),
         "window-of-all": dict(**GQA, sliding_window=64),
         "head-dim": dict(**GQA, sliding_window=None, head_dim=16),
+    },
+    Phi3Config: {
+        "whole-heads": dict(**GQA, pad_token_id=0),
+        "partial": dict(**PHI, rope_parameters=dict(rope_type="default", **THETA, **PARTIAL)),
+        "long": dict(**PHI, rope_parameters=LONGROPE | PARTIAL, **ORIGINAL),
+        "mha": dict(pad_token_id=0, tie_word_embeddings=True),
+    },
+    Olmo2Config: {
+        "gqa": dict(**GQA, pad_token_id=0),
+        "mha-bias": dict(pad_token_id=0, attention_bias=True, tie_word_embeddings=True),
+    },
+    GlmConfig: {
+        "half": dict(**GQA, head_dim=12, pad_token_id=0, attention_bias=True),
+    },
+    Glm4Config: {
+        "half": dict(**GQA, head_dim=12, pad_token_id=0),
+        "whole": dict(**GQA, head_dim=16, pad_token_id=0, attention_bias=False, **WHOLE),
+    },
+    GraniteConfig: {
+        "multipliers": dict(**GQA, **MULTIPLIERS, tie_word_embeddings=True),
+        "biases": dict(**GQA, **MULTIPLIERS, attention_bias=True, mlp_bias=True),
+    },
+    SmolLM3Config: {
+        "every-second": dict(**GQA, num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=0),
+        "listed": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False),
+    },
+    SeedOssConfig: {
+        "biases": dict(**GQA, head_dim=16, attention_out_bias=False, mlp_bias=True),
+        "output-bias": dict(**GQA, head_dim=16, attention_bias=False, attention_out_bias=True),
     },
 }
 CONFIGS = {
@@ -158,6 +210,18 @@ def test_rope_scaling_equals_transformers(rope):
     torch.testing.assert_close(
         cos_sin[:64], torch.cat((angles.cos(), angles.sin()), 1) * want_scale, rtol=0, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("positions, seq_len", [(64, 64), (65, 65), (4096, 4096), (None, 4096)])
+@pytest.mark.parametrize("own", [{}, dict(attention_factor=1.3), dict(factor=8.0)], ids=str)
+def test_long_contexts_turn_by_longrope_as_in_transformers(positions, seq_len, own):
+    rope = LONGROPE | PARTIAL | own
+    sizes = dict(max_position_embeddings=4096, original_max_position_embeddings=64)
+    config = Phi3Config(**{**SMALL, **PHI, **sizes, "rope_parameters": dict(rope)})
+    want, want_scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len)
+    frequencies, scale = rope_frequencies(config, 16, positions)
+    torch.testing.assert_close(frequencies, want, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(want_scale)
 
 
 def test_old_and_new_forms_of_rope_settings_are_one():
@@ -306,9 +370,9 @@ def test_an_original_context_at_the_top_of_the_configuration_wins(kind):
 
 NO_NUMBERS = (-1, -0.5, 0, math.nan, math.inf, -math.inf, 1e39, 10**400, "8", True, [1], {"a": 1})
 WRONG_ROPES = [
-    (dict(rope_theta=value), "rope_theta|each kind of layer") for value in (*NO_NUMBERS, 0.5, 1)
+    (dict(rope_theta=value), "rope_theta|kinds of layers") for value in (*NO_NUMBERS, 0.5, 1)
 ]
-WRONG_ROPES += [(dict(YARN, factor=value), "factor|each kind of layer") for value in NO_NUMBERS]
+WRONG_ROPES += [(dict(YARN, factor=value), "factor|kinds of layers") for value in NO_NUMBERS]
 WRONG_ROPES += [
     (dict(YARN, attention_factor=-0.5), "attention_factor of its rope settings is -0.5"),
     (dict(YARN, beta_fast=-1), "beta_fast of its rope settings is -1"),
@@ -323,9 +387,16 @@ WRONG_ROPES += [
     (dict(rope_type=["linear"]), "rope_type is .*not implemented"),
     (
         {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
-        "given for each kind of layer .full_attention., which is not implemented",
+        "given for kinds of layers .full_attention., and not for None: give them for each",
     ),
     ([1], "must be an object"),
+    (LONGROPE | dict(short_factor=None), "rope_type is 'longrope', which needs 'short_factor'"),
+    (LONGROPE | dict(short_factor=[1.0, 0]), "short_factor .* must be a list of finite numbers"),
+    (LONGROPE | dict(short_factor=[1.0] * 7), "short_factor .* has 7 numbers: .* each of 8 pairs"),
+    (dict(partial_rotary_factor=0.0), "partial_rotary_factor is 0.0"),
+    (dict(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5"),
+    (dict(partial_rotary_factor=0.2), "partial_rotary_factor is 0.2 of a head_dim of 16: an even"),
+    (dict(partial_rotary_factor="1"), "partial_rotary_factor is '1'"),
 ]
 
 
@@ -342,9 +413,25 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
     config = SimpleNamespace(max_position_embeddings=64, rope_theta=theta)
     with pytest.raises(ValueError, match="rope_theta of its rope settings is"):
         rope_frequencies(config, 16)
-    config = SimpleNamespace(max_position_embeddings=64, rope_theta=1e4, partial_rotary_factor=0.5)
-    with pytest.raises(ValueError, match="partial_rotary_factor is 0.5"):
-        rope_frequencies(config, 16)
+
+
+@pytest.mark.parametrize(
+    "kind, values, message",
+    [
+        (GraniteConfig, dict(residual_multiplier=0), "residual_multiplier is 0: it must be a fin"),
+        (GraniteConfig, dict(logits_scaling="8"), "logits_scaling is '8'"),
+        (SmolLM3Config, dict(no_rope_layers=[1]), "no_rope_layers is .1.: it must be a list of 0"),
+        (SmolLM3Config, dict(no_rope_layers=[2, 1]), "no_rope_layers is .2, 1."),
+        (Glm4Config, dict(hidden_act="gelu"), "hidden_act is 'gelu': Glm4ForCausalLM has 'silu'"),
+        (Olmo2Config, dict(rope_parameters=dict(partial_rotary_factor=0.5)), "only 1.0 is implem"),
+    ],
+    ids=str,
+)
+def test_what_a_family_does_not_do_is_refused_by_name(kind, values, message):
+    config = vars(kind(**SMALL, **GQA, pad_token_id=0))
+    config["architectures"] = [kind.__name__.replace("Config", "ForCausalLM")]
+    with pytest.raises(ValueError, match=message):
+        build_model(SimpleNamespace(**{**config, **values}), ParallelGroup())
 
 
 @pytest.mark.parametrize(

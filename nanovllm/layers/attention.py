@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, current_metadata
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
 
@@ -34,23 +33,26 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding,
         group: ParallelGroup,
         *,
-        # Norm each head of q and k before it is rotated; None: do not.
-        qk_norm_eps: float | None = None,
+        # Of heads before they are rotated: [T, H, D] -> [T, H, D] and [T, G, D] -> [T, G, D].
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        stacked: bool = False,  # the checkpoint has q, k and v as one tensor, qkv_proj
+        scale: float | None = None,  # of q k^T; None: head_dim**-0.5
     ):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias
+            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias, stacked=stacked
         )
-        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
         self.rotary = rotary
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, group, bias=output_bias)
         # This rank's.
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale = head_dim**-0.5 if scale is None else scale
         self.k_cache = self.v_cache = torch.empty(0)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

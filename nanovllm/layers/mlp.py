@@ -20,11 +20,12 @@ class GatedMLP(nn.Module):
         *,
         bias: bool = False,
         activation: Callable[[Tensor], Tensor] = F.silu,
+        stacked: bool = False,  # the checkpoint has gate and up as one tensor, gate_up_proj
     ):
         super().__init__()
         names = ("gate_proj", "up_proj")
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, intermediate_size, group, names=names, bias=bias
+            hidden_size, intermediate_size, group, names=names, bias=bias, stacked=stacked
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
         self.activation = activation

@@ -65,6 +65,8 @@ def says_all(values: dict[str, Any]) -> bool:
     """Whether models find all that they read among a configuration's values, so that no default is
     needed.
     """
+    if values.get("model_type") not in ("qwen3", "qwen3_moe") or values.get("use_sliding_window"):
+        return False  # other families read more, and windows need the kinds of layers
     counts: tuple[str, ...] = COUNTS
     flags: tuple[str, ...] = FLAGS
     if "moe" in f"{values.get('model_type')} {values.get('architectures')}".lower():

@@ -73,9 +73,10 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 
 
 def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
+    names = getattr(model, "checkpoint_names", {})
     for path, module in model.named_modules():
         if hasattr(module, "weight_slices"):
-            yield from module.weight_slices(path)
+            yield from module.weight_slices(".".join(names.get(x, x) for x in path.split(".")))
 
 
 def check_coverage(model: nn.Module, slices: Iterable[WeightSlice]) -> None:
