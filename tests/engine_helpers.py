@@ -10,12 +10,15 @@ from model_helpers import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
@@ -66,6 +69,22 @@ MODELS = {
         **SHAPE | dict(no_rope_layers=[1, 0], pad_token_id=0, tie_word_embeddings=False)
     ),
     "seed-oss": SeedOssConfig(**SHAPE),
+    # Windows that end inside blocks of 16, and before prompts do.
+    "mistral-window": MistralConfig(**SHAPE | dict(sliding_window=21)),
+    "qwen2-window": Qwen2Config(
+        **SHAPE | dict(sliding_window=19, use_sliding_window=True, max_window_layers=1)
+    ),
+    "olmo3": Olmo3Config(
+        **SHAPE | dict(head_dim=8, pad_token_id=0, sliding_window=18, num_hidden_layers=4)
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=17, query_pre_attn_scalar=2),
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma2": Gemma2Config(
+        **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
+        attn_logit_softcapping=3.0,
+    ),
 }
 
 

@@ -11,6 +11,10 @@ import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from transformers import (
     AutoConfig,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -18,11 +22,13 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
+    SiglipVisionConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -70,6 +76,18 @@ LONGROPE = dict(
     long_factor=[1.0, 1.5, 2.5, 4.0, 8.0, 9.0],
 )
 ORIGINAL = dict(original_max_position_embeddings=4)  # as short as the shortest prompt that is run
+WINDOW = dict(sliding_window=6, use_sliding_window=True)
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA = dict(num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=10, pad_token_id=0)
+CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+YARN_OF_ONE = {
+    "full_attention": YARN | THETA,
+    "sliding_attention": dict(rope_type="default", rope_theta=5e3),
+}
+LINEAR_OF_ONE = {
+    "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+    "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+}
 MULTIPLIERS = dict(
     embedding_multiplier=6.0,
     attention_multiplier=0.2,
@@ -86,6 +104,7 @@ FAMILIES = {
         "tied": dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
         "attention-bias": dict(num_key_value_heads=2, head_dim=16, attention_bias=True),
         "yarn": dict(num_key_value_heads=2, head_dim=16, rope_scaling=YARN, rope_theta=1e6),
+        "window": dict(**GQA, head_dim=16, **WINDOW, layer_types=["sliding_attention"] * 2),
     },
     Qwen3MoeConfig: {
         "raw-weights": dict(**MOE, norm_topk_prob=False),
@@ -97,6 +116,7 @@ FAMILIES = {
         "untied": dict(**GQA),
         "tied": dict(**GQA, tie_word_embeddings=True),
         "window-off": dict(**GQA, sliding_window=8, use_sliding_window=False),
+        "window-of-later-layers": dict(**GQA, **WINDOW, max_window_layers=1),
         "linear": dict(**GQA, rope_scaling=dict(type="linear", factor=2.0)),
     },
     LlamaConfig: {
@@ -109,6 +129,8 @@ FAMILIES = {
     MistralConfig: {
         "no-window": dict(**GQA, sliding_window=None),
         "window-of-all": dict(**GQA, sliding_window=64),
+        "window": dict(**GQA, sliding_window=7),
+        "window-of-one": dict(**GQA, sliding_window=1),
         "head-dim": dict(**GQA, sliding_window=None, head_dim=16),
     },
     Phi3Config: {
@@ -116,10 +138,30 @@ FAMILIES = {
         "partial": dict(**PHI, rope_parameters=dict(rope_type="default", **THETA, **PARTIAL)),
         "long": dict(**PHI, rope_parameters=LONGROPE | PARTIAL, **ORIGINAL),
         "mha": dict(pad_token_id=0, tie_word_embeddings=True),
+        "window": dict(**PHI, sliding_window=6),
     },
     Olmo2Config: {
         "gqa": dict(**GQA, pad_token_id=0),
         "mha-bias": dict(pad_token_id=0, attention_bias=True, tie_word_embeddings=True),
+    },
+    Olmo3Config: {
+        "three-of-four": dict(**GQA, num_hidden_layers=4, sliding_window=6, pad_token_id=0),
+        "yarn-of-one-kind": dict(
+            **GQA, layer_types=MIXED, sliding_window=9, rope_parameters=YARN_OF_ONE, pad_token_id=0
+        ),
+    },
+    Gemma3TextConfig: {
+        "every-second-layer": dict(**GEMMA, layer_types=MIXED, sliding_window=6),
+        "five-of-six": dict(**GEMMA, num_hidden_layers=6, sliding_window=5, attention_bias=True),
+        "linear": dict(**GEMMA, layer_types=MIXED, sliding_window=4, rope_parameters=LINEAR_OF_ONE),
+        "capped-logits": dict(**GEMMA, sliding_window=7, final_logit_softcapping=0.8),
+    },
+    Gemma2Config: {
+        "caps": dict(**GEMMA, **CAPS, sliding_window=6),
+        "untied": dict(**GEMMA, **CAPS, sliding_window=64, tie_word_embeddings=False),
+        "no-caps": dict(
+            **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=3
+        ),
     },
     GlmConfig: {
         "half": dict(**GQA, head_dim=12, pad_token_id=0, attention_bias=True),
@@ -135,6 +177,7 @@ FAMILIES = {
     SmolLM3Config: {
         "every-second": dict(**GQA, num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=0),
         "listed": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False),
+        "window": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, **WINDOW),
     },
     SeedOssConfig: {
         "biases": dict(**GQA, head_dim=16, attention_out_bias=False, mlp_bias=True),
@@ -235,6 +278,23 @@ def test_old_and_new_forms_of_rope_settings_are_one():
     torch.testing.assert_close(rope_frequencies(Old, 16), rope_frequencies(New, 16), rtol=0, atol=0)
 
 
+def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, caplog):
+    text = {**SMALL, **GEMMA, "sliding_window": 6, "num_hidden_layers": 6}
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision = SiglipVisionConfig(**sizes, image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config.image_token_index = 99
+    torch.manual_seed(0)
+    reference = Gemma3ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = Driver(load(tmp_path), 1, 32).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=0, atol=1e-4)
+    with caplog.at_level("INFO", "nanovllm"):
+        LLM(tmp_path, device="cpu", num_kvcache_blocks=2).close()
+    assert "multi_modal_projector, vision_tower left out" in caplog.text
+
+
 def test_experts_result_does_not_depend_on_the_batch():
     x, logits, gate_up, down = (
         torch.randn(16, 8),
@@ -256,7 +316,21 @@ def test_experts_result_does_not_depend_on_the_batch():
             "architectures is .*GPT2LMHeadModel.* runs Qwen3ForCausalLM, ",
         ),
         (dict(architectures=None), "architectures is "),
-        (dict(sliding_window=32), "sliding_window is 32"),
+        (dict(sliding_window=-1), "sliding_window is -1: it must be an integer, 1 or more"),
+        (dict(sliding_window=8.0), "sliding_window is 8.0"),
+        (
+            dict(sliding_window=32, architectures=["LlamaForCausalLM"]),
+            "sliding_window is 32: LlamaForCausalLM has no windows here",
+        ),
+        (
+            dict(layer_types=["full_attention"]),
+            "layer_types is .*for each of 2 layers which one of full_attention, sliding_attention",
+        ),
+        (dict(layer_types=["chunked_attention"] * 2), "layer_types is .'chunked_attention'"),
+        (
+            dict(layer_types=["sliding_attention"] * 2),
+            "layer_types has sliding_attention, but sliding_window is None",
+        ),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config is set"),
         (
@@ -274,7 +348,8 @@ def test_experts_result_does_not_depend_on_the_batch():
 def test_what_no_model_does_is_refused(options, message):
     options = {"architectures": ["MistralForCausalLM"], "sliding_window": None, **options}
     with pytest.raises(ValueError, match=message):
-        build_model(MistralConfig(**SMALL, **GQA, **options), ParallelGroup())
+        config = vars(MistralConfig(**SMALL, **GQA))
+        build_model(SimpleNamespace(**{**config, **options}), ParallelGroup())
 
 
 @pytest.mark.parametrize(
@@ -422,6 +497,15 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
         (GraniteConfig, dict(logits_scaling="8"), "logits_scaling is '8'"),
         (SmolLM3Config, dict(no_rope_layers=[1]), "no_rope_layers is .1.: it must be a list of 0"),
         (SmolLM3Config, dict(no_rope_layers=[2, 1]), "no_rope_layers is .2, 1."),
+        (Gemma3TextConfig, dict(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
+        (Gemma3TextConfig, dict(final_logit_softcapping=-1), "final_logit_softcapping is -1"),
+        (Gemma2Config, dict(attn_logit_softcapping="50"), "attn_logit_softcapping is '50'"),
+        (Gemma2Config, dict(hidden_activation="silu"), "is 'silu': Gemma2ForCausalLM has 'gelu_p"),
+        (
+            Gemma3TextConfig,
+            dict(use_bidirectional_attention=True),
+            "use_bidirectional_attention is set: .* choose one",
+        ),
         (Glm4Config, dict(hidden_act="gelu"), "hidden_act is 'gelu': Glm4ForCausalLM has 'silu'"),
         (Olmo2Config, dict(rope_parameters=dict(partial_rotary_factor=0.5)), "only 1.0 is implem"),
     ],
@@ -429,7 +513,8 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
 )
 def test_what_a_family_does_not_do_is_refused_by_name(kind, values, message):
     config = vars(kind(**SMALL, **GQA, pad_token_id=0))
-    config["architectures"] = [kind.__name__.replace("Config", "ForCausalLM")]
+    family = kind.__name__.removesuffix("Config").removesuffix("Text")
+    config["architectures"] = [f"{family}ForCausalLM"]
     with pytest.raises(ValueError, match=message):
         build_model(SimpleNamespace(**{**config, **values}), ParallelGroup())
 

@@ -1,4 +1,4 @@
-"""The gated MLP of a transformer layer (SwiGLU; Shazeer 2020)."""
+"""The gated MLP of a transformer layer (SwiGLU and GeGLU; Shazeer 2020)."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,11 @@ from torch import Tensor, nn
 
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import ParallelGroup
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
 
 
 class GatedMLP(nn.Module):

@@ -30,6 +30,15 @@ class RMSNorm(nn.Module):
         yield WeightSlice(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))
 
 
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm whose weight is kept as its difference from 1. It rounds once, after the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
 class ShardedRMSNorm(RMSNorm):
     """Norm the heads of a token together, of which every rank has as many: x [T, H, D].
 

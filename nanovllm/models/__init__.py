@@ -2,10 +2,13 @@
 
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.checks import check_sizes, check_supported
+from nanovllm.models.gemma2 import Gemma2ForCausalLM
+from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
+from nanovllm.models.olmo3 import Olmo3ForCausalLM
 from nanovllm.models.phi3 import Phi3ForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -23,6 +26,10 @@ MODELS: dict[str, type[CausalLM]] = {
     "MistralForCausalLM": MistralForCausalLM,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo3ForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
     "GlmForCausalLM": GlmForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,

@@ -11,6 +11,7 @@ from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
 # larger sizes does not fit into 64 bits.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
+LAYER_KINDS = ("full_attention", "sliding_attention")
 LARGEST = 3e38  # of a number that is no count: models compute in float32
 
 
@@ -85,16 +86,40 @@ def check_supported(hf_config, model_class: type[CausalLM]) -> None:
         activation = getattr(hf_config, "hidden_act", "silu")
     if activation not in model_class.activations:
         known = ", ".join(map(repr, model_class.activations))
-        raise ValueError(f"hidden_act is {activation!r}: {model_class.__name__} has {known}")
+        raise ValueError(
+            f"config.json: hidden_act is {activation!r}: {model_class.__name__} has {known}"
+        )
     if getattr(hf_config, "quantization_config", None):
         raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
-    # Qwen's configurations keep a window's size next to a switch that turns it off; others have the
-    # size alone.
+    check_windows(hf_config, model_class)
+
+
+def check_windows(hf_config, model_class: type[CausalLM]) -> None:
+    """Refuse windows that the model does not have, and kinds of layers that none here has."""
+    layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "layer_types", None)
+    if kinds is not None and (
+        not isinstance(kinds, list)
+        or len(kinds) < layers
+        or not all(kind in LAYER_KINDS for kind in kinds)
+    ):
+        raise ValueError(
+            f"config.json: layer_types is {kinds!r}: it must say for each of {layers} layers "
+            f"which one of {', '.join(LAYER_KINDS)} it is; choose another model if it has others"
+        )
     window = getattr(hf_config, "sliding_window", None)
     if not window or not getattr(hf_config, "use_sliding_window", True):
+        if "sliding_attention" in (kinds or ()):
+            raise ValueError(
+                "config.json: layer_types has sliding_attention, but sliding_window is "
+                f"{window!r}, or use_sliding_window false: give the window's size"
+            )
         return
-    if type(window) is not int or window < hf_config.max_position_embeddings:
+    if type(window) is not int or window < 1:
         raise ValueError(
-            f"sliding_window is {window!r}: sliding windows are not implemented, choose a model "
-            "without one"
+            f"config.json: sliding_window is {window!r}: it must be an integer, 1 or more"
+        )
+    if window < hf_config.max_position_embeddings and not model_class.has_windows:
+        raise ValueError(
+            f"sliding_window is {window!r}: {model_class.__name__} has no windows here, choose a "
+            "model without one"
         )

@@ -12,7 +12,7 @@ class GlmForCausalLM(CausalLM):
     layer: type[DecoderLayer] = DecoderLayer
 
     def build_layer(self, config, index, rotary, group):
-        attention = build_attention(config, rotary, group, qkv_bias=config.attention_bias)
+        attention = build_attention(config, index, rotary, group, qkv_bias=config.attention_bias)
         return self.layer(config, attention, build_mlp(config, group, stacked=True))
 
 

@@ -40,7 +40,7 @@ class GraniteForCausalLM(CausalLM):
     def build_layer(self, config, index, rotary, group):
         bias, scale = config.attention_bias, config.attention_multiplier
         attention = build_attention(
-            config, rotary, group, qkv_bias=bias, output_bias=bias, scale=scale
+            config, index, rotary, group, qkv_bias=bias, output_bias=bias, scale=scale
         )
         return GraniteLayer(config, attention, build_mlp(config, group, bias=config.mlp_bias))
 

@@ -9,7 +9,8 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 
 class Phi3ForCausalLM(CausalLM):
     rotary = PartialRotaryEmbedding
+    has_windows = True
 
     def build_layer(self, config, index, rotary, group):
-        attention = build_attention(config, rotary, group, stacked=True)
+        attention = build_attention(config, index, rotary, group, stacked=True)
         return DecoderLayer(config, attention, build_mlp(config, group, stacked=True))

@@ -15,9 +15,11 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 
 
 class Qwen3ForCausalLM(CausalLM):
+    has_windows = True
+
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(
-            config, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
+            config, index, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
         )
         return DecoderLayer(config, attention, build_mlp(config, group))

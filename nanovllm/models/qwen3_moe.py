@@ -18,7 +18,7 @@ class Qwen3MoeForCausalLM(CausalLM):
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(
-            config, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
+            config, index, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
         )
         if is_sparse(config, index):
             mlp: nn.Module = MixtureOfExperts(

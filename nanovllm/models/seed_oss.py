@@ -8,5 +8,7 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 class SeedOssForCausalLM(CausalLM):
     def build_layer(self, config, index, rotary, group):
         bias, output_bias = config.attention_bias, config.attention_out_bias
-        attention = build_attention(config, rotary, group, qkv_bias=bias, output_bias=output_bias)
+        attention = build_attention(
+            config, index, rotary, group, qkv_bias=bias, output_bias=output_bias
+        )
         return DecoderLayer(config, attention, build_mlp(config, group, bias=config.mlp_bias))

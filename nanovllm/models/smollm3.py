@@ -5,6 +5,8 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 
 
 class SmolLM3ForCausalLM(CausalLM):
+    has_windows = True
+
     @classmethod
     def check(cls, config):
         rotates = getattr(
@@ -24,5 +26,5 @@ class SmolLM3ForCausalLM(CausalLM):
         bias = config.attention_bias
         if not config.no_rope_layers[index]:
             rotary = NoRotaryEmbedding()
-        attention = build_attention(config, rotary, group, qkv_bias=bias, output_bias=bias)
+        attention = build_attention(config, index, rotary, group, qkv_bias=bias, output_bias=bias)
         return DecoderLayer(config, attention, build_mlp(config, group, bias=config.mlp_bias))

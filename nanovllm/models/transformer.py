@@ -62,8 +62,11 @@ class CausalLM(nn.Module):
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
     activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}
+    has_windows = False  # whether a configuration may give layers a sliding window
     # What a checkpoint calls modules that have another name here.
     checkpoint_names: dict[str, str] = {}
+    # Parts of checkpoints that are not run here, such as a vision tower.
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
         """`max_model_len`: positions that will be asked for; None: all that the model supports."""
@@ -107,15 +110,17 @@ class CausalLM(nn.Module):
 
 def build_attention(
     config,
+    index: int,
     rotary: RotaryEmbedding,
     group: ParallelGroup,
     *,
     qk_norm: type[RMSNorm] | None = None,
     **options: Any,
 ) -> SelfAttention:
-    """The self-attention of the sizes that `config` gives, with `options` of SelfAttention.
+    """Layer `index`'s self-attention, of the sizes and with the window that `config` gives.
 
-    `qk_norm`: norms each head of q and k before it is rotated; None: nothing does.
+    `qk_norm`: norms each head of q and k before it is rotated; None: nothing does. `options`:
+    SelfAttention's.
     """
     size = head_size(config)
     norms = [qk_norm(size, config.rms_norm_eps) for _ in range(2)] if qk_norm else [None, None]
@@ -128,18 +133,32 @@ def build_attention(
         group,
         q_norm=norms[0],
         k_norm=norms[1],
+        window=window_of(config, index),
         **options,
     )
 
 
 def build_mlp(config, group: ParallelGroup, **options: Any) -> GatedMLP:
-    """The gated MLP of the sizes that `config` gives, with `options` of GatedMLP."""
+    """The gated MLP of the sizes that `config` gives. `options`: GatedMLP's."""
     return GatedMLP(config.hidden_size, config.intermediate_size, group, **options)
 
 
 def head_size(config) -> int:
     """Given by newer configurations, derived in older ones."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def window_of(config, index: int) -> int | None:
+    """How many tokens a token sees in layer `index`, itself included; None: all up to itself.
+
+    A window of all positions is none. A size may stand next to a switch that turns it off.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    is_local = not kinds or kinds[index] == "sliding_attention"
+    if not window or not getattr(config, "use_sliding_window", True) or not is_local:
+        return None
+    return window if window < config.max_position_embeddings else None
 
 
 def layer_kind(config, index: int) -> str:

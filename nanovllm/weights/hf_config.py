@@ -56,9 +56,20 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
         # One that transformers does not know may still say enough: whoever builds models says which
         # ones run.
         kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PretrainedConfig
-        return kind.from_dict(values)
+        return language_config(kind.from_dict(values))
     except Exception as error:  # every release raises other ones
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Of a model that also sees, the configuration of its language model, which models read."""
+    language: Any = getattr(config, "text_config", None)
+    if not hasattr(language, "num_hidden_layers"):
+        return config
+    for name in ("architectures", "dtype", "quantization_config"):  # said of the whole
+        if getattr(config, name, None) is not None:
+            setattr(language, name, getattr(config, name))
+    return language
 
 
 def says_all(values: dict[str, Any]) -> bool:
