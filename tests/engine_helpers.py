@@ -55,6 +55,9 @@ MODELS = {
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
+}
+# Further families, with what sets each apart.
+FAMILIES = {
     "phi3": Phi3Config(
         **SHAPE | dict(hidden_size=64, pad_token_id=0),
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
