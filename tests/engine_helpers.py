@@ -75,7 +75,7 @@ FAMILIES = {
     # Windows that end inside blocks of 16, and before prompts do.
     "mistral-window": MistralConfig(**SHAPE | dict(sliding_window=21)),
     "qwen2-window": Qwen2Config(
-        **SHAPE | dict(sliding_window=19, use_sliding_window=True, max_window_layers=1)
+        **SHAPE | dict(sliding_window=18, use_sliding_window=True, max_window_layers=1)
     ),
     "olmo3": Olmo3Config(
         **SHAPE | dict(head_dim=8, pad_token_id=0, sliding_window=18, num_hidden_layers=4)
