@@ -24,6 +24,7 @@ import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.config import Config
 from nanovllm.models import MODELS
+from nanovllm.policies import POLICIES
 
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -96,7 +97,7 @@ def readers():
 
 
 def test_it_is_short():
-    assert USERS.stat().st_size <= 15_000
+    assert USERS.stat().st_size <= 19_000
 
 
 def test_its_examples_run_and_none_downloads(users):
@@ -166,6 +167,12 @@ def test_its_choices_of_an_option_are_accepted():
         if match := re.match(r"\| `(\w+)` \|", row):
             for value in re.findall(r'`"([\w:-]+)"`', row):
                 assert getattr(Config("model", **{match[1]: value}), match[1]) == value
+
+
+def test_its_policies_are_those_of_the_library():
+    policies = section(USERS_TEXT, "### Scheduling policies")
+    for name in (r'`"([\w-]+)"`', r"([a-z-]+)"):  # the table of what they do, and the one measured
+        assert re.findall(rf"^\| {name} \|", policies, flags=re.MULTILINE)[-5:] == [*POLICIES]
 
 
 def test_its_families_are_in_the_registry():
