@@ -214,6 +214,7 @@ def test_the_clock_of_a_paused_request_stands_still(make_llm, monkeypatch, n):
         if llm.has_unfinished():
             llm.pause(id)
             now += 1000.0
+            llm.pause(id)
             llm.resume(id)
     call = llm.metrics()["total"]
     assert call["requests"] == 1
@@ -229,11 +230,13 @@ def test_a_token_in_flight_is_counted_by_when_the_pause_began(make_llm, monkeypa
     llm.step()
     llm.pause(id)
     now += 1000.0
-    llm.step()
+    assert llm.step() == []
     llm.resume(id)
     now += 1.0
-    while llm.has_unfinished():
-        llm.step()
+    assert llm.step() == []
+    llm.pause(id)
+    now += 1000.0
+    assert len(llm.step()) == 1, "it was in its last step"
     total = llm.metrics()["total"]
     assert total["time_to_first_token"]["p99"] == 0.0
     assert total["time_per_output_token"]["p99"] == 1.0

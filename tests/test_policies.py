@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
 from test_scheduler import Server, make_scheduler, make_sequence, streams
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, compose
 from nanovllm.config import SCHEDULING_POLICIES
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.policies import POLICIES
@@ -37,6 +37,11 @@ def test_decoding_sequences_run_longest_first():
     server = make_server(num_blocks=300)
     for id, length in enumerate([3, 30, 7, 1, 50]):
         server.add(id, [id] * length, 12 - id)
+    server.step()
+    longest = server.scheduler.running[0]
+    server.scheduler.pause(longest)
+    server.step()
+    server.scheduler.resume(longest)
     while server.scheduler.has_unfinished():
         server.step()
         lengths = [seq.num_tokens for seq in server.scheduler.running]
@@ -308,6 +313,14 @@ class Lacking:
 def test_a_wrong_policy_is_refused_before_a_model_is_looked_for(policy, error, message):
     with pytest.raises(error, match=message):
         LLM("no/such/model", scheduling_policy=policy)
+
+
+def test_without_its_room_the_default_is_first_come_first_served(monkeypatch):
+    monkeypatch.setattr(compose, "room", lambda name: None)
+    for name in ("throughput", "fcfs"):
+        assert type(compose.choose_policy(name)) is SchedulingPolicy
+    with pytest.raises(ValueError, match="'priority', but nanovllm/policies is not there: use"):
+        compose.choose_policy("priority")
 
 
 def test_a_policy_that_fails_leaves_an_empty_usable_llm(make_llm, checkpoint):

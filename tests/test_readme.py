@@ -25,6 +25,7 @@ from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.metrics import StepRecord
 from nanovllm.models import MODELS
+from nanovllm.policies import POLICIES
 
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -98,7 +99,7 @@ def readers(tmp_path_factory):
 
 
 def test_it_is_short():
-    assert USERS.stat().st_size <= 17_000
+    assert USERS.stat().st_size <= 15_000
 
 
 def test_its_examples_run_and_none_downloads(users):
@@ -175,6 +176,12 @@ def test_its_choices_of_an_option_are_accepted():
         if match := re.match(r"\| `(\w+)` \|", row):
             for value in re.findall(r'`"([\w:-]+)"`', row):
                 assert getattr(Config("model", **{match[1]: value}), match[1]) == value
+
+
+def test_its_policies_are_those_of_the_library():
+    policies = section(USERS_TEXT, "### Scheduling policies")
+    for name in (r'`"([\w-]+)"`', r"([a-z-]+)"):  # the table of what they do, and the one measured
+        assert re.findall(rf"^\| {name} \|", policies, flags=re.MULTILINE)[-5:] == [*POLICIES]
 
 
 def test_its_families_are_in_the_registry():

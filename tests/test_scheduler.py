@@ -746,6 +746,7 @@ def test_prompts_computed_in_part_may_be_paused_and_go_on_in_turn(completions):
         sequences.append(server.add(id, [id] * 20, 3, completions=completions))
         server.step()
         server.scheduler.pause(sequences[-1])
+        server.scheduler.pause(sequences[-1])
     server.step()
     assert len(server.batches) == 3 and server.scheduler.num_running == 0
     for seq in sequences:

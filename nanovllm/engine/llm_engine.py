@@ -252,8 +252,7 @@ class LLMEngine:
             if seq.paused_at is None:
                 continue
             self.scheduler.resume(seq)
-            for one in (seq, *seq.forks):
-                one.leave_out(perf_counter() - seq.paused_at)
+            seq.leave_out(perf_counter() - seq.paused_at)
             seq.paused_at = None
 
     def reset(self) -> None:
