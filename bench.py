@@ -363,12 +363,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         print_row(row)
         if args.plot:
-            stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
-            path = args.plot.with_stem(stem)
-            setting = f"{common['device']}, {options_name(args.options)}"
-            title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
-            plot(steps, path, title)
-            print(f"              drawn in {path}")
+            plot_run(steps, name, common["device"], args)
     if args.trace:
         engine.llm.close()
         print(f"              replayed in {args.trace}")
@@ -390,6 +385,15 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
 
 def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
+
+
+def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> None:
+    """Draw a workload's run, in a file of its own if there are several workloads."""
+    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+    path = args.plot.with_stem(stem)
+    setting = f"{device}, {options_name(args.options)}"
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
+    print(f"              drawn in {path}")
 
 
 def plot(steps: list, path: Path, title: str) -> None:
