@@ -164,19 +164,22 @@ def test_the_larger_a_layer_the_fewer_tokens_are_padded(monkeypatch):
 
 
 def test_an_outline_has_a_layer_of_each_kind_and_the_last():
-    a, b = object(), "b"
+    def found(*kinds):
+        """Of layers whose attention sees a window, or which have another kind of MLP."""
+        layers = [
+            SimpleNamespace(
+                self_attn=SimpleNamespace(window=window, softcap=None, rotary=None), mlp=mlp, at=i
+            )
+            for i, (window, mlp) in enumerate(kinds)
+        ]
+        return [layer.at for layer in outlined(layers)]
 
-    def layers(*kinds):
-        return [SimpleNamespace(mlp=kind, at=i) for i, kind in enumerate(kinds)]
-
-    def found(layers, with_last):
-        return [layer.at for layer in outlined(layers, with_last)]
-
-    assert found(layers(a, a, a), False) == [0] and found(layers(a, a, a), True) == [0, 2]
-    assert found(layers(a), True) == [0]
-    assert sorted(found(layers(a, b, b, a), False)) == [0, 1]
-    assert found(layers(a, b, b, a), True)[-1] == 3
-    assert sorted(found(layers(a, a, b), True)) == [0, 2]
+    dense, sparse, local = (None, 1), (None, "experts"), (8, 1)
+    assert found(dense, dense, dense) == [0, 2]
+    assert found(dense) == [0]
+    assert found(dense, sparse, sparse, dense) == [0, 1, 3]
+    assert found(local, local, dense, local, dense) == [0, 2, 4]
+    assert found(dense, dense, sparse) == [0, 2]
 
 
 def test_an_outlined_model_runs_only_that(folder):

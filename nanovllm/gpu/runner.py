@@ -9,7 +9,7 @@ for.
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
@@ -25,7 +26,7 @@ from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.gpu.cuda_graph import SIZES, Graphs, size_for, sizes_up_to
-from nanovllm.gpu.fused_layers import FusedDecoder, fuse
+from nanovllm.gpu.fused_layers import FusedDecoder, FusedSelfAttention, fuse, kind_of
 from nanovllm.gpu.memory_budget import MemoryBudget
 from nanovllm.gpu.overlapped_decoder import MIN_ROWS, OverlappedDecoder, overlap_all_reduces
 from nanovllm.gpu.padded_forward import PaddedInputs, sizes_for
@@ -43,6 +44,8 @@ from nanovllm.models.transformer import CausalLM
 # by a kernel of its own. It was measured far above these (256 sequences, 2,048 tokens, 1.44 s ->
 # 0.68 s on an H200); where it begins to pay was not.
 MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
+# PyTorch's attention by cuDNN plans each new length anew, for some 50 ms on an H200; these do not.
+PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GRAPH_BYTES = 2**20  # what each further graph takes: 0.8 MiB were measured; see _graph_bytes
 
 
@@ -126,34 +129,15 @@ class CUDAModelRunner(ModelRunner):
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """Run a decode step of each size that is captured, one of 3 rows, and what attention there
-        is besides.
+        """Run a decode step of each size that is captured, one of 3 rows, and attention's other
+        kernels.
         """
         # Some kernels are made for a few rows' number.
         with self._outline():
             for size in (3, *self.decode_sizes):
                 self._run_decode(self._slots[: min(size, self.max_num_seqs)])
-        layer, tables = self.attention_layers[0], self.state.block_tables
-        heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-        options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
-        # A short prompt, a longer one, a long one, and one of which a part is cached.
-        cached = tables[:1]
-        kinds = [(32, None), (512, None), (4096, None), (512, cached)]
-        for length, table in [(min(n, self.max_model_len), table) for n, table in kinds]:
-            qkv = torch.zeros(length, sum(heads), layer.head_dim, **options)
-            ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
-            metadata = PrefillMetadata(ends, ends, length, length, table)
-            inputs = *qkv.split(heads, dim=1), *self.kv_cache[0]
-            self._backend.prefill(*inputs, metadata, layer.scale)
-        if self._backend.takes_tiles:
-            tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
-            self._backend.prefill(*inputs, tiled, layer.scale)
-        for size in self.decode_sizes:
-            if size >= MIN_SHARING:
-                q = torch.zeros(size, heads[0], layer.head_dim, **options)
-                lens = torch.ones(size, dtype=torch.int32, device=self.device)
-                of_all = lens, tables[:1].repeat(size, 1), layer.scale, self._shared_len
-                self._backend.decode(q, *self.kv_cache[0], *of_all)
+        for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
+            self._run_attention(layer)
 
     @contextmanager
     def _outline(self) -> Iterator[None]:
@@ -165,16 +149,46 @@ class CUDAModelRunner(ModelRunner):
         finally:
             decoder.outline = False
 
+    def _run_attention(self, layer: SelfAttention) -> None:
+        """Prefill as a layer does it: a short prompt, a longer one, a long one, and one of which a
+        part is cached; and decode where a prefix is shared.
+        """
+        tables, caches = self.state.block_tables, self.kv_cache[0]
+        masks = layer.window, layer.softcap
+        heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+        options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
+        cached = tables[:1]
+        kinds = [(32, None), (512, None), (4096, None), (512, cached)]
+        for length, table in [(min(n, self.max_model_len), table) for n, table in kinds]:
+            qkv = torch.zeros(length, sum(heads), layer.head_dim, **options)
+            ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
+            metadata = PrefillMetadata(ends, ends, length, length, table)
+            inputs = *qkv.split(heads, dim=1), *caches
+            self._backend.prefill(*inputs, metadata, layer.scale, *masks)
+        if self._backend.takes_tiles:
+            tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
+            self._backend.prefill(*inputs, tiled, layer.scale, *masks)
+        for size in self.decode_sizes:
+            if size >= MIN_SHARING:
+                q = torch.zeros(size, heads[0], layer.head_dim, **options)
+                lens = torch.ones(size, dtype=torch.int32, device=self.device)
+                of_all = lens, tables[:1].repeat(size, 1), layer.scale, self._shared_len
+                self._backend.decode(q, *caches, *of_all, *masks)
+
     @torch.inference_mode()
     def _allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             # A graph cannot hold what waits for the device, as plain attention does.
-            if self._backend is not PLAIN_BACKEND and not self.config.enforce_eager:
+            is_plain = self._backend is PLAIN_BACKEND or not all(
+                isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
+            )
+            if not is_plain and not self.config.enforce_eager:
                 self.graphs = Graphs()
                 self._padded = self._make_padded_inputs()
             super()._allocate()
             if self.graphs is not None:
-                for size in reversed(self.decode_sizes):
+                self._capture_largest()
+                for size in reversed(self.decode_sizes[:-1]):
                     self._capture_decode(size)
 
     def _make_padded_inputs(self) -> PaddedInputs | None:
@@ -216,6 +230,7 @@ class CUDAModelRunner(ModelRunner):
         return taken + GRAPH_BYTES * count
 
     def _capture_largest(self) -> None:
+        """All others find room where these keep their tensors."""
         self._capture_decode(self.decode_sizes[-1])
         if self._padded is not None:
             size = self._padded.sizes[-1]
@@ -241,7 +256,9 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
         """Start a step and return at once; `wait` on the result gives its sampled tokens."""
-        with torch.cuda.stream(self._stream):
+        is_plain = self._backend is PLAIN_BACKEND
+        attention = sdpa_kernel(PLAIN_ATTENTION) if is_plain else nullcontext()
+        with torch.cuda.stream(self._stream), attention:
             return super().launch(batch)
 
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:

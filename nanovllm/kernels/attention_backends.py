@@ -24,7 +24,7 @@ class AttentionBackend:
     """How attention is computed: one function for prompt chunks, one for decoding (see
     layers/attention.py for both).
 
-    Each takes `out` last, where the result is to be written, and returns it.
+    Each takes `out` by name, where the result is to be written, and returns it.
     """
 
     name: str
@@ -38,12 +38,12 @@ def written(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def _plain_prefill(q, k, v, k_cache, v_cache, meta, scale, out=None):
-    return written(plain.prefill_attention(q, k, v, k_cache, v_cache, meta, scale), out)
+def _plain_prefill(*args, out=None):
+    return written(plain.prefill_attention(*args), out)
 
 
-def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared_prefix_len=None, out=None):
-    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, scale), out)
+def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared=None, *options, out=None):
+    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options), out)
 
 
 PLAIN_BACKEND = AttentionBackend("plain", _plain_prefill, _plain_decode)
@@ -106,11 +106,14 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     from nanovllm.kernels import flash_attention
 
-    def prefill(q, k, v, k_cache, v_cache, meta, scale, out=None):
-        if q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS and flash_attention.find_v4():
+    def prefill(q, k, v, k_cache, v_cache, meta, scale, window=None, softcap=None, out=None):
+        # Its windows and caps were not tried here.
+        is_plain = window is None and softcap is None
+        is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
+        if is_large and flash_attention.find_v4():
             large = flash_attention.prefill_attention_v4
             return written(large(q, k, v, k_cache, v_cache, meta, scale), out)
-        return small(q, k, v, k_cache, v_cache, meta, scale, out)
+        return small(q, k, v, k_cache, v_cache, meta, scale, window, softcap, out=out)
 
     return prefill
 
@@ -118,13 +121,11 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _flash_attn_2_backend() -> AttentionBackend:
     from nanovllm.kernels import flash_attention
 
-    def prefill(q, k, v, k_cache, v_cache, meta, scale, out=None):
-        of_chunks = flash_attention.prefill_attention_v2
-        return written(of_chunks(q, k, v, k_cache, v_cache, meta, scale), out)
+    def prefill(*args, out=None):
+        return written(flash_attention.prefill_attention_v2(*args), out)
 
-    def decode(q, k_cache, v_cache, lens, tables, scale, shared=None, out=None):
-        of_rows = flash_attention.decode_attention_v2
-        return written(of_rows(q, k_cache, v_cache, lens, tables, scale, shared), out)
+    def decode(*args, out=None):
+        return written(flash_attention.decode_attention_v2(*args), out)
 
     return AttentionBackend("flash-attn 2", prefill, decode)
 
