@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
 from test_scheduler import Server, make_scheduler, make_sequence, streams
 
-from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
 from nanovllm.policies.rolling import RollingPolicy
+from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
 from nanovllm.policies.throughput import GROUP_TOKENS, ThroughputPolicy
 
 

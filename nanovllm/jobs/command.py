@@ -78,13 +78,13 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns the exit code."""
     try:
-        job = make_job(args)
         with interrupts() as stop:
+            job = make_job(args)
             print(run_job(job, lambda: local_engine(job), stop))
     except Interrupted as interrupt:
         say(f"{interrupt}: what is done is kept. The same command goes on from there.")
         return 128 + interrupt.number
-    except (RefusedError, ValueError, TypeError) as error:
+    except RefusedError as error:
         say(str(error))
         return REFUSED
     except (JobError, OSError) as error:
@@ -98,12 +98,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_job(args: argparse.Namespace) -> Job:
-    """Raises ValueError or TypeError for options that the classes refuse."""
+    with refusing():
+        config = Config.from_options(args.model, given_flags(args, Config))
+        params = SamplingParams(**given_flags(args, SamplingParams))
     return Job(
         input=args.input,
         output=args.output,
-        config=Config.from_options(args.model, given_flags(args, Config)),
-        params=SamplingParams(**given_flags(args, SamplingParams)),
+        config=config,
+        params=params,
         template_options=args.chat_template_kwargs,
         keep=tuple(args.keep),
         strict=args.strict,
@@ -120,8 +122,19 @@ def local_engine(job: Job) -> Iterator[Worker]:
     if options.get("scheduling_policy") == "throughput" and (rolling := room("policies.rolling")):
         policy = rolling.RollingPolicy(num_ahead(job.config.max_num_seqs))
         options["scheduling_policy"] = policy
-    with LLM(options.pop("model"), **options) as llm:
+    with refusing():
+        llm = LLM(options.pop("model"), **options)
+    with llm:
         yield Worker(llm, policy)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What the library refuses inside, the job refuses in the same words."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise RefusedError(str(error)) from error
 
 
 class Interrupted(BaseException):

@@ -127,9 +127,10 @@ def write_json_lines(path: Path, records: Iterable[bytes]) -> None:
         with open(part, "wb", buffering=PIECE) as file:
             for record in records:
                 file.write(record + b"\n")
+        put_in_place(part, path)
     except OSError as error:
+        part.unlink(missing_ok=True)  # it may be what takes the room
         raise cannot_write(path, error) from error
-    put_in_place(part, path)
 
 
 def part_of(path: Path) -> Path:
@@ -139,12 +140,9 @@ def part_of(path: Path) -> Path:
 
 def put_in_place(part: Path, path: Path) -> None:
     """Force a file to the disk, then let it appear under its name, and force that too."""
-    try:
-        force(part)
-        os.replace(part, path)
-        force(path.parent)
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    force(part)
+    os.replace(part, path)
+    force(path.parent)
 
 
 def force(path: Path) -> None:

@@ -60,6 +60,12 @@ class Job:
     def journal(self) -> Path:
         return self.output.with_name(self.output.name + ".journal")
 
+    def model_folder(self) -> Path:
+        try:
+            return resolve_model_folder(self.config.model)
+        except ValueError as error:
+            raise RefusedError(str(error)) from error
+
     def identity(self, source: Source) -> dict[str, Any]:
         """All that the results depend on, by the names that an error gives it."""
         options = {
@@ -73,7 +79,7 @@ class Job:
         }
         described = {
             "the input": f"{source.num_lines} lines, {source.num_bytes} bytes, {source.digest}",
-            "the model": model_identity(resolve_model_folder(self.config.model)),
+            "the model": model_identity(self.model_folder()),
             **flags,
             "--chat-template-kwargs": self.template_options,
             "--keep": self.keep,
@@ -190,8 +196,7 @@ def parquet() -> Any:
 def make_format(job: Job, is_batch: bool, state: dict[str, Any]) -> Format:
     defaults = Defaults(job.params, state["seed"], job.template_options)
     if is_batch:
-        name = resolve_model_folder(job.config.model).name
-        return OpenAIFormat(defaults, name, state["created"])
+        return OpenAIFormat(defaults, job.model_folder().name, state["created"])
     return NativeFormat(defaults, job.keep)
 
 

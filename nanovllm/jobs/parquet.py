@@ -99,9 +99,10 @@ def write_parquet(path: Path, records: Iterable[bytes], schema: pa.Schema) -> No
         with pq.ParquetWriter(part, schema) as writer:
             while rows := [as_row(record, schema) for record in islice(records, ROWS)]:
                 writer.write_table(pa.Table.from_pylist(rows, schema))
+        put_in_place(part, path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
-    put_in_place(part, path)
 
 
 def as_row(record: bytes, schema: pa.Schema) -> dict[str, Any]:
