@@ -39,7 +39,7 @@ from nanovllm import SamplingParams
 from nanovllm.__main__ import main
 from nanovllm.config import Config
 from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.job import RESOURCES, run_job
+from nanovllm.jobs.job import FREE, run_job
 from nanovllm.jobs.journal import Journal, Result
 
 TESTS = Path(__file__).parent
@@ -172,6 +172,19 @@ def test_memory_does_not_grow_with_the_number_of_lines(model, tmp_path, monkeypa
     assert peak(4_000) - peak(1_000) < 100 * 3_000
 
 
+@pytest.mark.parametrize("policy", ["throughput", "fcfs"])
+def test_a_job_starts_its_requests_as_generate_does_unless_it_is_told_otherwise(
+    run, monkeypatch, tmp_path, policy
+):
+    """By length, not in the order in which they come."""
+    lines = [{"prompt": "the", "max_tokens": 1 + i} for i in range(6)]
+    watch(monkeypatch.setattr, tmp_path / "log")
+    flags = ["--ignore-eos", "--max-num-seqs", "1", "--scheduling-policy", policy]
+    assert run(lines, *GREEDY, *flags)[0] == 0
+    ended = [int(line) for line in (tmp_path / "log").read_text().split()]
+    assert ended == ([6, 5, 4, 3, 2, 1] if policy == "throughput" else [1, 2, 3, 4, 5, 6])
+
+
 # Bad lines.
 
 BAD = {
@@ -193,6 +206,7 @@ BAD = {
     '{"prompt": "the", "max_tokens": 3.5}': "max_tokens is 3.5",
     '{"prompt": "the", "temperature": -2}': "temperature is -2",
     '{"prompt": "the", "top_p": null}': "top_p is None",
+    '{"prompt": "the", "priority": 3}': "--scheduling-policy priority",
     '{"messages": ["hello"]}': "messages[0]",
     '{"messages": [{"role": "system", "content": "x"}]}': "unknown role",
     '{"messages": [], "chat_template_kwargs": 3}': "chat_template_kwargs is 3",
@@ -470,8 +484,8 @@ def test_a_job_goes_on_only_as_it_was_begun(run, capsys, model, tmp_path, finish
     assert len(read_lines(output)) == 100
 
 
-def test_resources_are_options():
-    assert {field.name for field in fields(Config)} >= RESOURCES
+def test_what_may_change_are_options():
+    assert {field.name for field in fields(Config)} >= FREE
 
 
 def test_a_run_that_computed_nothing_binds_nobody(run, monkeypatch):

@@ -20,7 +20,14 @@ import pytest
 import torch
 from model_helpers import make_checkpoint
 from rank_faults import EchoRunner, StarvedRunner, set_fault
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -160,8 +167,16 @@ def test_rows_that_need_all_logits_draw_the_same_on_any_number_of_ranks(llms, si
     [
         Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
         LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)),
+        Phi3Config(**SMALL | dict(hidden_size=128), pad_token_id=0),
+        Olmo2Config(**SMALL | dict(head_dim=8), pad_token_id=0),
+        Gemma3TextConfig(
+            **SMALL,
+            pad_token_id=0,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
     ],
-    ids=["qwen3-moe", "llama"],
+    ids=["qwen3-moe", "llama", "phi3", "olmo2", "gemma3"],
 )
 def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
     make_checkpoint(tmp_path, config)
@@ -197,6 +212,16 @@ def test_cached_prefixes_do_not_change_output_on_several_ranks(llms, size):
     expected = run(llms[1], prompts, temperature=0)
     assert run(llms[size], prompts, temperature=0) == expected
     assert run(llms[size], prompts, temperature=0) == expected  # all of them cached
+
+
+def test_each_rank_copies_its_part_of_a_block(folder, llms):
+    first, second = make_prompts(2, seed=3)
+    prompts = [first[:40], first[:25] + second, first[:40] + [5]]
+    options = OPTIONS | dict(kvcache_block_size=64, num_kvcache_blocks=16)
+    with LLM(folder, **options, tensor_parallel_size=2) as two:
+        for prompt, expected in zip(prompts, run(llms[1], prompts, temperature=0)):
+            assert run(two, [prompt], temperature=0) == [expected]
+        assert two.engine.num_prefill_tokens == len(prompts[0]) + len(second) + 1
 
 
 def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):

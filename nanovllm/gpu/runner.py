@@ -6,11 +6,13 @@ are compiled while the weights load, and as many KV blocks are made as the memor
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
@@ -18,6 +20,7 @@ from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens, StepOutput
 from nanovllm.gpu.cuda_graph import DecodeGraphs, sizes_up_to
+from nanovllm.gpu.fused_layers import FusedSelfAttention, fuse, kind_of
 from nanovllm.gpu.memory_budget import MemoryBudget
 from nanovllm.gpu.precompile import find_uncompiled
 from nanovllm.gpu.sampled_tokens import SampledTokensInFlight
@@ -32,6 +35,8 @@ from nanovllm.models.transformer import CausalLM
 # by a kernel of its own. It was measured far above these (256 sequences, 2,048 tokens, 1.44 s ->
 # 0.68 s on an H200); where it begins to pay was not.
 MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
+# PyTorch's attention by cuDNN plans each new length anew, for some 50 ms on an H200; these do not.
+PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GRAPH_BYTES = 2**20  # what each further graph takes: 0.8 MiB were measured; see _graph_bytes
 
 
@@ -71,8 +76,6 @@ class CUDAModelRunner(ModelRunner):
         )
 
     def _build_model(self, hf_config) -> CausalLM:
-        from nanovllm.gpu.fused_layers import fuse
-
         model = super()._build_model(hf_config)
         config = self.config
         if not self._has_own_kernels:
@@ -122,7 +125,10 @@ class CUDAModelRunner(ModelRunner):
         for size in (3, *sizes_up_to(self.max_num_seqs)):
             self._run_decode(self._slots[: min(size, self.max_num_seqs)])
         decoder.outline = False
-        layer = self.attention_layers[0]
+        for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
+            self._prefill_small(layer)
+
+    def _prefill_small(self, layer: SelfAttention) -> None:
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         # A short prompt, a longer one, and one of which a part is cached.
         cached = min(512, self.max_model_len)
@@ -133,14 +139,22 @@ class CUDAModelRunner(ModelRunner):
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
             metadata = PrefillMetadata(ends, ends, length, length, tables)
             self._backend.prefill(
-                *qkv.split(heads, dim=1), *self.kv_cache[0], metadata, layer.scale
+                *qkv.split(heads, dim=1),
+                *self.kv_cache[0],
+                metadata,
+                layer.scale,
+                layer.window,
+                layer.softcap,
             )
 
     @torch.inference_mode()
     def _allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             # A graph cannot hold what waits for the device, as plain attention does.
-            if self._backend is not PLAIN_BACKEND and not self.config.enforce_eager:
+            is_plain = self._backend is PLAIN_BACKEND or not all(
+                isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
+            )
+            if not is_plain and not self.config.enforce_eager:
                 self.graphs = DecodeGraphs(self._run_padded_decode, self.max_num_seqs)
             super()._allocate()
             if self.graphs:
@@ -191,7 +205,9 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
         """Start a step and return at once; `wait` on the result gives its sampled tokens."""
-        with torch.cuda.stream(self._stream):
+        is_plain = self._backend is PLAIN_BACKEND
+        attention = sdpa_kernel(PLAIN_ATTENTION) if is_plain else nullcontext()
+        with torch.cuda.stream(self._stream), attention:
             return super().launch(batch)
 
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:

@@ -119,7 +119,7 @@ def local_engine(job: Job) -> Iterator[Worker]:
         field.name: getattr(job.config, field.name) for field in fields(Config)
     }
     policy = None
-    if options.get("scheduling_policy") == "throughput" and (rolling := room("policies.rolling")):
+    if job.config.scheduling_policy == "throughput" and (rolling := room("policies.rolling")):
         policy = rolling.RollingPolicy(num_ahead(job.config.max_num_seqs))
         options["scheduling_policy"] = policy
     with refusing():

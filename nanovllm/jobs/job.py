@@ -27,8 +27,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.hub import resolve_model_folder
 
 PARQUET = ".parquet"  # files of other names are JSON Lines
-# Options that say what a machine has room for. A job may go on with others.
-RESOURCES = {
+# Options that say what a machine has room for, and others that no result depends on: they may be
+# others when a job goes on.
+FREE = {
     "max_num_batched_tokens",
     "max_num_seqs",
     "gpu_memory_utilization",
@@ -36,6 +37,7 @@ RESOURCES = {
     "num_kvcache_blocks",
     "start_timeout",
     "step_timeout",
+    "trace",
 }
 SAMPLED_BYTES = 2**20  # of each end of a file of weights, by which it is known again
 
@@ -71,7 +73,7 @@ class Job:
         options = {
             name: value
             for name, value in asdict(self.config).items()
-            if name != "model" and name not in RESOURCES
+            if name != "model" and name not in FREE
         }
         sampling = {name: value for name, value in asdict(self.params).items() if name != "seed"}
         flags = {

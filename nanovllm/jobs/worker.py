@@ -32,6 +32,11 @@ class Worker:
             try:
                 if isinstance(tokens, Exception):
                     raise tokens
+                if self._policy is not None and request.params.priority:
+                    raise ValueError(
+                        f"priority is {request.params.priority}, of which nothing takes notice: "
+                        "leave it out, or run the job with --scheduling-policy priority"
+                    )
                 self._requests[self._llm.add_request(tokens, request.params)] = request
                 self.num_prompt_tokens += len(tokens)
             except (ValueError, TypeError) as error:
