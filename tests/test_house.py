@@ -39,8 +39,9 @@ CORE = {
     "log": {"config", "engine"},
     "inputs": {"checks", "sampling_params", "config", "engine"},
     "outputs": {"engine"},
+    "session": {"checks", "engine"},
     "llm": {
-        *("checks", "sampling_params", "config", "engine", "log", "inputs", "outputs"),
+        *("checks", "sampling_params", "config", "engine", "log", "inputs", "outputs", "session"),
         "compose",  # which knows the rooms, so that nothing else has to
     },
 }
