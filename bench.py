@@ -12,7 +12,7 @@
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
 weights, so that nothing is downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b.
-Times are the best of --repeat runs. The library's default options are measured, those that every
+Times are the first and the best of --repeat runs. The library's default options are measured, those that every
 user gets, but for what --options says.
 """
 
@@ -370,10 +370,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
         versions=versions(args.engine),
     )
     start = f"ready after {common['startup_seconds']:.1f} s"
-    print(
-        f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}, {start}",
-        flush=True,
-    )
+    about = ", ".join((common["device"], options_name(args.options), start))
+    print(f"{args.engine:>12}  on {about}", flush=True)
     rows: list[dict] = []
     steps: list = []
     if args.plot:

@@ -212,8 +212,12 @@ def test_any_max_num_seqs_decodes_in_graphs(small, max_num_seqs):
 
 
 def forward_graphs(llm):
-    """The graphs of steps with prompts that were captured so far: tokens, decoding sequences."""
-    return {key[1:] for key in llm.engine.runner.graphs._graphs if key[0] == "forward"}
+    """The graphs of steps with prompts that were captured so far, but for the one that every start
+    captures: tokens, decoding sequences.
+    """
+    keys = llm.engine.runner.graphs._graphs
+    largest = llm.engine.runner._padded.sizes[-1]
+    return {key[1:] for key in keys if key[0] == "forward" and key[1] < largest}
 
 
 def test_a_step_with_prompts_is_replayed_for_other_prompts(small):
@@ -257,6 +261,19 @@ def test_the_graphs_fit_beside_a_cache_of_all_memory(large):
             prompts = prompts_of([64 + i % 9 for i in range(count)])
             assert len(llm.generate(prompts, GREEDY, use_tqdm=False)) == count
         assert len(forward_graphs(llm)) >= 3
+
+
+def test_prompts_and_decodes_in_windows_run_in_graphs(tmp_path):
+    """Of two layers that see 20 tokens, and one that sees all."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = make_model(
+        tmp_path, use_sliding_window=True, sliding_window=20, max_window_layers=0, layer_types=kinds
+    )
+    prompts = prompts_of([50, 7, 300, *[i % 30 + 1 for i in range(20)]])
+    expected = [greedy(model, prompt, 24) for prompt in prompts]
+    with LLM(tmp_path, dtype="float32", num_kvcache_blocks=64, max_num_seqs=16) as llm:
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        assert {decodes > 0 for _, decodes in forward_graphs(llm)} == {False, True}
 
 
 @pytest.mark.parametrize("eager", [False, True])

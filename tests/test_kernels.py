@@ -586,7 +586,9 @@ def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
     "splits, window, softcap",
     [(1, None, None), (4, None, None), (1, 20, None), (4, 90, 1.5), (4, None, 0.7)],
 )
-@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", [(4, 2, 32, 16), (6, 2, 80, 256)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, block_size", [(4, 2, 80, 16), (8, 1, 128, 256)]
+)
 def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     heads, kv_heads, head_dim, block_size, splits, window, softcap, monkeypatch
 ):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_helpers import BLOCK_SIZE, load, make_checkpoint
 from torch import nn
-from transformers import Qwen3Config
+from transformers import Gemma2Config, Qwen3Config
 
 pytest.importorskip("triton")
 
@@ -26,23 +26,36 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
-SLOTS, WIDTH = 40, 12  # batch slots; blocks of a sequence
+SLOTS, WIDTH = 12, 12  # batch slots; blocks of a sequence
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+)
+WINDOWS_AND_CAPS = dict(
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    sliding_window=6,
+    attn_logit_softcapping=2.0,
+    pad_token_id=0,
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    config = Qwen3Config(
-        vocab_size=101,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=64,
-    )
-    make_checkpoint(folder, config)
+    make_checkpoint(folder, Qwen3Config(**SIZES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma")
+    make_checkpoint(folder, Gemma2Config(**SIZES, **WINDOWS_AND_CAPS))
     return folder
 
 
@@ -107,10 +120,19 @@ def run(model, token_ids, positions, metadata):
         ([0, 9, 3], 0, [20, 1, 8]),
         ([4, 0], 1, [7]),
         ([3, 20, 12, 0, 6], 3, [11, 2]),
-        ([1] * 34 + [2, 0], 34, [3, 4]),
+        ([1] * 6 + [2, 0], 6, [3, 4]),
     ],
 )
-def test_a_padded_step_computes_what_it_does_as_it_is(folder, cached, decodes, chunks):
+def test_a_padded_step_computes_what_it_does_as_it_is(folder, cached, decodes, chunks, monkeypatch):
+    compare(folder, cached, decodes, chunks, monkeypatch)
+
+
+def test_a_padded_step_keeps_to_windows_and_caps(gemma, monkeypatch):
+    compare(gemma, [20, 3, 15, 0], 2, [11, 9], monkeypatch)
+
+
+def compare(folder, cached, decodes, chunks, monkeypatch):
+    monkeypatch.setattr(padded_forward, "FEW_DECODES", 4)
     model = load(folder)
     fuse(model, TRITON)
     plain = Step(model, cached, decodes, chunks)
@@ -125,7 +147,7 @@ def test_a_padded_step_computes_what_it_does_as_it_is(folder, cached, decodes, c
         layer.self_attn.k_cache, layer.self_attn.v_cache = caches
     size, rows = shape
     assert size in (32, 64) and size >= len(step.token_ids)
-    assert rows == (0 if not decodes else 32 if decodes <= 32 < min(size, SLOTS) else min(size, 40))
+    assert rows == (0 if not decodes else 4 if decodes <= 4 else SLOTS)
     hidden = run(model, padded.token_ids[:size], padded.positions[:size], padded.metadata(*shape))
     torch.testing.assert_close(hidden[:2], expected, rtol=1e-4, atol=1e-4)
     for mine, plains in zip(step.caches, plain.caches):
@@ -135,7 +157,7 @@ def test_a_padded_step_computes_what_it_does_as_it_is(folder, cached, decodes, c
 def test_a_step_too_large_for_every_size_or_busy_with_attention_is_launched_as_it_is(folder):
     step = Step(load(folder), [0, 3], 1, [20])
     padded = PaddedInputs(step.state, step.slots, [32])
-    assert padded.shape_for(step.metadata) == (32, 32)
+    assert padded.shape_for(step.metadata) == (32, SLOTS)
     many = torch.zeros(33, dtype=torch.int64)
     for tokens, longest, indices in ((many, 20, many[:2]), (many[:9], 1 << 30, many[:2])):
         prefill = SimpleNamespace(max_seqlen_k=longest, cu_seqlens_q=many[:3])

@@ -70,8 +70,7 @@ def prefill_attention(
     out: Tensor | None = None,
 ) -> Tensor:
     num_heads, head_dim = q.shape[1:]
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tables, page = meta.block_tables, 0
     if tables is not None:
         page = k_cache.shape[1]
@@ -94,16 +93,14 @@ def prefill_attention(
         assert page, "where chunks begin among k and v is not known"
         programs = len(query_tiles), num_heads, 1
     else:
-        num_chunks = meta.cu_seqlens_q.shape[0] - 1
-        programs = triton.cdiv(meta.max_seqlen_q, block_m), num_heads, num_chunks
+        programs = triton.cdiv(meta.max_seqlen_q, block_m), num_heads, len(meta.cu_seqlens_q) - 1
     tensors = (q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k)
     table_stride = tables.stride(0) if tables is not None else 0
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n)
     launch(
         _prefill_kernel,
         programs,
-        *(*tensors, tables, query_tiles),
-        *_factors(scale, softcap),
+        *(*tensors, tables, query_tiles, *_factors(scale, softcap)),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
         *(window or 0, num_heads // k.shape[1], *sizes),
         num_warps=warps,
@@ -377,8 +374,7 @@ def decode_attention(
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, groups, longest, shared is not None)
     factors = _factors(scale, softcap)
@@ -393,8 +389,7 @@ def decode_attention(
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
             *(q, k_cache, v_cache, shared, tables, parts, part_lse),
-            *factors,
-            *strides[:3],
+            *(*factors, *strides[:3]),
             *(batch, splits, groups, group, block_m, *sizes),
             num_warps=8 if block_m > 64 else 4,
             num_stages=3,
@@ -404,9 +399,7 @@ def decode_attention(
         _decode_kernel,
         (groups, splits, batch),
         *(q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters),
-        *factors,
-        *strides,
-        window or 0,
+        *(*factors, *strides, window or 0),
         *(groups, group, max(16, triton.next_power_of_2(group)), *sizes, splits, prefix_splits),
         num_warps=4,
         num_stages=2 if splits <= 8 else 3,
