@@ -37,9 +37,9 @@ class Config:
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
-    kernels: what the model's layers compute with. "auto": what is made by hand for the device;
-        "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
-        CPU, C++, compiled at the start by g++ or clang++, for float32.
+    kernels: what the model's layers compute with. "auto": what is made by hand for the device (on
+        a CPU and where g++ is, C++ that the first start compiles); "plain": PyTorch alone;
+        "compile": torch.compile makes them of the plain layers.
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a
         CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.
@@ -108,7 +108,7 @@ class Config:
         self._check_choice("overlap", (True, False, None), TypeError, "True or False")
         self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
         self._check_choice("load_format", ("auto", "dummy"))
-        self._check_choice("kernels", ("auto", "plain", "compile", "cpp"))
+        self._check_choice("kernels", ("auto", "plain", "compile"))
         self._check_choice("attention_backend", ("auto", "flash-attn", "triton", "torch"))
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device

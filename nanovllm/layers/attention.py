@@ -25,6 +25,8 @@ class SelfAttention(nn.Module):
     The KV cache is bound by whoever owns its memory; without one, nothing is stored.
     """
 
+    attention_name = "plain"  # to tell users what attends
+
     def __init__(
         self,
         hidden_size: int,
@@ -140,8 +142,10 @@ def prefill_attention(
         else:
             table = metadata.block_tables[i : i + 1]
             k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
-        # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
-        seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+        seen = None
+        if len_q < len_k:
+            # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
+            seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
         out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, scale, mask=seen)[0]
     return out
 
@@ -152,11 +156,15 @@ def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
     return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
 
 
-def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None
+) -> Tensor:
     """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
-    k and v are [B, Lk, G, D]; mask is True where a key is seen.
+    k and v are [B, Lk, G, D]; mask is True where a key is seen; None: query i sees keys up to i.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
     return out.transpose(1, 2)
