@@ -6,6 +6,8 @@
     python bench.py --compare transformers --workload laptop --model tiny
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
+    python bench.py --policy fcfs,shortest-first    who waits how long under which scheduling policy
+    python bench.py --trace run.html                a page that replays it, block by block
     python bench.py --host                          what a step costs the host, without the device
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
@@ -22,12 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import accumulate
+from math import log
 from pathlib import Path
 from random import Random
+from statistics import median
 
 # hidden, layers, heads, KV heads, head size, intermediate (of an expert), experts, experts of a
 # token, tied head
@@ -47,10 +54,14 @@ WORKLOADS = {
     "shared": "256 requests, 2048 common tokens + 128 own in, 128 out",
     "long": "64 requests, 3000 in, 512 out",
     "many": "2048 requests, 16-128 in, 16-128 out",
+    "conversations": "192 requests, 64-512 in, 128 out; then 4 times all of that and 64 more in",
+    "lognormal": "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
 }
 GREEDY = ("laptop", "small")
+ROUNDS = {"conversations": 5}  # calls one after the other; of others 1
+NEW_TOKENS = 64  # of each further round
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
 SHOWN = sys.stderr.isatty()  # the engines' progress bars
 Work = list[tuple[list[int], int]]  # prompt, output length
@@ -86,6 +97,20 @@ def workload(name: str, vocab: int) -> Work:
     elif name == "small":
         r = Random(0)
         work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
+    elif name == "conversations":
+        r = Random(0)
+        prompts = [[r.randrange(vocab) for _ in range(r.randint(64, 512))] for _ in range(192)]
+        work = [(prompt, 128) for prompt in prompts]
+    elif name == "lognormal":
+        r = Random(0)
+
+        def length(median: int, longest: int) -> int:
+            return round(min(max(16, r.lognormvariate(log(median), 1)), longest))
+
+        work = [
+            ([r.randrange(vocab) for _ in range(length(150, 2048))], length(180, 1024))
+            for _ in range(768)
+        ]
     else:
         work = next(work for key, work in workloads() if key == name)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
@@ -98,6 +123,15 @@ def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
     """
     first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
     return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
+
+
+def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> Work:
+    """Each prompt, what was answered to it, and new tokens."""
+    r = Random(seed)
+    return [
+        (prompt + output + [r.randrange(vocab) for _ in range(NEW_TOKENS)], length)
+        for (prompt, length), output in zip(work, outputs)
+    ]
 
 
 def model_folder(name: str) -> tuple[str, bool]:
@@ -153,23 +187,26 @@ class NanovllmEngine:
     def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
         from nanovllm import LLM
 
+        options = json.loads(args.options)
+        if args.trace:
+            options["trace"] = str(args.trace)
         self.llm = LLM(
             model,
             load_format="dummy" if dummy else "auto",
             max_model_len=args.max_model_len,
             tensor_parallel_size=args.tensor_parallel_size,
-            **json.loads(args.options),
+            **options,
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, temperature: float) -> list[list[int]]:
         from nanovllm import SamplingParams
 
         params = [
             SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
         ]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
-        return sum(len(output["token_ids"]) for output in outputs)
+        return [output["token_ids"] for output in outputs]
 
 
 class VllmEngine:
@@ -186,7 +223,7 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, temperature: float) -> list[list[int]]:
         from vllm import SamplingParams
 
         params = [
@@ -196,7 +233,7 @@ class VllmEngine:
         outputs = self.llm.generate(
             [dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=SHOWN
         )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class TransformersEngine:
@@ -216,8 +253,8 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
-        torch, total = self.torch, 0
+    def run(self, work: Work, temperature: float) -> list[list[int]]:
+        torch, outputs = self.torch, []
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -232,7 +269,7 @@ class TransformersEngine:
                 else dict(do_sample=False)
             )
             with torch.inference_mode():
-                self.model.generate(
+                rows = self.model.generate(
                     ids.to(self.device),
                     attention_mask=mask.to(self.device),
                     min_new_tokens=length,
@@ -240,8 +277,9 @@ class TransformersEngine:
                     pad_token_id=0,
                     **sampling,
                 )
-            total += sum(n for _, n in batch)  # the rest of each row was made for nothing
-        return total
+            # The rest of each row was made for nothing.
+            outputs += [row[width : width + n] for row, (_, n) in zip(rows.tolist(), batch)]
+        return outputs
 
 
 ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine}
@@ -256,9 +294,9 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     - all operations: those, the same for tokens drawn, the head, and attention within prompts.
 
     Of experts, a step reads as many as its tokens would pick at random, and a token computes with
-    its own alone.
+    its own alone. Several rounds have none.
     """
-    if model not in SHAPES:
+    if model not in SHAPES or name in ROUNDS:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, _ = SHAPES[model]
     expert = layers * 3 * hidden * intermediate
@@ -332,11 +370,19 @@ def measure(args: argparse.Namespace) -> list[dict]:
         versions=versions(args.engine),
     )
     print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
-    rows = []
+    rows: list[dict] = []
+    steps: list = []
+    if args.plot:
+        engine.llm.on_step(steps.append)
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
-        seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
-        tokens, best = sum(n for _, n in work), min(seconds)
+        seconds = []
+        for repeat in range(args.repeat):
+            steps.clear()  # a picture is of the last run, and so is a trace
+            if args.trace:
+                engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
+            seconds.append(run_once(engine, work, name, repeat, args))
+        tokens, best = num_output_tokens(work, name), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
             workload=name,
@@ -350,35 +396,152 @@ def measure(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         print_row(row)
         if args.plot:
-            stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
-            path = args.plot.with_stem(stem)
-            setting = f"{common['device']}, {options_name(args.options)}"
-            title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
-            plot(engine.llm.engine.steps, path, title, engine.llm.num_kvcache_blocks)
-            print(f"              drawn in {path}")
+            draw_run(args, name, steps)
+    if args.trace:
+        engine.llm.close()
+        print(f"              replayed in {args.trace}")
     return rows
+
+
+def draw_run(args: argparse.Namespace, name: str, steps: list) -> None:
+    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+    path = args.plot.with_stem(stem)
+    setting = f"{device_name()}, {options_name(args.options)}"
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
+    print(f"              drawn in {path}")
 
 
 def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
     """Run a workload, with prompts of its own in each repeat; returns the seconds it took."""
-    print(f"{name}: run {repeat + 1} of {args.repeat}", file=sys.stderr, flush=True)
+    count = 2 if args.policy else args.repeat
+    print(f"{name}: run {repeat + 1} of {count}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
-    if args.plot:
-        engine.llm.engine.steps = []  # to which the engine adds a record of each step
-    begin = time.perf_counter()
-    tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
-    seconds = time.perf_counter() - begin
-    wanted = sum(n for _, n in work)
+    outputs: list[list[int]] = []
+    tokens, seconds = 0, 0.0
+    for round in range(ROUNDS.get(name, 1)):
+        if outputs:
+            fresh = next_round(fresh, outputs, round, engine.vocab)
+        begin = time.perf_counter()
+        outputs = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+        seconds += time.perf_counter() - begin
+        tokens += sum(map(len, outputs))
+    wanted = num_output_tokens(work, name)
     if tokens != wanted:
         raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
     return seconds
+
+
+def num_output_tokens(work: Work, name: str) -> int:
+    return sum(n for _, n in work) * ROUNDS.get(name, 1)
+
+
+def find_policy(name: str):
+    """A new policy: by a name of the library's, or as "module:Class"."""
+    from nanovllm.policies import POLICIES
+
+    if name in POLICIES:
+        return POLICIES[name]()
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--policy {name}: the policies are {', '.join(POLICIES)}, or give your own as "
+            "module:Class, such as my_file:MyPolicy of a my_file.py that Python finds"
+        ) from error
+
+
+def compare_policies(args: argparse.Namespace) -> list[dict]:
+    """Serve one load under each policy, by turns, on one engine.
+
+    Half of the workload's requests, every other one, is there at the start, as in a call of
+    `generate`: the batch. The others come at random times while it runs, as by `add_request`: they
+    are people who wait, and have the better priority. They come within the first half of the time
+    that the whole takes at once, so that there is always more to do than can be done.
+    """
+    folder, dummy = model_folder(args.model)
+    engine = NanovllmEngine(folder, dummy, args)
+    rows = []
+    for name in args.workload.split(","):
+        work = workload(name, engine.vocab)
+        if len(work) < 2:
+            raise ValueError(f"--policy: workload {name} has one request, which waits for no other")
+        # The first run compiles and captures.
+        span = [run_once(engine, work, name, repeat, args) for repeat in (0, 1)][-1] / 2
+        r = Random(0)
+        arrivals = [r.uniform(0, span) if i % 2 else 0.0 for i in range(len(work))]
+        runs: dict[str, list[dict]] = {policy: [] for policy in args.policy.split(",")}
+        for repeat in range(args.repeat):
+            fresh = refresh(work, name, 2 + repeat, engine.vocab)
+            for policy, results in runs.items():
+                print(f"{name}: {policy}, {repeat + 1} of {args.repeat}", file=sys.stderr)
+                results.append(serve(engine.llm, policy, fresh, arrivals, name))
+        print_policies(args, name, span, runs)
+        rows += [
+            dict(model=args.model, workload=name, policy=policy, device=device_name(), runs=results)
+            | dict(options=json.loads(args.options), versions=versions("nanovllm"))
+            for policy, results in runs.items()
+        ]
+    return rows
+
+
+def serve(llm, policy: str, work: Work, arrivals: list[float], name: str) -> dict[str, float]:
+    """Let requests come at their times, in seconds. A time to first token begins there, even if
+    the engine was in a step then.
+    """
+    from nanovllm import SamplingParams
+    from nanovllm.engine.metrics import percentiles
+
+    # An engine has one policy for all of its life: begin a new one, with an empty prefix cache.
+    llm.engine.policy = find_policy(policy)
+    llm.engine.reset()
+    coming = deque(sorted(range(len(work)), key=lambda i: arrivals[i]))
+    added, begin = {}, time.perf_counter()
+    while coming or llm.engine.has_unfinished():
+        while coming and arrivals[coming[0]] <= time.perf_counter() - begin:
+            i = coming.popleft()
+            prompt, length = work[i]
+            params = SamplingParams(
+                temperature=0.0 if name in GREEDY else 0.6,
+                max_tokens=length,
+                ignore_eos=True,
+                priority=0 if arrivals[i] else 1,
+            )
+            added[i] = llm.engine.add(prompt, params, interactive=arrivals[i] > 0)
+        llm.step()
+    seconds = time.perf_counter() - begin
+    wait = {i: seq.first_token_at - begin - arrivals[i] for i, seq in added.items()}
+    later = [wait[i] for i in added if arrivals[i]]
+    return dict(
+        mean=sum(wait.values()) / len(wait),
+        p99=percentiles(wait.values())["p99"],
+        mean_of_later=sum(later) / len(later),
+        p99_of_later=percentiles(later)["p99"],
+        seconds=seconds,
+    )
+
+
+def print_policies(
+    args: argparse.Namespace, name: str, span: float, runs: dict[str, list[dict]]
+) -> None:
+    """A table in Markdown: of each figure, the median of the runs."""
+    print(
+        f"\n{args.model}, {name} on {device_name()}, {options_name(args.options)}: half of the "
+        f"requests at the start, half within {span:.2f} s.\n"
+        f"Seconds, median of {args.repeat} runs by turns.\n\n"
+        "| policy | to first token, mean | p99 | of those that come later, mean | p99 "
+        "| to the end |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for policy, results in runs.items():
+        middle = [median(result[figure] for result in results) for figure in results[0]]
+        print(f"| {policy} | {' | '.join(f'{seconds:.3f}' for seconds in middle)} |", flush=True)
 
 
 def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
-def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
+def plot(steps: list, path: Path, title: str) -> None:
     """Draw a run over time: sequences, tokens of steps and of seconds, KV blocks."""
     from matplotlib.figure import Figure
 
@@ -388,7 +551,8 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     figure.suptitle(title)
     sequences.plot(times, [step.running for step in steps], label="running")
     sequences.plot(times, [step.waiting for step in steps], label="waiting")
-    sequences.plot(times, [step.preemptions for step in steps], ":", label="preempted so far")
+    preempted = list(accumulate(step.preemptions for step in steps))
+    sequences.plot(times, preempted, ":", label="preempted so far")
     sequences.set_ylabel("sequences")
     tokens.set_ylabel("tokens of a step")
     rates.set_ylabel("tokens a second")
@@ -401,6 +565,7 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     # From one token to a whole budget of prompts: only a logarithm shows both.
     tokens.set_yscale("log")
     blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    num_blocks = steps[0].num_blocks
     blocks.axhline(num_blocks, color="gray", linestyle="--", label=f"capacity: {num_blocks:,}")
     blocks.set_ylabel("KV blocks")
     blocks.set_xlabel("seconds")
@@ -444,7 +609,7 @@ def print_row(row: dict) -> None:
         f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
     )
     print(
-        f"{row['engine']:>12}  {row['model']}  {row['workload']:<8} {row['seconds']:8.3f} s  "
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} {row['seconds']:8.3f} s  "
         f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
         flush=True,
     )
@@ -525,7 +690,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
 
 
 def make_parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items())
+    names = "\n".join(f"  {name:<13} {text}" for name, text in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -546,6 +711,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the measurements there")
     help = "draw each workload's last run there; needs matplotlib"
     add("--plot", metavar="PNG", type=Path, help=help)
+    help = "compare scheduling policies, by name or as module:Class, separated by commas"
+    add("--policy", metavar="NAMES", help=help)
+    help = "write what the engine did in the last run: a page (.html) or its events (.jsonl)"
+    add("--trace", metavar="HTML", type=Path, help=help)
     add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     return parser
 
@@ -567,12 +736,25 @@ def check(args: argparse.Namespace) -> None:
             f"--options {args.options}: use an object of LLM's options, but for those that have "
             "their own here"
         )
-    for path in (args.json, args.plot):
+    if args.policy:
+        if args.compare or args.engine != "nanovllm" or args.plot or args.trace:
+            raise ValueError(
+                "--policy compares nanovllm with itself: leave --compare, --engine, --plot and "
+                "--trace out"
+            )
+        for name in args.policy.split(","):
+            find_policy(name)
+    for path in (args.json, args.plot, args.trace):
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} is in no folder that exists")
-    if args.plot:
+    if args.trace and "," in args.workload:
+        raise ValueError(f"--trace is of one workload, and --workload is {args.workload}: name one")
+    if args.plot or args.trace:
         if args.compare or args.engine != "nanovllm":
-            raise ValueError("--plot draws nanovllm's own steps: leave --compare and --engine out")
+            raise ValueError(
+                "--plot and --trace show nanovllm's own steps: leave --compare and --engine out"
+            )
+    if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
 
@@ -590,7 +772,8 @@ def main() -> None:
         args.workload = args.workload or ("bench" if on_gpu else "laptop")
     try:
         check(args)
-        rows = compare(args) if args.compare else measure(args)
+        how = compare if args.compare else compare_policies if args.policy else measure
+        rows = how(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     if args.json:

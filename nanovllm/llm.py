@@ -1,7 +1,7 @@
 """The facade users import: text in, text out."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from os import PathLike
 from threading import RLock
@@ -12,7 +12,7 @@ from nanovllm.checks import as_integer, shown
 from nanovllm.compose import build_engine, describe_device, prepare_process, share_cores
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request, refuse_completions
 from nanovllm.log import say_ready
@@ -66,6 +66,7 @@ class LLM:
         # Requests added one by one, their outputs not yet returned by `step`; those that ended.
         self._requests: dict[int, Sequence] = {}
         self._finished: list[Sequence] = []
+        self._observers: list[Callable[[StepRecord], Any]] = []
         self.engine: LLMEngine | None = None
         config = Config.from_options(model, options)
         self.engine, self._tokenizer = build_engine(config)
@@ -136,7 +137,7 @@ class LLM:
     ) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._prompt_requests([prompt], sampling_params)
-        with self._lock:
+        with self._lock, self._running():
             request = self._settled_engine().add(token_ids, params, interactive=True)
             self._requests[request.id] = request
         return request.id
@@ -153,20 +154,26 @@ class LLM:
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
-        self._open_engine()
-        with self._lock:
-            engine = self._settled_engine()
-            number = as_integer(request_id)
-            request = None if number is None else self._requests.pop(number, None)
-            if request is None:
-                raise ValueError(
-                    f"request_id is {shown(request_id)}, which no unfinished request has: "
-                    "use what add_request returned"
-                )
+        with self._request(request_id) as (engine, request):
+            del self._requests[request.id]
             engine.abort(request)
 
+    def pause(self, request_id: int) -> None:
+        """Let a request run no more, until `resume`. It goes on to the same tokens then.
+
+        It keeps its KV blocks until others need them; then it is computed anew. If the step that
+        runs already brings its last token, it ends. `step` returns at once where all are paused.
+        """
+        with self._request(request_id) as (engine, request):
+            engine.pause(request)
+
+    def resume(self, request_id: int) -> None:
+        """Let a paused request go on. One that is not paused is left alone."""
+        with self._request(request_id) as (engine, request):
+            engine.resume(request)
+
     def has_unfinished(self) -> bool:
-        """Whether there is a request whose output `step` has yet to return."""
+        """Whether there is a request, paused or not, whose output `step` has yet to return."""
         return bool(self._requests)
 
     def metrics(self) -> dict[str, Any]:
@@ -177,7 +184,8 @@ class LLM:
             prefix_cache_hit_rate (of the prompts' tokens), kv_cache_use (the most, from 0 to 1),
             preemptions, time_to_first_token and time_per_output_token (seconds, a dict of median
             and p99, or None).
-        running, waiting: requests. kv_cache_use: from 0 to 1.
+        running, waiting, paused: requests; of one that has started, each completion counts.
+        kv_cache_use: from 0 to 1.
         """
         engine = self._open_engine()
         blocks = engine.scheduler.blocks
@@ -186,8 +194,29 @@ class LLM:
             "last_call": engine.last_call.summary(blocks.num_blocks),
             "running": engine.scheduler.num_running,
             "waiting": len(engine.scheduler.waiting),
+            "paused": len(engine.scheduler.paused),
             "kv_cache_use": blocks.num_used / blocks.num_blocks,
         }
+
+    def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
+        """Call `callback` after each step with what it did, a `nanovllm.engine.metrics.StepRecord`.
+
+        Returns a function that ends this. The callback runs in the thread of the step and may use
+        the LLM, for example to abort a request. What it raises leaves the call as any error does.
+        """
+        self._open_engine()
+        if not callable(callback):
+            raise TypeError(f"callback is {shown(callback)}: give a function of a StepRecord")
+
+        def observe(record: StepRecord) -> None:  # one's own: a callback may be given twice
+            callback(record)
+
+        def remove() -> None:
+            with suppress(ValueError):  # it was removed before
+                self._observers.remove(observe)
+
+        self._observers.append(observe)
+        return remove
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -245,6 +274,24 @@ class LLM:
             self._is_unsettled = False
         return engine
 
+    @contextmanager
+    def _request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
+        """The engine, and the request of `add_request` that has this id, if `step` has not
+        returned it. Holds the lock.
+        """
+        self._open_engine()
+        with self._lock:
+            self._settled_engine()
+            number = as_integer(request_id)
+            request = None if number is None else self._requests.get(number)
+            if request is None:
+                raise ValueError(
+                    f"request_id is {shown(request_id)}, which no unfinished request has: "
+                    "use what add_request returned"
+                )
+            with self._running() as (engine, _):
+                yield engine, request
+
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
         self._open_engine()
         return self._inputs.from_prompts(prompts, params)
@@ -260,12 +307,11 @@ class LLM:
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
-            with closing(Progress(len(requests), engine, use_tqdm)) as progress:
+            with closing(Progress(list(ours), self.on_step, use_tqdm)):
                 while ours:
                     finished = [request for request in self._step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.
                     outputs |= zip([request.id for request in finished], self._outputs(finished))
-                    progress.update(len(finished))
         return [outputs[request.id] for request in added]
 
     def _stream(self, requests: list[Request]) -> Iterator[Piece]:
@@ -336,7 +382,16 @@ class LLM:
         requests = dict.fromkeys(seq.request for seq in ended)  # each once, in order
         finished = [request for request in requests if request.has_ended]
         self._finished += [request for request in finished if request.id in self._requests]
+        if self._observers:
+            self._tell_observers(engine, tuple([request.id for request in finished]))
         return finished
+
+    def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> None:
+        assert engine.last_step is not None, "a step has just been recorded"
+        seconds = perf_counter() - engine.last_step.time
+        record = engine.last_step._replace(seconds=seconds, finished=finished)
+        for observe in self._observers.copy():  # one may remove itself
+            observe(record)
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

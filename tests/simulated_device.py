@@ -52,15 +52,28 @@ def check_blocks(scheduler: Scheduler) -> None:
     assert scheduler.waiting.num_tokens_left == sum(
         one.num_tokens_left for seq in scheduler.waiting for one in (seq, *seq.forks)
     )
+    check_places(scheduler)
     for seq in scheduler.sequences.values():
         assert len(set(seq.block_table)) == len(seq.block_table)
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
 
 
+def check_places(scheduler: Scheduler) -> None:
+    """Every sequence stands in one place, unless its last token is in flight: then in none, or
+    among the paused ones. A fork that waits stands with its first completion.
+    """
+    places = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *scheduler.paused]
+    places += [fork for seq in places for fork in seq.forks]
+    assert len(set(places)) == len(places) and {*places} <= {*scheduler.sequences.values()}
+    for seq in scheduler.sequences.values():
+        assert seq in places or seq.num_tokens == seq.max_len > len(seq.token_ids)
+
+
 def check_empty(scheduler: Scheduler) -> None:
     """Nothing is left, and nothing has leaked."""
     assert not scheduler.has_unfinished()
-    assert not scheduler.running and not scheduler.waiting and scheduler.prefilling is None
+    assert not scheduler.running and not scheduler.waiting and not scheduler.prefilling
+    assert not scheduler.paused
     assert scheduler.waiting.num_tokens_left == 0
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not any(scheduler.blocks.ref_counts)
@@ -88,11 +101,14 @@ class WatchedScheduler(Scheduler):
         block_size: int,
         *,
         caching: bool = True,
+        min_run: int | None = None,
         policy: SchedulingPolicy | None = None,
         **budgets: int,
     ) -> None:
         policy = policy or SchedulingPolicy()
         super().__init__(WatchedBlocks(num_blocks, block_size, caching), policy, **budgets)
+        if min_run is not None:
+            self.blocks.min_run = min(min_run, block_size)
         self.first_starts: list[int] = []
         self.num_starts: dict[int, int] = {}
         self.shared: dict[int, frozenset[int]] = {}
@@ -123,7 +139,7 @@ class SimulatedDevice:
         self.scheduler = scheduler
         self.block_size = scheduler.blocks.block_size
         # KV slot -> fingerprint of the tokens up to the one whose K and V lie there
-        self.kv_cache: dict[int, int] = {}
+        self.kv_cache: dict[int, int | None] = {}
         self.states: dict[int, RunningState] = {}  # by batch slot
         self.tokens: dict[int, list[int]] = {}  # of each sequence, with those not yet committed
 
@@ -138,6 +154,7 @@ class SimulatedDevice:
             state.table.append(block)
         tables = [self.states[slot].table for slot in batch.decode_slots]
         assert batch.shared_blocks <= len(os.path.commonprefix(tables))
+        self._copy_blocks(batch)
         # A layer writes all K and V of a step before any token attends.
         for slot in batch.decode_slots:
             self._write_decode(slot, owners[slot])
@@ -157,6 +174,23 @@ class SimulatedDevice:
         for slot, token in zip(sampling, sampled):
             self.tokens[owners[slot].id].append(token)
         return sampled
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Before anything is written; all sources are read before a copy is written."""
+        size = self.block_size
+        tables = [chunk.block_table for chunk in batch.prefills]
+        found = [
+            [self.kv_cache.get(s * size + i) for i in range(size)] for s, _ in batch.block_copies
+        ]
+        for (_, copy), contents in zip(batch.block_copies, found):
+            assert sum(copy in table for table in tables) >= 1, (
+                "a copy is for a sequence that starts"
+            )
+            assert not any(copy in self.states[slot].table for slot in batch.decode_slots)
+            for i, content in enumerate(contents):
+                self.kv_cache[copy * size + i] = content
+        copies = [copy for _, copy in batch.block_copies]
+        assert len(set(copies)) == len(copies)
 
     def _write_decode(self, slot: int, seq: Sequence) -> None:
         state, tokens = self.states[slot], self.tokens[seq.id]

@@ -18,11 +18,12 @@ import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from test_bench import bench
-from test_scheduler import Server, make_scheduler
+from test_scheduler import Server, make_scheduler, make_sequence
 
 import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.models import MODELS
 
 PACKAGE = Path(nanovllm.__file__).parent
@@ -81,11 +82,12 @@ def users(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def readers():
+def readers(tmp_path_factory):
     """The names that the contributors' examples leave behind."""
     known, names = dict(MODELS), {"__name__": "readme"}
     try:
-        run_examples(READERS, names, {})
+        trace = tmp_path_factory.mktemp("trace") / "run.jsonl"
+        run_examples(READERS, names, {'"run.jsonl"': repr(str(trace))})
         yield names
     finally:
         MODELS.clear()
@@ -96,7 +98,7 @@ def readers():
 
 
 def test_it_is_short():
-    assert USERS.stat().st_size <= 15_000
+    assert USERS.stat().st_size <= 17_000
 
 
 def test_its_examples_run_and_none_downloads(users):
@@ -138,6 +140,13 @@ def test_its_names_of_metrics_are_those_of_metrics(users):
     keys = metrics.keys() | metrics["total"].keys() | metrics["total"]["time_to_first_token"].keys()
     named = set(re.findall(r"`([\w]+)`", section(USERS_TEXT, "### metrics")))
     assert named == keys
+
+
+def test_its_fields_of_a_step_are_those_of_a_record(users):
+    said, *_ = section(USERS_TEXT, "### on_step").split("```")
+    named = re.findall(r"`(\w+)`", said)
+    assert sorted(set(named) - {"callback"}) == sorted(StepRecord._fields)
+    assert users["steps"] and users["llm"]._observers == []
 
 
 def test_its_seeds_hold_as_the_example_says(users):
@@ -273,11 +282,15 @@ def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
 
 
 def test_the_policy_of_its_example_changes_the_order(readers):
-    server = Server(make_scheduler(max_num_seqs=1, policy=readers["ShortestPromptFirst"]()))
-    for id, length in enumerate([3, 9, 1]):
-        server.add(id, [id] * length, 2)
+    server = Server(make_scheduler(policy=readers["PatientShortestFirst"]()))
+    for id, (seconds, length) in enumerate([(0, 40), (0, 10), (5, 3), (0, 20), (0.05, 10), (9, 1)]):
+        seq = make_sequence(id, [id], length)
+        seq.added_at = seconds
+        server.scheduler.add(seq)
     server.run()
-    assert server.scheduler.first_starts == [2, 0, 1]
+    assert server.scheduler.first_starts == [1, 4, 3, 0, 2, 5]
+    assert max(len(batch.decode_slots) for batch in server.batches) == 4
+    assert [output["finish_reason"] for output in readers["outputs"]] == ["length"] * 3
 
 
 def test_the_transform_of_its_example_changes_no_result(readers):

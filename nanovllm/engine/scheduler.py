@@ -1,4 +1,4 @@
-"""Decide which tokens run next: admission, chunked prefill, preemption.
+"""Decide which tokens run next: admission, chunked prefill, preemption, pauses.
 
 Works on lengths, never on token values, so a step can be planned while the last one still runs;
 `commit` hears later which tokens it sampled. Knows nothing about tensors, devices or models.
@@ -38,12 +38,16 @@ class Scheduler:
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
         self.waiting = WaitingQueue()
-        self.prefilling: Sequence | None = None  # the one whose prompt is computed in part
+        self.prefilling: list[Sequence] = []  # those whose prompts are computed in part
         self.running: list[Sequence] = []  # decoding, unless their last token is in flight
+        # Those that do not run until they are resumed. They keep batch slots and blocks, if they
+        # have them, until others need these. True: the prompt is computed in part.
+        self.paused: dict[Sequence, bool] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight, the sequences that sample a token in it, in the batch's order.
         self._in_flight: deque[list[Sequence]] = deque()
+        self._block_copies: list[tuple[int, int]] = []  # of the step that is planned
 
     def add(self, seq: Sequence) -> None:
         for one in (seq, *seq.forks):
@@ -56,11 +60,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a batch slot."""
-        return self.max_num_seqs - len(self._free_slots)
+        """Sequences that hold a batch slot and are not paused."""
+        held = sum([1 + len(seq.forks) for seq in self.paused if seq.status is Status.RUNNING])
+        return self.max_num_seqs - len(self._free_slots) - held
 
     def schedule(self) -> Batch | None:
-        """Plan the next step. None: nothing can run until a step in flight is committed."""
+        """Plan the next step. None: nothing can run until a step in flight is committed, or a
+        paused sequence is resumed.
+        """
+        self.blocks.begin_step()
+        self._block_copies = []
         if not self._make_room_to_decode():
             return None
         decoding, new_blocks = self._schedule_decodes()
@@ -68,20 +77,39 @@ class Scheduler:
         shared_blocks = self.policy.shared_prefix_blocks(decoding)
         chunks, started = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
         if not decoding and not chunks:
-            assert self._in_flight or not self.sequences, "if nothing is in flight, some can run"
+            stuck = self.waiting or self.prefilling or self.running
+            assert self._in_flight or not stuck, "if nothing is in flight, some can run"
             return None
         self._in_flight.append(decoding + started)
-        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks))
+        copies = tuple(self._block_copies)
+        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
     def _make_room_to_decode(self) -> bool:
         """Preempt until every sequence that needs a block can have one. False: commit first."""
         while sum([seq.num_tokens > seq.capacity for seq in self.running]) > self.blocks.num_free:
+            if self._take_from_paused():
+                continue
             # A preempted sequence is computed anew from its tokens: all of them must be known.
             if self._in_flight:
                 return False
-            candidates = self.running + ([self.prefilling] if self.prefilling else [])
-            self._preempt(max(candidates, key=lambda seq: seq.order))
+            seq = max(self.running + self.prefilling, key=lambda seq: seq.order)
+            self._withdraw(seq)
+            self._preempt(seq)
+            self.waiting.add(seq)
         return True
+
+    def _take_from_paused(self) -> bool:
+        """Preempt the paused sequence that the policy puts last. False: none has anything to give,
+        unless a step in flight is committed first.
+        """
+        holding = [
+            seq
+            for seq in self.paused
+            if seq.status is Status.RUNNING and seq.num_tokens == len(seq.token_ids)
+        ]
+        if holding:
+            self._preempt(max(holding, key=lambda seq: seq.order))
+        return bool(holding)
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
         """Plan a token for each running sequence. Returns them, and the batch's `new_blocks`."""
@@ -110,18 +138,17 @@ class Scheduler:
         forks: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         while budget > 0:
-            seq = self.prefilling
-            if seq is None and self.num_running < limit:
-                seq = self._start_next()
-            if seq is None:
+            if not self.prefilling and self.num_running < limit:
+                self._start_next()
+            if not self.prefilling:
                 break
+            seq = self.prefilling[0]
             chunk = self._next_chunk(seq, budget)
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
             if not chunk.is_last:
-                self.prefilling = seq
                 break
-            self.prefilling = None
+            self.prefilling.pop(0)
             started.append(seq)
             forks += seq.forks
             for one in (seq, *seq.forks):
@@ -133,21 +160,32 @@ class Scheduler:
             self.policy.order_decodes(self.running)
         return chunks, started + forks
 
-    def _start_next(self) -> Sequence | None:
-        """Give the first waiting sequence slots and blocks to run. None: there are not enough."""
-        if not self.waiting or len(self._free_slots) <= len(self.waiting.first.forks):
-            return None
+    def _start_next(self) -> None:
+        """Give the first waiting sequence slots and blocks to run, if there are enough."""
+        if not self.waiting:
+            return
         seq, blocks = self.waiting.first, self.blocks
         shared = blocks.match(seq.token_ids)
         num_full, tail = divmod(seq.num_tokens, blocks.block_size)
         num_tails = 1 if tail else 0  # for the sequence and for each of its forks
         num_own = num_full - len(shared) + num_tails
         reserve = self.reserve if self.running else 0
-        if blocks.num_free_without(shared) < num_own + len(seq.forks) * num_tails + reserve:
-            return None
+        needed = num_own + len(seq.forks) * num_tails + reserve
+        while len(self._free_slots) <= len(seq.forks) or blocks.num_free_without(shared) < needed:
+            if not self._take_from_paused():
+                return
         self.waiting.remove(seq)
+        seq.num_registered_blocks = len(shared)
+        seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
+        num_cached = len(shared) * blocks.block_size
+        next_tokens = seq.token_ids[num_cached : num_cached + blocks.block_size]
+        run = blocks.match_run(seq.prefix_id, next_tokens)
         blocks.share(shared)
         seq.block_table = shared + blocks.allocate(num_own)
+        if run is not None:  # even if its block was just taken: a step copies before it writes
+            source, length = run
+            self._block_copies.append((source, seq.block_table[len(shared)]))
+            num_cached += length
         for fork in seq.forks:
             blocks.share(seq.block_table[:num_full])
             fork.block_table = seq.block_table[:num_full] + blocks.allocate(num_tails)
@@ -155,15 +193,12 @@ class Scheduler:
             one.capacity = len(one.block_table) * blocks.block_size
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
-        num_cached = len(shared) * blocks.block_size
-        seq.num_registered_blocks = len(shared)
-        seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
         seq.num_computed = min(num_cached, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
+        self.prefilling.append(seq)
         self.policy.started(seq)
-        return seq
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
         """Plan to compute what is left of a prompt, or `budget` tokens of it."""
@@ -173,19 +208,21 @@ class Scheduler:
         seq.num_computed = end
         # From here on others may share them, even the next sequence of this very step: a layer
         # writes all K and V before it attends.
-        self._register_full_blocks(seq, end)
+        self._register_blocks(seq, end)
         for fork in seq.forks:
             fork.num_registered_blocks, fork.prefix_id = seq.num_registered_blocks, seq.prefix_id
         return seq.prefill_chunk(start, end, write_from)
 
-    def _register_full_blocks(self, seq: Sequence, length: int) -> None:
-        """Tell the prefix cache of the blocks that the first `length` tokens, all known, fill."""
+    def _register_blocks(self, seq: Sequence, length: int) -> None:
+        """Tell the prefix cache of the blocks that hold the first `length` tokens, all known."""
         size = self.blocks.block_size
-        while (seq.num_registered_blocks + 1) * size <= length:
-            index = seq.num_registered_blocks
-            token_ids = seq.token_ids[index * size : (index + 1) * size]
-            seq.prefix_id = self.blocks.register(seq.block_table[index], seq.prefix_id, token_ids)
-            seq.num_registered_blocks += 1
+        for start in range(seq.num_registered_blocks * size, length, size):
+            token_ids = seq.token_ids[start : min(start + size, length)]
+            block = seq.block_table[start // size]
+            prefix_id = self.blocks.register(block, seq.prefix_id, token_ids)
+            if len(token_ids) == size:
+                seq.prefix_id = prefix_id
+                seq.num_registered_blocks += 1
 
     def commit(
         self, tokens: list[int], logprobs: dict[int, dict[int, float]] | None = None
@@ -217,7 +254,7 @@ class Scheduler:
             seq.token_ids.append(token)
             length = len(seq.token_ids)
             if (length - 1) % block_size == 0:  # the tokens before this one fill a block
-                self._register_full_blocks(seq, length - 1)
+                self._register_blocks(seq, length - 1)
             if token in seq.stop_ids:
                 seq.finish_reason = "stop"
                 ended.append(seq)
@@ -232,37 +269,62 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now, wherever it stands, and the forks that wait for it."""
-        if seq.status is Status.WAITING:
-            self.waiting.remove(seq)
-        elif seq is self.prefilling:
-            self.prefilling = None
-        elif seq in self.running:
-            self.running.remove(seq)
+        self._withdraw(seq)
         for one in (seq, *seq.forks):
             one.finish_reason = "abort"
             self._finish(one)
         seq.forks = ()
 
+    def pause(self, seq: Sequence) -> None:
+        """Let a sequence run no more, nor the forks that wait for it, until `resume`. If it is in
+        flight, it still gets that step's token, and may end with it.
+        """
+        if seq not in self.paused:
+            is_prefilling = seq in self.prefilling
+            self._withdraw(seq)
+            self.paused[seq] = is_prefilling
+
+    def resume(self, seq: Sequence) -> None:
+        """Let a paused sequence go on where it was, or anew if others needed its blocks."""
+        is_prefilling = self.paused.pop(seq)
+        if seq.status is Status.WAITING:
+            self.waiting.add(seq)
+        elif is_prefilling:
+            self.prefilling.append(seq)
+        elif seq.num_tokens < seq.max_len:  # else its last token is in flight
+            self.running.append(seq)
+            self.policy.order_decodes(self.running)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Take a sequence from where it stands: nowhere, if its last token is in flight."""
+        if seq in self.paused:
+            del self.paused[seq]
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        elif seq in self.prefilling:
+            self.prefilling.remove(seq)
+        elif seq in self.running:
+            self.running.remove(seq)
+
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
             self._release(seq)
         seq.status = Status.FINISHED
+        self.paused.pop(seq, None)
         del self.sequences[seq.id]
 
     def _preempt(self, seq: Sequence) -> None:
-        if seq is self.prefilling:
-            self.prefilling = None
-        else:
-            self.running.remove(seq)
+        """Take a sequence's slot and blocks: it must be computed anew."""
         self.num_preemptions += 1
         seq.num_preemptions += 1
         for one in (seq, *seq.forks):
             self._release(one)
             one.reset()
             one.status = Status.WAITING
-        self.waiting.add(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Give back slot and blocks. A step in flight may still use them: later steps follow it."""
+        # The last token has no K and V yet, unless it ran one step too far.
+        self._register_blocks(seq, min(seq.num_computed, len(seq.token_ids) - 1))
         self.blocks.release(seq.block_table)
         self._free_slots.append(seq.batch_slot)
