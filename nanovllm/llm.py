@@ -15,7 +15,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request, refuse_completions
-from nanovllm.log import say_ready
+from nanovllm.log import say_ready, show_unless_configured
 from nanovllm.outputs import Progress, make_outputs
 from nanovllm.sampling_params import SamplingParams
 
@@ -69,6 +69,7 @@ class LLM:
         self._observers: list[Callable[[StepRecord], Any]] = []
         self.engine: LLMEngine | None = None
         config = Config.from_options(model, options)
+        show_unless_configured()
         self.engine, self._tokenizer = build_engine(config)
         info = self.engine.runner.info
         self.num_kvcache_blocks = info.num_blocks

@@ -31,7 +31,7 @@ ARGUMENTS = {
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
-    "decode_attention": "ppppppnnnnnnnf",
+    "decode_attention": "ppppppnnnnnnnnff",
 }
 
 
@@ -173,10 +173,14 @@ def decode_attention(
     lens: Tensor,
     tables: Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    if q.stride()[1:] != (head_dim, 1):
+        q = q.contiguous()
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
-    assert q.stride()[1:] == (head_dim, 1)
-    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, scale)
+    options = window or 2**62, scale, softcap or 0.0
+    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, *options)
     return out

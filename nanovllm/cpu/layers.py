@@ -82,8 +82,9 @@ class PackedLMHead(ParallelLMHead):
 def use_cpp(model: nn.Module) -> None:
     """Layers of other kinds, and subclasses, which do something else, stay what they are."""
     for module in model.modules():
-        if type(module) is SelfAttention and CppSelfAttention.suits(module):
-            module.__class__ = CppSelfAttention
+        if type(module) is SelfAttention:
+            suits = CppSelfAttention.suits(module)
+            module.__class__ = CppSelfAttention if suits else CppDecodeAttention
         elif type(module) is GatedMLP and module.activation is F.silu:
             module.__class__ = CppGatedMLP
         elif type(module) is RMSNorm:
@@ -102,9 +103,17 @@ class CppGatedMLP(GatedMLP):
         return self.down_proj(cpp_ops.silu_and_mul(self.gate_up_proj(x)))
 
 
-class CppSelfAttention(SelfAttention):
+class CppDecodeAttention(SelfAttention):
     attention_name = "C++"
 
+    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
+        lens, tables = metadata.decode_inputs
+        return cpp_ops.decode_attention(
+            q, self.k_cache, self.v_cache, lens, tables, self.scale, self.window, self.softcap
+        )
+
+
+class CppSelfAttention(CppDecodeAttention):
     @staticmethod
     def suits(plain: SelfAttention) -> bool:
         norms = {type(plain.q_norm), type(plain.k_norm)}
@@ -127,7 +136,3 @@ class CppSelfAttention(SelfAttention):
             self.v_cache,
         )
         return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))
-
-    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
-        lens, tables = metadata.decode_inputs
-        return cpp_ops.decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)

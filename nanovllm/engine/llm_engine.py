@@ -58,9 +58,10 @@ class LLMEngine:
 
         `make_runner`: a class of runners, such as ModelRunner, or a function like one.
         """
-        find_model(hf_config)  # refuse other models first: they may not have what is read below
+        # Refuse other models first: they may not have what is read below.
+        model_class = find_model(hf_config)
         if config.load_format == "auto":
-            check_num_layers(hf_config.num_hidden_layers, folder)
+            check_num_layers(hf_config.num_hidden_layers, folder, model_class)
         self.policy = policy
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
         # Makes what reads text as it grows, once a request asks for that.
