@@ -23,8 +23,9 @@ FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
 # or trap.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
-# The threads are PyTorch's: no OpenMP library is linked, so that the one it has loaded is used.
-FLAGS += ["-fopenmp", "-nodefaultlibs", str(SOURCE), "-lstdc++", "-lm"]
+# The threads are PyTorch's: said to the compiler alone, -fopenmp links no OpenMP library, and the
+# one that PyTorch has loaded is used.
+FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 ARGUMENTS = {
