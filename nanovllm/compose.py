@@ -113,6 +113,8 @@ def choose_device(name: str, rank: int) -> torch.device:
 def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Module], None] | None:
     """What to make of the model once it is loaded. A GPU's own kernels are its runner's affair."""
     check_kernels(config, device)
+    if config.kernels == "compile":
+        return import_module("nanovllm.kernels.compile").compile_layers
     if config.kernels == "auto" and device.type == "cpu" and (cpu := room("cpu.layers")):
         return cpu.speed_up
     return None
