@@ -12,8 +12,8 @@
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
 weights, so that nothing is downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b.
-Times are the first and the best of --repeat runs. The library's default options are measured, those that every
-user gets, but for what --options says.
+Times are the first and the best of --repeat runs. The library's default options are measured, those
+that every user gets, but for what --options says.
 """
 
 import argparse
