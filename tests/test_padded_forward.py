@@ -133,11 +133,12 @@ def test_a_padded_step_keeps_to_windows_and_caps(gemma, monkeypatch):
 
 def compare(folder, cached, decodes, chunks, monkeypatch):
     monkeypatch.setattr(padded_forward, "FEW_DECODES", 4)
+    plain_model = load(folder)
+    plain = Step(plain_model, cached, decodes, chunks)
+    expected = run(plain_model, plain.token_ids, plain.positions, plain.metadata)
+
     model = load(folder)
     fuse(model, TRITON)
-    plain = Step(model, cached, decodes, chunks)
-    expected = run(model, plain.token_ids, plain.positions, plain.metadata)
-
     step = Step(model, cached, decodes, chunks)
     padded = PaddedInputs(step.state, step.slots, [32, 64])
     for one in (Step(model, [0, 30], 0, [30, 9]), step):  # another step was there before
