@@ -49,8 +49,17 @@ WORKLOADS = {
     "many": "2048 requests, 16-128 in, 16-128 out",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
+    "qwen-sampling": "256 requests of bench, with top_p 0.95 and top_k 20: Qwen3's own settings",
+    "logprobs": "256 requests of bench, with logprobs 1",
+    "penalties": "256 requests of bench, with presence_penalty 1",
 }
 GREEDY = ("laptop", "small")
+# What the requests of a workload ask for beside a temperature, which is 0.6 unless it is greedy.
+ASKED = {
+    "qwen-sampling": dict(top_p=0.95, top_k=20),
+    "logprobs": dict(logprobs=1),
+    "penalties": dict(presence_penalty=1.0),
+}
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
 SHOWN = sys.stderr.isatty()  # the engines' progress bars
 Work = list[tuple[list[int], int]]  # prompt, output length
@@ -87,7 +96,8 @@ def workload(name: str, vocab: int) -> Work:
         r = Random(0)
         work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
     else:
-        work = next(work for key, work in workloads() if key == name)
+        drawn_as = "bench" if name in ASKED else name
+        work = next(work for key, work in workloads() if key == drawn_as)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
 
 
@@ -162,12 +172,10 @@ class NanovllmEngine:
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, sampling: dict) -> int:
         from nanovllm import SamplingParams
 
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
-        ]
+        params = [SamplingParams(**sampling, max_tokens=n, ignore_eos=True) for _, n in work]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
         return sum(len(output["token_ids"]) for output in outputs)
 
@@ -186,11 +194,11 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, temperature: float) -> int:
+    def run(self, work: Work, sampling: dict) -> int:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+            SamplingParams(**sampling, max_tokens=n, ignore_eos=True, detokenize=False)
             for _, n in work
         ]
         outputs = self.llm.generate(
@@ -216,8 +224,8 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, temperature: float) -> int:
-        torch, total = self.torch, 0
+    def run(self, work: Work, sampling: dict) -> int:
+        torch, total, random = self.torch, 0, sampling["temperature"] > 0
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -226,11 +234,6 @@ class TransformersEngine:
             for i, (prompt, _) in enumerate(batch):
                 ids[i, width - len(prompt) :] = torch.tensor(prompt)
                 mask[i, width - len(prompt) :] = 1
-            sampling = (
-                dict(do_sample=True, temperature=temperature)
-                if temperature
-                else dict(do_sample=False)
-            )
             with torch.inference_mode():
                 self.model.generate(
                     ids.to(self.device),
@@ -238,7 +241,7 @@ class TransformersEngine:
                     min_new_tokens=length,
                     max_new_tokens=length,
                     pad_token_id=0,
-                    **sampling,
+                    **(sampling | dict(do_sample=True) if random else dict(do_sample=False)),
                 )
             total += sum(n for _, n in batch)  # the rest of each row was made for nothing
         return total
@@ -322,7 +325,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     limits = ceilings() if args.model in SHAPES else None
     begin = time.perf_counter()
     engine = ENGINES[args.engine](folder, dummy, args)
-    engine.run([([1, 2, 3], 16)], 0.0)
+    engine.run([([1, 2, 3], 16)], dict(temperature=0.0))
     common = dict(
         engine=args.engine,
         model=args.model,
@@ -366,7 +369,8 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     if args.plot:
         engine.llm.engine.steps = []  # to which the engine adds a record of each step
     begin = time.perf_counter()
-    tokens = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+    sampling = dict(temperature=0.0 if name in GREEDY else 0.6) | ASKED.get(name, {})
+    tokens = engine.run(fresh, sampling)
     seconds = time.perf_counter() - begin
     wanted = sum(n for _, n in work)
     if tokens != wanted:
@@ -444,7 +448,7 @@ def print_row(row: dict) -> None:
         f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
     )
     print(
-        f"{row['engine']:>12}  {row['model']}  {row['workload']:<8} {row['seconds']:8.3f} s  "
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} {row['seconds']:8.3f} s  "
         f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
         flush=True,
     )
@@ -525,7 +529,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
 
 
 def make_parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:<8} {text}" for name, text in WORKLOADS.items())
+    names = "\n".join(f"  {name:<13} {text}" for name, text in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -552,8 +556,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what is wrong."""
-    if unknown := [name for name in args.workload.split(",") if name not in WORKLOADS]:
+    names = set(args.workload.split(","))
+    if unknown := sorted(names - WORKLOADS.keys()):
         raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
+    if "transformers" in (args.engine, args.compare) and {"logprobs", "penalties"} & names:
+        raise ValueError("--workload: transformers has no logprobs and no presence_penalty")
     if args.repeat < 1:
         raise ValueError(f"--repeat is {args.repeat}: use 1 or more")
     try:

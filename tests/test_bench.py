@@ -29,6 +29,9 @@ TOTALS = {  # requests, tokens in, tokens out
     "many": (2048, 146435, 149747),
     "laptop": (64, 9474, 8491),
     "small": (8, 569, 256),
+    "qwen-sampling": (256, 142827, 133966),
+    "logprobs": (256, 142827, 133966),
+    "penalties": (256, 142827, 133966),
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {

@@ -51,7 +51,8 @@ ROOMS = {
     "sampling": set(),
     "cpu": set(),
     "kernels": set(),
-    "gpu": {"kernels"},  # fused layers and graphs launch them
+    # Fused layers and graphs launch kernels, and so does what samples in the sampling room's way.
+    "gpu": {"kernels", "sampling"},
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel
         "compose",  # each rank's process puts its own runner together

@@ -78,7 +78,15 @@ def process(
 
 
 def draw(
-    logits, params, seeds, prompt=(), output=(), stop_ids=(), group=ParallelGroup(), vocab_size=None
+    logits,
+    params,
+    seeds,
+    prompt=(),
+    output=(),
+    stop_ids=(),
+    group=ParallelGroup(),
+    vocab_size=None,
+    make_resampler=Resampler,
 ):
     """One token for each of the rows of logits, all at the same position."""
     rows, vocab_size = len(seeds), vocab_size or logits.shape[1]
@@ -93,18 +101,21 @@ def draw(
         _upload=lambda array: torch.from_numpy(array).to(device),
         _sample_tokens=sample,
     )
-    resampler = Resampler(runner)
-    for row in range(rows):
-        metadata = SamplingMetadata(
-            params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]
-        )
-        resampler.start(row, metadata)
-    zeros = torch.zeros(rows, device=device)
-    tokens, _ = sample(logits, zeros, seeds, zeros.long())
-    positions = torch.full((rows,), length, dtype=torch.int32, device=device)
-    state = SimpleNamespace(
-        seeds=seeds, last_tokens=torch.zeros(rows, dtype=torch.int64, device=device)
+    resampler = make_resampler(runner)
+    resampler.start(
+        [
+            (
+                row,
+                SamplingMetadata(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]),
+            )
+            for row in range(rows)
+        ]
     )
+    temperatures = torch.tensor([one.temperature for one in params], device=device)
+    positions = torch.full((rows,), length, dtype=torch.int32, device=device)
+    # On several ranks the best of all, which a shard of the logits does not tell.
+    tokens, _ = sample(logits, temperatures, seeds, positions.long())
+    state = SimpleNamespace(seeds=seeds, temperatures=temperatures, last_tokens=tokens.clone())
     resampler.resample(tuple(range(rows)), StepOutput(tokens, logits, positions), state)
     assert torch.equal(state.last_tokens, tokens)
     return tokens
@@ -237,9 +248,10 @@ def keep(scores, top_k=0, top_p=1.0, min_p=0.0):
 
     kept = keep_likeliest(
         torch.tensor([scores]),
+        column(1.0),
         column(top_k or vocab),
-        column(top_p if top_p < 1 else math.inf),
-        column(min_p),
+        column(top_p),
+        column(math.log(min_p) if min_p else -math.inf),
         (top_k or vocab) if top_k or top_p < 1 else 0,
     )
     return set(kept[0].nonzero().flatten().tolist())
@@ -410,12 +422,12 @@ def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone
     assert token_ids(llm, [[1, 2, 3]] * 3, params)[0] == before[0]
 
 
-def test_without_penalties_no_history_is_kept(folder):
+def test_without_penalties_no_tokens_are_counted(folder):
     with make_llm(folder) as llm:
         token_ids(llm, [[1, 2]], SamplingParams(top_p=0.5, logprobs=2, min_tokens=3, max_tokens=4))
-        assert llm.engine.runner.resampler._history is None
+        assert llm.engine.runner.resampler.slots.counts is None
         token_ids(llm, [[1, 2]], SamplingParams(presence_penalty=0.5, max_tokens=2))
-        assert llm.engine.runner.resampler._history is not None
+        assert llm.engine.runner.resampler.slots.counts is not None
 
 
 def test_min_tokens_holds_back_every_token_that_would_end_the_output(llm):

@@ -282,8 +282,7 @@ class ModelRunner:
                 raise ValueError("temperature, max_tokens and seed are all that can be asked for")
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
-            for seq in sequences:
-                self.resampler.start(seq.batch_slot, seq.sampling)
+            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
     def _copy_blocks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""

@@ -110,6 +110,8 @@ class CUDAModelRunner(ModelRunner):
         pool = ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,))
         with pool, torch.cuda.stream(self._stream):
             self._bind_cache(1)
+            if self.make_resampler is not None:
+                self.resampler = self.make_resampler(self)
             # One that does not compile says so when it is launched.
             for compile_kernel in find_uncompiled(self._run_small_steps):
                 pool.submit(compile_kernel)
@@ -120,7 +122,9 @@ class CUDAModelRunner(ModelRunner):
         decoder.outline = True  # all layers launch the same kernels: see FusedDecoder
         # Some kernels are made for a few rows' number.
         for size in (3, *sizes_up_to(self.max_num_seqs)):
-            self._run_decode(self._slots[: min(size, self.max_num_seqs)])
+            output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
+        if self.resampler is not None:
+            self.resampler.rehearse(output, self.state)
         decoder.outline = False
         layer = self.attention_layers[0]
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
