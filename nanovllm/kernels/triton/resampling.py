@@ -41,7 +41,8 @@ CHUNK = tl.constexpr(8 * CELL_)
 # What a program has in registers at a time.
 TILE_CELLS = tl.constexpr(256)
 TILE_CHUNKS = tl.constexpr(256 // 8)
-# Columns of the tables of what slots ask for: see sampling/slots.py.
+# Columns of the tables of what slots ask for: see sampling/slots.py. Kernels take its `params` by
+# another name, which Triton's launcher needs for itself.
 TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE, PARAMS = (tl.constexpr(i) for i in range(6))
 TOP_K, LEAST_LENGTH, NUM_LOGPROBS, LIMITS = (tl.constexpr(i) for i in range(4))
 # What is done to a row's logits.
@@ -145,7 +146,7 @@ def _chunks_kernel(
     positions,
     temperatures,
     seeds,
-    params,
+    settings,
     limits,
     counts,
     barred,
@@ -161,9 +162,9 @@ def _chunks_kernel(
     """
     row, part = tl.program_id(0), tl.program_id(1)
     slot, at = tl.load(slots + row), tl.load(step_at + row)
-    params, limits = params + slot * PARAMS, limits + slot * LIMITS
+    settings, limits = settings + slot * PARAMS, limits + slot * LIMITS
     position = tl.load(positions + at)
-    edits, filters = _edits(params, limits, position), _filters(params, limits, vocab)
+    edits, filters = _edits(settings, limits, position), _filters(settings, limits, vocab)
     if (tl.load(tokens + at) == INVALID) | ((edits == 0) & ~filters):
         return
     logits += tl.load(logits_at + row) * row_stride
@@ -171,7 +172,7 @@ def _chunks_kernel(
     greedy, scale = scale_of(tl.load(temperatures + slot))
 
     cell = part * TILE_CELLS + tl.arange(0, TILE_CELLS)
-    x = _edited_logits((logits, counts, barred, params, edits, vocab), _columns(cell))
+    x = _edited_logits((logits, counts, barred, settings, edits, vocab), _columns(cell))
     chunk = part * TILE_CHUNKS + tl.arange(0, TILE_CHUNKS)
     inside = chunk < chunks
     out = row * chunks + chunk
@@ -227,7 +228,7 @@ def _resample_kernel(
     positions,
     temperatures,
     seeds,
-    params,
+    settings,
     limits,
     counts,
     barred,
@@ -243,9 +244,9 @@ def _resample_kernel(
     """Sample a row's token, and count it."""
     row = tl.program_id(0)
     slot, at = tl.load(slots + row), tl.load(step_at + row)
-    params, limits = params + slot * PARAMS, limits + slot * LIMITS
+    settings, limits = settings + slot * PARAMS, limits + slot * LIMITS
     position = tl.load(positions + at)
-    edits, filters = _edits(params, limits, position), _filters(params, limits, vocab)
+    edits, filters = _edits(settings, limits, position), _filters(settings, limits, vocab)
     if (tl.load(tokens + at) == INVALID) | ((edits == 0) & ~filters):
         return
     logits += tl.load(logits_at + row) * row_stride
@@ -254,7 +255,7 @@ def _resample_kernel(
     greedy, scale = scale_of(tl.load(temperatures + slot))
     seed = tl.load(seeds + slot)
 
-    edited = logits, counts, barred, params, edits, vocab
+    edited = logits, counts, barred, settings, edits, vocab
     chunk = tl.arange(0, WIDEST)
     maximum = tl.load(maxima + chunk, mask=chunk < chunks, other=float("-inf"))
     best = tl.max(maximum, axis=0)
@@ -333,18 +334,18 @@ def _logprobs_kernel(
 
 
 @triton.jit
-def _edits(params, limits, position):
+def _edits(settings, limits, position):
     """What is done to a slot's logits before the token at `position` is sampled."""
-    additive = (tl.load(params + FREQUENCY) != 0) | (tl.load(params + PRESENCE) != 0)
-    penalizes = additive | (tl.load(params + REPETITION) != 1)
+    additive = (tl.load(settings + FREQUENCY) != 0) | (tl.load(settings + PRESENCE) != 0)
+    penalizes = additive | (tl.load(settings + REPETITION) != 1)
     bars = position < tl.load(limits + LEAST_LENGTH)
     return tl.where(penalizes, PENALTIES, 0) | tl.where(bars, BARS, 0)
 
 
 @triton.jit
-def _filters(params, limits, vocab):
+def _filters(settings, limits, vocab):
     """Whether a slot's filters may drop a token."""
-    some = (tl.load(params + TOP_P) < 1) | (tl.load(params + MARGIN) > float("-inf"))
+    some = (tl.load(settings + TOP_P) < 1) | (tl.load(settings + MARGIN) > float("-inf"))
     return some | (tl.load(limits + TOP_K) < vocab)
 
 
@@ -356,20 +357,20 @@ def _logits(logits, col, vocab):
 @triton.jit
 def _edited_logits(edited, col):
     """What is sampled from, before temperature: logits with penalties, and minus infinity where a
-    token is barred. `edited` is (a row's logits, its slot's counts, barred, params, edits, V).
+    token is barred. `edited` is (a row's logits, its slot's counts, barred, settings, edits, V).
 
     A count is 0 for a token that the sequence does not hold, else 1 more than what the output has
     of it.
     """
-    logits, counts, barred, params, edits, vocab = edited
+    logits, counts, barred, settings, edits, vocab = edited
     x = _logits(logits, col, vocab)
     if (edits & PENALTIES) != 0:
-        repetition = tl.load(params + REPETITION)
+        repetition = tl.load(settings + REPETITION)
         count = tl.load(counts + col, mask=col < vocab, other=0)
         repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where(count > 0, repeated, x)
-        x -= tl.load(params + FREQUENCY) * tl.maximum(count - 1, 0).to(tl.float32)
-        x -= tl.where(count > 1, tl.load(params + PRESENCE), 0.0)
+        x -= tl.load(settings + FREQUENCY) * tl.maximum(count - 1, 0).to(tl.float32)
+        x -= tl.where(count > 1, tl.load(settings + PRESENCE), 0.0)
     if (edits & BARS) != 0:
         is_barred = tl.load(barred + col, mask=col < vocab, other=0) != 0
         x = tl.where(is_barred, float("-inf"), x)
@@ -435,8 +436,8 @@ def least_kept(edited, opened, chunk, maximum, weight, limits):
     `maximum` and `weight` [C and more] are of `chunk`.
     """
     found, chunks, peak, scale = opened
-    params, vocab = edited[3], edited[5]
-    k, p, margin = tl.load(limits + TOP_K), tl.load(params + TOP_P), tl.load(params + MARGIN)
+    settings, vocab = edited[3], edited[5]
+    k, p, margin = tl.load(limits + TOP_K), tl.load(settings + TOP_P), tl.load(settings + MARGIN)
     weight *= tl.exp2((maximum - peak) * scale)
     total = tl.sum(weight, axis=0)
     least = _key(peak + margin)
