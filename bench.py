@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from math import log
 from pathlib import Path
 from random import Random
 
@@ -47,6 +48,8 @@ WORKLOADS = {
     "shared": "256 requests, 2048 common tokens + 128 own in, 128 out",
     "long": "64 requests, 3000 in, 512 out",
     "many": "2048 requests, 16-128 in, 16-128 out",
+    "conversations": "192 requests, 64-512 in, 128 out; then 4 times all of that and 64 more in",
+    "lognormal": "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
     "qwen-sampling": "256 requests of bench, with top_p 0.95 and top_k 20: Qwen3's own settings",
@@ -55,11 +58,14 @@ WORKLOADS = {
 }
 GREEDY = ("laptop", "small")
 # What the requests of a workload ask for beside a temperature, which is 0.6 unless it is greedy.
+# Their prompts are those of bench.
 ASKED = {
     "qwen-sampling": dict(top_p=0.95, top_k=20),
     "logprobs": dict(logprobs=1),
     "penalties": dict(presence_penalty=1.0),
 }
+ROUNDS = {"conversations": 5}  # calls one after the other; of others 1
+NEW_TOKENS = 64  # of each further round
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
 SHOWN = sys.stderr.isatty()  # the engines' progress bars
 Work = list[tuple[list[int], int]]  # prompt, output length
@@ -95,6 +101,20 @@ def workload(name: str, vocab: int) -> Work:
     elif name == "small":
         r = Random(0)
         work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
+    elif name == "conversations":
+        r = Random(0)
+        prompts = [[r.randrange(vocab) for _ in range(r.randint(64, 512))] for _ in range(192)]
+        work = [(prompt, 128) for prompt in prompts]
+    elif name == "lognormal":
+        r = Random(0)
+
+        def length(median: int, longest: int) -> int:
+            return round(min(max(16, r.lognormvariate(log(median), 1)), longest))
+
+        work = [
+            ([r.randrange(vocab) for _ in range(length(150, 2048))], length(180, 1024))
+            for _ in range(768)
+        ]
     else:
         drawn_as = "bench" if name in ASKED else name
         work = next(work for key, work in workloads() if key == drawn_as)
@@ -104,10 +124,23 @@ def workload(name: str, vocab: int) -> Work:
 def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
     """Change the first token of each prompt.
 
-    So a prefix cache helps inside a workload, but not between repeats.
+    So a prefix cache helps inside a workload, but not between repeats, nor between workloads with
+    the same prompts.
     """
-    first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
+    begin = 20000 + 300 * repeat
+    if name in ASKED:
+        begin += 30000 * (1 + list(ASKED).index(name))
+    first = [begin + (0 if name == "shared" else i % 256) for i in range(len(work))]
     return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
+
+
+def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> Work:
+    """Each prompt, what was answered to it, and new tokens."""
+    r = Random(seed)
+    return [
+        (prompt + output + [r.randrange(vocab) for _ in range(NEW_TOKENS)], length)
+        for (prompt, length), output in zip(work, outputs)
+    ]
 
 
 def model_folder(name: str) -> tuple[str, bool]:
@@ -172,12 +205,12 @@ class NanovllmEngine:
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, sampling: dict) -> int:
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
         from nanovllm import SamplingParams
 
         params = [SamplingParams(**sampling, max_tokens=n, ignore_eos=True) for _, n in work]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
-        return sum(len(output["token_ids"]) for output in outputs)
+        return [output["token_ids"] for output in outputs]
 
 
 class VllmEngine:
@@ -194,7 +227,7 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, sampling: dict) -> int:
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
         from vllm import SamplingParams
 
         params = [
@@ -204,7 +237,7 @@ class VllmEngine:
         outputs = self.llm.generate(
             [dict(prompt_token_ids=prompt) for prompt, _ in work], params, use_tqdm=SHOWN
         )
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class TransformersEngine:
@@ -224,8 +257,8 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, sampling: dict) -> int:
-        torch, total, random = self.torch, 0, sampling["temperature"] > 0
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
+        torch, outputs, random = self.torch, [], sampling["temperature"] > 0
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -235,7 +268,7 @@ class TransformersEngine:
                 ids[i, width - len(prompt) :] = torch.tensor(prompt)
                 mask[i, width - len(prompt) :] = 1
             with torch.inference_mode():
-                self.model.generate(
+                rows = self.model.generate(
                     ids.to(self.device),
                     attention_mask=mask.to(self.device),
                     min_new_tokens=length,
@@ -243,8 +276,9 @@ class TransformersEngine:
                     pad_token_id=0,
                     **(sampling | dict(do_sample=True) if random else dict(do_sample=False)),
                 )
-            total += sum(n for _, n in batch)  # the rest of each row was made for nothing
-        return total
+            # The rest of each row was made for nothing.
+            outputs += [row[width : width + n] for row, (_, n) in zip(rows.tolist(), batch)]
+        return outputs
 
 
 ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": TransformersEngine}
@@ -259,9 +293,9 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     - all operations: those, the same for tokens drawn, the head, and attention within prompts.
 
     Of experts, a step reads as many as its tokens would pick at random, and a token computes with
-    its own alone.
+    its own alone. Several rounds have none.
     """
-    if model not in SHAPES:
+    if model not in SHAPES or name in ROUNDS:
         return None
     hidden, layers, heads, kv_heads, head_dim, intermediate, experts, active, _ = SHAPES[model]
     expert = layers * 3 * hidden * intermediate
@@ -339,7 +373,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
         seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
-        tokens, best = sum(n for _, n in work), min(seconds)
+        tokens, best = num_output_tokens(work, name), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
             workload=name,
@@ -368,14 +402,24 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     fresh = refresh(work, name, repeat, engine.vocab)
     if args.plot:
         engine.llm.engine.steps = []  # to which the engine adds a record of each step
-    begin = time.perf_counter()
     sampling = dict(temperature=0.0 if name in GREEDY else 0.6) | ASKED.get(name, {})
-    tokens = engine.run(fresh, sampling)
-    seconds = time.perf_counter() - begin
-    wanted = sum(n for _, n in work)
+    outputs: list[list[int]] = []
+    tokens, seconds = 0, 0.0
+    for round in range(ROUNDS.get(name, 1)):
+        if outputs:
+            fresh = next_round(fresh, outputs, round, engine.vocab)
+        begin = time.perf_counter()
+        outputs = engine.run(fresh, sampling)
+        seconds += time.perf_counter() - begin
+        tokens += sum(map(len, outputs))
+    wanted = num_output_tokens(work, name)
     if tokens != wanted:
         raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
     return seconds
+
+
+def num_output_tokens(work: Work, name: str) -> int:
+    return sum(n for _, n in work) * ROUNDS.get(name, 1)
 
 
 def options_name(options: str) -> str:

@@ -2,13 +2,15 @@
 
 import difflib
 import functools
+import math
 import numbers
 import operator
 import reprlib
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 Class = TypeVar("Class", bound=type)
+ABOVE_ZERO = math.ulp(0.0)  # the least number above 0
 
 
 def as_integer(value: Any) -> int | None:
@@ -25,6 +27,40 @@ def as_number(value: Any) -> Any:
     """`value` if it is a real number, NumPy's included; else None, as for a bool."""
     is_number = isinstance(value, numbers.Real) and type(value) is not bool
     return value if is_number else None
+
+
+class Range(NamedTuple):
+    """What a field of an options class may hold: a number from `least` to `most`."""
+
+    kind: type[int] | type[float]
+    least: float
+    most: float
+    remedy: str  # what to use instead, as an error says it
+    none: bool = False  # whether it may be None
+
+    def check(self, options: Any, name: str) -> None:
+        """Raise TypeError or ValueError for a wrong value; keep a right one as a plain number."""
+        given = getattr(options, name)
+        if given is None and self.none:
+            return
+        value = as_integer(given) if self.kind is int else as_number(given)
+        if value is None:
+            raise TypeError(f"{name} is {shown(given)}: use {self.remedy}")
+        if not self.least <= value <= self.most:
+            raise ValueError(f"{name} is {shown(value)}: use {self.remedy}")
+        object.__setattr__(options, name, self.kind(value))  # the class is frozen
+
+
+def check_choice(options: Any, name: str, choices: tuple[Any, ...]) -> None:
+    """Raise an error unless the field is one of `choices`: ValueError among texts, else
+    TypeError."""
+    value = getattr(options, name)
+    # By type first: 1 equals True, and an array compares with anything, item by item.
+    if any(type(value) is type(choice) and value == choice for choice in choices):
+        return
+    if isinstance(choices[0], str):
+        raise ValueError(f"{name} is {shown(value)}: use one of {', '.join(map(repr, choices))}")
+    raise TypeError(f"{name} is {shown(value)}: use {' or '.join(map(repr, choices))}")
 
 
 def shown(value: Any) -> str:

@@ -10,9 +10,35 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from nanovllm.checks import as_integer, as_number, refuse_unknown_names, shown
+from nanovllm.checks import ABOVE_ZERO, Range, check_choice, refuse_unknown_names, shown
 
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
+COUNT = Range(int, 1, 2**63 - 1, "an integer, 1 or more, below 2**63")
+SECONDS = Range(float, ABOVE_ZERO, 1e6, "a number of seconds above 0, at most 1e6")
+LIMITS = {
+    "max_num_batched_tokens": COUNT,
+    "max_num_seqs": Range(int, 1, MAX_NUM_SEQS, f"an integer from 1 to {MAX_NUM_SEQS}"),
+    "max_model_len": COUNT,
+    "gpu_memory_utilization": Range(
+        float, ABOVE_ZERO, 1, "a number such as 0.9, a fraction above 0, at most 1"
+    ),
+    "tensor_parallel_size": COUNT,
+    "kvcache_block_size": Range(int, 16, 2**63 - 1, "a multiple of 16"),
+    "num_kvcache_blocks": Range(int, 1, 2**63 - 1, "an integer, 1 or more, or None", none=True),
+    "seed": Range(int, 0, 2**63 - 1, "an integer, 0 or more, below 2**63, or None", none=True),
+    "start_timeout": SECONDS,
+    "step_timeout": SECONDS,
+}
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "enforce_eager": (True, False),
+    "enable_prefix_caching": (True, False),
+    "symmetric_memory": (True, False),
+    "overlap": (True, False, None),
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "load_format": ("auto", "dummy"),
+    "kernels": ("auto", "plain", "compile", "cpp"),
+    "attention_backend": ("auto", "flash-attn", "triton", "torch"),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +61,7 @@ class Config:
     dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16".
     device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
-    enable_prefix_caching: keep finished KV blocks and share them with requests that begin alike.
+    enable_prefix_caching: keep what requests have in KV blocks, for others that begin alike.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     kernels: what the model's layers compute with. "auto": what is made by hand for the device;
         "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
@@ -81,67 +107,17 @@ class Config:
             raise TypeError(
                 f"model is {shown(self.model)}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'"
             )
-        self._check_integer("max_num_batched_tokens", 1)
-        self._check_integer("max_num_seqs", 1)
-        if self.max_num_seqs > MAX_NUM_SEQS:
-            raise ValueError(f"max_num_seqs is {self.max_num_seqs}: use {MAX_NUM_SEQS} or less")
-        self._check_integer("max_model_len", 1)
-        self._check_integer("tensor_parallel_size", 1)
-        self._check_integer("kvcache_block_size", 16)
+        for name, limits in LIMITS.items():
+            limits.check(self, name)
         if self.kvcache_block_size % 16:
             raise ValueError(
                 f"kvcache_block_size is {self.kvcache_block_size}: use a multiple of 16"
             )
-        if self.num_kvcache_blocks is not None:
-            self._check_integer("num_kvcache_blocks", 1)
-        if self.seed is not None:
-            self._check_integer("seed", 0)
-        self._check_number(
-            "gpu_memory_utilization", 1, "a number such as 0.9", "a fraction above 0, at most 1"
-        )
-        for name in ("start_timeout", "step_timeout"):
-            self._check_number(
-                name, 1e6, "a number of seconds", "a number of seconds above 0, at most 1e6"
-            )
-        for name in ("enforce_eager", "enable_prefix_caching", "symmetric_memory"):
-            self._check_choice(name, (True, False), TypeError, "True or False")
-        self._check_choice("overlap", (True, False, None), TypeError, "True or False")
-        self._check_choice("dtype", ("auto", "float32", "float16", "bfloat16"))
-        self._check_choice("load_format", ("auto", "dummy"))
-        self._check_choice("kernels", ("auto", "plain", "compile", "cpp"))
-        self._check_choice("attention_backend", ("auto", "flash-attn", "triton", "torch"))
+        for name, choices in CHOICES.items():
+            check_choice(self, name, choices)
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device
         ):
             raise ValueError(
                 f"device is {shown(self.device)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'"
             )
-
-    def _check_integer(self, name: str, least: int) -> None:
-        value = as_integer(getattr(self, name))
-        if value is None:
-            raise TypeError(f"{name} is {shown(getattr(self, name))}: use an integer")
-        if not least <= value < 2**63:
-            raise ValueError(f"{name} is {shown(value)}: use {least} or more, below 2**63")
-        object.__setattr__(self, name, value)
-
-    def _check_number(self, name: str, most: float, kind: str, remedy: str) -> None:
-        value = as_number(getattr(self, name))
-        if value is None:
-            raise TypeError(f"{name} is {shown(getattr(self, name))}: use {kind}")
-        if not 0 < value <= most:
-            raise ValueError(f"{name} is {shown(value)}: use {remedy}")
-        object.__setattr__(self, name, float(value))
-
-    def _check_choice(
-        self,
-        name: str,
-        choices: tuple[Any, ...],
-        error: type[Exception] = ValueError,
-        remedy: str = "",
-    ) -> None:
-        value = getattr(self, name)
-        # By type first: 1 equals True, and an array compares with anything, item by item.
-        if not any(type(value) is type(choice) and value == choice for choice in choices):
-            remedy = remedy or f"one of {', '.join(map(repr, choices))}"
-            raise error(f"{name} is {shown(value)}: use {remedy}")

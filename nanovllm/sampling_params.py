@@ -3,16 +3,34 @@
 import math
 import sys
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
-from nanovllm.checks import as_integer, as_number, name_the_nearest, shown
+from nanovllm.checks import ABOVE_ZERO, Range, as_integer, check_choice, name_the_nearest, shown
 
-ABOVE_ZERO = math.ulp(0.0)
 MAX_LOGPROBS = 20
 INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
 # Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
 # token is sampled.
 GREEDY_BELOW = 1e-8
+LIMITS = {
+    "temperature": Range(float, 0, 1e38, "0 (greedy) or a positive number, at most 1e38"),
+    "top_k": Range(int, -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens"),
+    "top_p": Range(float, ABOVE_ZERO, 1, "a number above 0, at most 1"),
+    "min_p": Range(float, 0, 1, "a number from 0 to 1"),
+    "max_tokens": Range(
+        int, 1, math.inf, "an integer, 1 or more, or None for as many as fit", none=True
+    ),
+    "min_tokens": Range(int, 0, 2**31 - 1, "an integer from 0 to 2**31 - 1"),
+    "seed": Range(int, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None", none=True),
+    "n": Range(int, 1, math.inf, "an integer, 1 or more"),
+    "logprobs": Range(
+        int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None", none=True
+    ),
+    "repetition_penalty": Range(
+        float, ABOVE_ZERO, sys.float_info.max, "a number above 0; 1 changes nothing"
+    ),
+    "presence_penalty": Range(float, -2, 2, "a number from -2 to 2; 0 changes nothing"),
+    "frequency_penalty": Range(float, -2, 2, "a number from -2 to 2; 0 changes nothing"),
+}
 
 
 @name_the_nearest("parameter")
@@ -31,8 +49,7 @@ class SamplingParams:
     min_tokens: the fewest; nothing ends the output before.
     ignore_eos: go on past end-of-sequence.
     stop: a string or strings that end the output, whose text is cut before the first of them.
-        token_ids keeps every
-        token that was sampled.
+        token_ids keeps every token that was sampled.
     stop_token_ids: tokens that end the output, as end-of-sequence does.
     seed: the same tokens in any batch; completion i of n uses seed + i. None: the LLM's own noise.
     n: completions of the prompt, which is computed once.
@@ -65,75 +82,31 @@ class SamplingParams:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        self._check_number("temperature", 0, 1e38, "0 (greedy) or a positive number, at most 1e38")
+        for name, limits in LIMITS.items():
+            limits.check(self, name)
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
-        self._check_integer(
-            "top_k", -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens"
-        )
-        self._check_number("top_p", ABOVE_ZERO, 1, "a number above 0, at most 1")
-        self._check_number("min_p", 0, 1, "a number from 0 to 1")
-        if self.max_tokens is not None:
-            self._check_integer(
-                "max_tokens", 1, math.inf, "an integer, 1 or more, or None for as many as fit"
-            )
-        self._check_integer("min_tokens", 0, 2**31 - 1, "an integer from 0 to 2**31 - 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
                 "lower the one or raise the other"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos is {shown(self.ignore_eos)}: use True or False")
+        check_choice(self, "ignore_eos", (True, False))
         self._check_stops()
-        if self.seed is not None:
-            self._check_integer("seed", 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None")
-        self._check_integer("n", 1, math.inf, "an integer, 1 or more")
-        if self.logprobs is not None:
-            self._check_integer(
-                "logprobs", 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None"
-            )
-        self._check_number(
-            "repetition_penalty",
-            ABOVE_ZERO,
-            sys.float_info.max,
-            "a number above 0; 1 changes nothing",
-        )
-        self._check_number("presence_penalty", -2, 2, "a number from -2 to 2; 0 changes nothing")
-        self._check_number("frequency_penalty", -2, 2, "a number from -2 to 2; 0 changes nothing")
-
-    def _check_integer(self, name: str, least: float, most: float, remedy: str) -> None:
-        self._check(name, as_integer(getattr(self, name)), least, most, remedy)
-
-    def _check_number(self, name: str, least: float, most: float, remedy: str) -> None:
-        self._check(name, as_number(getattr(self, name)), least, most, remedy)
-        object.__setattr__(self, name, float(getattr(self, name)))
-
-    def _check(self, name: str, value: Any, least: float, most: float, remedy: str) -> None:
-        if value is None:
-            raise TypeError(f"{name} is {shown(getattr(self, name))}: use {remedy}")
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {shown(value)}: use {remedy}")
-        object.__setattr__(self, name, value)
 
     def _check_stops(self) -> None:
-        stop = (
-            () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
-        )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = () if stop is None else stop
         if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) for text in stop):
             raise TypeError(f"stop is {shown(self.stop)}: use a string or a list of strings")
         if "" in stop:
             raise ValueError(
                 "stop holds an empty string, which would end every output at once: leave it out"
             )
-        token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        ids = (
-            [as_integer(token) for token in token_ids]
-            if isinstance(token_ids, (list, tuple))
-            else [None]
-        )
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = list(map(as_integer, given)) if isinstance(given, (list, tuple)) else [None]
         if None in ids:
-            raise TypeError(f"stop_token_ids is {shown(token_ids)}: use a list of token ids")
+            raise TypeError(f"stop_token_ids is {shown(given)}: use a list of token ids")
         # Frozen, so the caller's list must not change it.
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))

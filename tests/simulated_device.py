@@ -88,11 +88,14 @@ class WatchedScheduler(Scheduler):
         block_size: int,
         *,
         caching: bool = True,
+        min_run: int | None = None,
         policy: SchedulingPolicy | None = None,
         **budgets: int,
     ) -> None:
         policy = policy or SchedulingPolicy()
         super().__init__(WatchedBlocks(num_blocks, block_size, caching), policy, **budgets)
+        if min_run is not None:
+            self.blocks.min_run = min(min_run, block_size)
         self.first_starts: list[int] = []
         self.num_starts: dict[int, int] = {}
         self.shared: dict[int, frozenset[int]] = {}
@@ -123,7 +126,7 @@ class SimulatedDevice:
         self.scheduler = scheduler
         self.block_size = scheduler.blocks.block_size
         # KV slot -> fingerprint of the tokens up to the one whose K and V lie there
-        self.kv_cache: dict[int, int] = {}
+        self.kv_cache: dict[int, int | None] = {}
         self.states: dict[int, RunningState] = {}  # by batch slot
         self.tokens: dict[int, list[int]] = {}  # of each sequence, with those not yet committed
 
@@ -138,6 +141,7 @@ class SimulatedDevice:
             state.table.append(block)
         tables = [self.states[slot].table for slot in batch.decode_slots]
         assert batch.shared_blocks <= len(os.path.commonprefix(tables))
+        self._copy_blocks(batch)
         # A layer writes all K and V of a step before any token attends.
         for slot in batch.decode_slots:
             self._write_decode(slot, owners[slot])
@@ -157,6 +161,23 @@ class SimulatedDevice:
         for slot, token in zip(sampling, sampled):
             self.tokens[owners[slot].id].append(token)
         return sampled
+
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Before anything is written; all sources are read before a copy is written."""
+        size = self.block_size
+        tables = [chunk.block_table for chunk in batch.prefills]
+        found = [
+            [self.kv_cache.get(s * size + i) for i in range(size)] for s, _ in batch.block_copies
+        ]
+        for (_, copy), contents in zip(batch.block_copies, found):
+            assert sum(copy in table for table in tables) >= 1, (
+                "a copy is for a sequence that starts"
+            )
+            assert not any(copy in self.states[slot].table for slot in batch.decode_slots)
+            for i, content in enumerate(contents):
+                self.kv_cache[copy * size + i] = content
+        copies = [copy for _, copy in batch.block_copies]
+        assert len(set(copies)) == len(copies)
 
     def _write_decode(self, slot: int, seq: Sequence) -> None:
         state, tokens = self.states[slot], self.tokens[seq.id]

@@ -27,6 +27,8 @@ TOTALS = {  # requests, tokens in, tokens out
     "shared": (256, 557056, 32768),
     "long": (64, 192000, 32768),
     "many": (2048, 146435, 149747),
+    "conversations": (192, 54069, 24576),
+    "lognormal": (768, 177876, 199419),
     "laptop": (64, 9474, 8491),
     "small": (8, 569, 256),
     "qwen-sampling": (256, 142827, 133966),
@@ -88,6 +90,38 @@ def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
             (prompt[1:], n) for prompt, n in work[name]
         ]
     assert len({tuple(prompt[:2048]) for prompt, _ in second}) == 1
+
+
+def test_workloads_with_the_same_prompts_share_no_prefix(work):
+    names = ("bench", *bench.ASKED)
+    begins = [
+        {prompt[0] for prompt, _ in bench.refresh(work[name], name, repeat, bench.VOCAB)}
+        for name in names
+        for repeat in range(10)
+    ]
+    assert len(set().union(*begins)) == sum(map(len, begins))
+
+
+def test_each_round_of_a_conversation_begins_with_all_that_was_said(monkeypatch, capsys):
+    prompts, outputs = [], []
+
+    class Engine(bench.NanovllmEngine):
+        def run(self, work, *args):
+            answers = super().run(work, *args)
+            prompts.append([prompt for prompt, _ in work])
+            outputs.append(answers)
+            return answers
+
+    monkeypatch.setitem(bench.ENGINES, "nanovllm", Engine)
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 5), ([4], 5)])
+    run(monkeypatch, "--model", "tiny", "--workload", "conversations", "--repeat", "1")
+    prompts, outputs = prompts[1:], outputs[1:]  # the first call warms up
+    assert len(prompts) == 5 and all(len(output) == 5 for round in outputs for output in round)
+    for before, answers, after in zip(prompts, outputs, prompts[1:]):
+        for prompt, answer, longer in zip(before, answers, after):
+            assert longer[:-64] == prompt + answer
+    assert len({tuple(prompt[-64:]) for round in prompts[1:] for prompt in round}) == 8
+    assert "conversations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("model", LIMITS)

@@ -1,5 +1,6 @@
 """Blocks are never leaked, freed twice or shared wrongly; a hit is the longest prefix there is."""
 
+import os
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
 from simulated_device import output_alone
 from test_scheduler import Server, make_scheduler, streams
 
+from nanovllm.engine import block_manager
 from nanovllm.engine.block_manager import BlockManager
 
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
@@ -25,7 +27,7 @@ TOKENS = st.lists(st.integers(0, 1), max_size=14)
 def weaken_hashes(monkeypatch, bits: int) -> None:
     """Let the keys of blocks have hashes of so many bits, so that most collide."""
 
-    class WeakKey(tuple):
+    class WeakKey(bytes):
         def __hash__(self):
             return super().__hash__() % 2**bits
 
@@ -34,31 +36,43 @@ def weaken_hashes(monkeypatch, bits: int) -> None:
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
-    """Holds sequences as a scheduler does, and knows by itself what every block contains."""
+    """Holds sequences as a scheduler does, and knows by itself what every block contains.
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 3), caching=st.booleans())
-    def start(self, num_blocks, block_size, caching):
+    Contents are all tokens up to a block's last one, those of the blocks before it included.
+    """
+
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        block_size=st.integers(1, 4),
+        caching=st.booleans(),
+        min_run=st.integers(1, 2),
+    )
+    def start(self, num_blocks, block_size, caching, min_run):
         self.blocks = BlockManager(num_blocks, block_size, caching)
+        self.blocks.min_run = min(min_run, block_size)
         self.caching = caching
-        self.held: list[list[int]] = []  # the table of each sequence
-        # Block -> all tokens up to its end, if it is full.
-        self.contents: dict[int, tuple[int, ...]] = {}
-        # The same from the other side, for blocks that the manager should find.
-        self.known: dict[tuple[int, ...], int] = {}
+        # The table of each sequence, its tokens, and the prefix id of its last full block.
+        self.held: list[tuple[list[int], list[int], int]] = []
+        self.known: dict[tuple[int, ...], int] = {}  # contents -> block that should be found
+        self.prefix_ids: dict[tuple[int, ...], int] = {}  # of full ones
+        self.computed: set[tuple[int, ...]] = set()  # those that an earlier step computes
 
     @rule(tokens=TOKENS)
     def admit(self, tokens):
         blocks, size = self.blocks, self.blocks.block_size
-        prefixes = [tuple(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
         shared = blocks.match(tokens)
         expected = []
-        for prefix in prefixes:
-            if prefix not in self.known:
+        for end in range(size, len(tokens) + 1, size):
+            if tuple(tokens[:end]) not in self.known:
                 break
-            expected.append(self.known[prefix])
+            expected.append(self.known[tuple(tokens[:end])])
         assert shared == expected
+        parent = blocks.prefix_id(shared[-1]) if shared else 0
+        self.check_run(tokens, len(shared) * size, parent)
         count = -(-len(tokens) // size) - len(shared)
-        idle = set(range(blocks.num_blocks)) - {block for table in self.held for block in table}
+        idle = set(range(blocks.num_blocks)) - {
+            block for table, _, _ in self.held for block in table
+        }
         assert blocks.num_free_without(shared) == len(idle - set(shared))
         if count > blocks.num_free_without(shared):
             return
@@ -67,41 +81,95 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert len(set(fresh)) == count and set(fresh) <= idle - set(shared)
         for block in fresh:
             self._forget(block)
-        table = shared + fresh
-        self.held.append(table)
-        parent = blocks.prefix_id(shared[-1]) if shared else 0
-        for index in range(len(shared), len(prefixes)):
-            block, prefix = table[index], prefixes[index]
-            parent = blocks.register(block, parent, list(prefix[-size:]))
-            self.contents[block] = prefix
-            if self.caching:
-                self.known.setdefault(prefix, block)
+        self.held.append((shared + fresh, tokens, parent))
+        self._register(len(self.held) - 1, len(shared) * size)
+
+    def check_run(self, tokens, start, parent):
+        """What is found begins with as many of the next tokens as any other does."""
+        size = self.blocks.block_size
+        found = self.blocks.match_run(parent, tokens[start : start + size])
+        behind = [
+            (len(os.path.commonprefix([contents, tuple(tokens)])) - start, block)
+            for contents, block in self.known.items()
+            if contents in self.computed
+            and (len(contents) - 1) // size * size == start
+            and contents[:start] == tuple(tokens[:start])
+        ]
+        longest = max(behind, default=(0, -1))[0]
+        if longest < self.blocks.min_run:
+            assert found is None
+        else:
+            block, run = found
+            assert run == longest and (run, block) in behind
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), more=TOKENS)
+    def grow(self, data, more):
+        """A sequence fills more of the last of its blocks."""
+        i = data.draw(st.integers(0, len(self.held) - 1))
+        table, tokens, parent = self.held[i]
+        start = len(tokens) // self.blocks.block_size * self.blocks.block_size
+        room = len(table) * self.blocks.block_size - len(tokens)
+        self.held[i] = table, tokens + more[:room], parent
+        if room:
+            self._register(i, start)
+
+    def _register(self, i, start):
+        """The blocks of the tokens from `start` on."""
+        table, tokens, parent = self.held[i]
+        size = self.blocks.block_size
+        for index in range(start // size, len(table)):
+            block, contents = table[index], tuple(tokens[: (index + 1) * size])
+            before, own = contents[: index * size], contents[index * size :]
+            own_id = self.blocks.register(block, parent, list(own))
+            if self.caching and len(own) >= self.blocks.min_run:
+                self._forget(block)
+                # Behind a block that was evicted since, nothing is found.
+                if not before or self.prefix_ids.get(before) == parent:
+                    self.known.setdefault(contents, block)
+                    if len(own) == size:
+                        self.prefix_ids.setdefault(contents, own_id)
+            parent = own_id if len(own) == size else parent
+        self.held[i] = table, tokens, parent
+
+    @rule()
+    def begin_step(self):
+        self.blocks.begin_step()
+        self.computed = set(self.known)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def finish(self, data):
-        table = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        table, _, _ = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
         self.blocks.release(table)
 
     def _forget(self, block):
-        prefix = self.contents.pop(block, None)
-        if prefix is not None and self.known.get(prefix) == block:
+        forgotten = [contents for contents, other in self.known.items() if other == block]
+        for contents in forgotten:
             # What follows it is not found any more, even when its prefix is computed again.
-            self.known = {
-                longer: other
-                for longer, other in self.known.items()
-                if longer[: len(prefix)] != prefix
-            }
+            for other in list(self.known):
+                is_full = len(contents) % self.blocks.block_size == 0
+                if other == contents or is_full and other[: len(contents)] == contents:
+                    del self.known[other]
+                    self.prefix_ids.pop(other, None)
+                    self.computed.discard(other)
 
     @invariant()
     def every_block_is_free_or_counted(self):
         if not hasattr(self, "blocks"):
             return
         counts = [
-            sum(block in table for table in self.held) for block in range(self.blocks.num_blocks)
+            sum(block in table for table, _, _ in self.held)
+            for block in range(self.blocks.num_blocks)
         ]
         assert self.blocks.ref_counts == counts
         assert self.blocks.num_free == counts.count(0)
+
+    @invariant()
+    def what_is_known_is_in_order(self):
+        if hasattr(self, "blocks"):
+            ordered, new = self.blocks._ordered_keys, self.blocks._new_keys
+            assert ordered == sorted(set(self.blocks._known) - new)
 
 
 TestBlockManager = BlockManagerMachine.TestCase
@@ -160,12 +228,81 @@ def test_the_same_tokens_after_another_prefix_are_another_block():
     assert blocks.match([5, 6, 3, 4]) == [] and blocks.match([3, 4]) == []
 
 
-def test_only_full_blocks_are_found():
+def test_only_full_blocks_are_shared():
     blocks = BlockManager(8, 4)
     table = hold(blocks, list(range(10)))
     assert blocks.match(list(range(3))) == []
     assert blocks.match(list(range(7))) == table[:1]
     assert blocks.match(list(range(12))) == table[:2]
+
+
+def runs_of(blocks: BlockManager, *contents: list[int]) -> list[int]:
+    """Blocks known to begin a prompt, each with its own tokens, and computed."""
+    table = blocks.allocate(len(contents))
+    for block, tokens in zip(table, contents):
+        blocks.register(block, 0, tokens)
+    blocks.begin_step()
+    return table
+
+
+def test_the_longest_run_is_found_among_full_blocks_and_partly_filled_ones():
+    blocks = BlockManager(8, 4)
+    blocks.min_run = 1
+    full, part, other = runs_of(blocks, [1, 2, 3, 4], [1, 2, 5], [6])
+    assert blocks.match_run(0, [1, 2, 3, 9]) == (full, 3)
+    assert blocks.match_run(0, [1, 2, 5, 1]) == (part, 3)
+    assert blocks.match_run(0, [6]) == blocks.match_run(0, [6, 1, 2, 5]) == (other, 1)
+    assert blocks.match_run(0, [1, 9])[1] == 1
+    assert blocks.match_run(0, [7]) is blocks.match_run(0, []) is blocks.match_run(1, [1]) is None
+
+
+def test_a_short_run_is_not_worth_a_copy():
+    blocks = BlockManager(8, 64)
+    (block,) = runs_of(blocks, [1] * 40)
+    assert blocks.match_run(0, [1] * 15 + [2]) is None
+    assert blocks.match_run(0, [1] * 16 + [2]) == (block, 16)
+
+
+def test_a_block_that_holds_more_is_known_for_that():
+    blocks = BlockManager(2, 4)
+    blocks.min_run = 1
+    (block,) = runs_of(blocks, [1, 2])
+    assert blocks.register(block, 0, [1, 2, 3, 4]) == blocks.prefix_id(block)
+    assert blocks.match([1, 2, 3, 4]) == [block] and blocks.match_run(0, [1, 2]) is None
+    blocks.begin_step()
+    assert blocks.match_run(0, [1, 2, 3]) == (block, 3) and len(blocks._known) == 1
+
+
+@pytest.mark.parametrize("common", [0, 5, 100])
+def test_among_thousands_of_siblings_two_comparisons_of_tokens_find_the_longest_run(
+    monkeypatch, common
+):
+    """As many conversations have that begin with one system prompt."""
+    r = random.Random(0)
+    system, count = [r.randrange(9) for _ in range(common)], 10_000
+    compared, ordered = [], []
+
+    class CountedKey(bytes):
+        def __lt__(self, other):
+            ordered.append(1)
+            return bytes(self) < bytes(other)
+
+    key, count_common = BlockManager._key, block_manager.count_common
+    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda *args: CountedKey(key(*args))))
+    monkeypatch.setattr(
+        block_manager, "count_common", lambda *keys: compared.append(1) or count_common(*keys)
+    )
+    blocks = BlockManager(count, 256)
+    contents = [system + [r.randrange(9) for _ in range(120)] for _ in range(count)]
+    table = runs_of(blocks, *contents)
+    ordered.clear()
+    for block, tokens in list(zip(table, contents))[::500]:
+        assert blocks.match_run(0, tokens + [1, 2, 3]) == (block, common + 120)
+    assert len(compared) <= 2 * 20 and len(ordered) <= 20 * 14
+    ordered.clear()
+    blocks.release(table[:1])
+    blocks.allocate(1)
+    assert len(blocks._known) == count - 1 and len(ordered) <= 14
 
 
 def test_unknown_blocks_are_taken_before_cached_ones():

@@ -184,6 +184,22 @@ def test_float32_greedy_output_is_the_same_however_it_is_run(small, options):
         assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_blocks
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_float32_conversations_are_copied_to_the_token(small, overlap):
+    """Blocks are few: what one step copies, it may take and write over too."""
+    folder, model = small
+    prompts = prompts_of((5, 60, 100, 230, 250, 256, 300, 500))
+    options = dict(dtype="float32", num_kvcache_blocks=24, max_num_seqs=6)
+    with LLM(folder, overlap=overlap, **options) as llm:
+        for turn in range(3):
+            before = llm.engine.num_prefill_tokens
+            expected = [greedy(model, prompt, 24) for prompt in prompts]
+            assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+            computed = llm.engine.num_prefill_tokens - before
+            assert not turn or computed < sum(map(len, prompts)) / 2
+            prompts = [[*a, *b, turn, i] for i, (a, b) in enumerate(zip(prompts, expected))]
+
+
 @pytest.mark.parametrize("max_num_seqs", [1, 7, 20, 300, 512])
 def test_any_max_num_seqs_decodes_in_graphs(small, max_num_seqs):
     folder, model = small

@@ -10,6 +10,8 @@ from engine_helpers import MODELS, PROMPTS, VOCAB, assert_empty, assert_greedy, 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.engine import block_manager
+
 LONG = PROMPTS[7]
 
 overlapped = pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
@@ -157,6 +159,45 @@ def test_a_follow_up_prompt_reuses_what_was_drawn(checkpoint, make_llm, overlap)
 
 @overlapped
 @pytest.mark.parametrize(
+    "options", [{}, dict(max_num_batched_tokens=20), dict(num_kvcache_blocks=8, max_num_seqs=3)]
+)
+def test_conversations_are_copied_to_the_token_without_changing_output(
+    checkpoint, make_llm, monkeypatch, options, overlap
+):
+    """What is known of a prompt ends anywhere in a block of 64."""
+    monkeypatch.setattr(block_manager, "MIN_RUN", 1)
+    llm = make_llm(overlap=overlap, kvcache_block_size=64, **options)
+    prompts = PROMPTS[3:7]
+    for turn in range(4):
+        before = llm.engine.num_prefill_tokens
+        assert_greedy(llm, checkpoint, prompts)
+        if not options and turn:
+            # The last token of each answer, and the three new ones.
+            assert llm.engine.num_prefill_tokens == before + 4 * len(prompts)
+        answers = [checkpoint.expected(prompt, 24) for prompt in prompts]
+        prompts = [
+            [*prompt, *answer, turn, i, 3]
+            for i, (prompt, answer) in enumerate(zip(prompts, answers))
+        ]
+
+
+@overlapped
+def test_a_block_is_copied_before_the_step_that_takes_it_writes_there(
+    checkpoint, make_llm, monkeypatch, overlap
+):
+    monkeypatch.setattr(block_manager, "MIN_RUN", 1)
+    llm = make_llm(num_kvcache_blocks=3, overlap=overlap)
+    first, second = PROMPTS[2][:9], PROMPTS[3][:9]
+    for prompt in (first, second):
+        assert_greedy(llm, checkpoint, [prompt], max_tokens=1)
+    # The second of these takes the block that the first one copies.
+    before = llm.engine.num_prefill_tokens
+    assert_greedy(llm, checkpoint, [first[:8] + [3], second[:8] + [3]], max_tokens=7)
+    assert llm.engine.num_prefill_tokens == before + 2
+
+
+@overlapped
+@pytest.mark.parametrize(
     "options",
     [{}, dict(max_num_batched_tokens=20), dict(num_kvcache_blocks=9), dict(max_num_seqs=3)],
 )
@@ -200,10 +241,12 @@ def test_stopping_in_mid_batch_does_not_change_the_others(checkpoint, make_llm, 
         st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=9), min_size=1, max_size=3
     ),
     max_tokens=st.sampled_from([1, 17, 24]),
+    min_run=st.sampled_from([1, block_manager.MIN_RUN]),
 )
 def test_no_mixture_of_options_changes_greedy_output(
-    checkpoint, make_llm, options, calls, max_tokens
+    checkpoint, make_llm, monkeypatch, options, calls, max_tokens, min_run
 ):
+    monkeypatch.setattr(block_manager, "MIN_RUN", min_run)
     with make_llm(**options) as llm:
         for prompts in calls:
             assert_greedy(llm, checkpoint, prompts, max_tokens)

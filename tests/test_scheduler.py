@@ -3,6 +3,7 @@
 import copy
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from simulated_device import (
     output_alone,
 )
 
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
@@ -136,6 +139,7 @@ def streams(draw):
         max_num_seqs=draw(st.sampled_from([3, 1, 2, 5, 16])),
         max_num_batched_tokens=draw(st.sampled_from([20, 1, 3, 8, 100])),
         caching=draw(st.booleans()),
+        min_run=draw(st.sampled_from([1, 2, 16])),
     )
     room = num_blocks * block_size  # for all but the last token
     token = st.integers(0, VOCABULARY - 1)
@@ -284,6 +288,11 @@ def test_the_random_streams_reach_what_they_are_meant_for():
             seen.update(("chunk", chunk.is_last) for chunk in batch.prefills)
             if any(chunk.write_from > chunk.start for chunk in batch.prefills):
                 seen.add("fully cached")
+            tables = [chunk.block_table for chunk in batch.prefills]
+            for source, target in batch.block_copies:
+                seen.add("copy")
+                if any(source in table for table in tables if target not in table):
+                    seen.add("copy from a block that is taken")
             block_size = sizes["block_size"]
             seen.update(
                 ("fork", fork.end % block_size > 0)
@@ -293,6 +302,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
 
     look()
     wanted = {("chunk", False), ("chunk", True), "fully cached", ("fork", False), ("fork", True)}
+    wanted |= {"copy", "copy from a block that is taken"}
     assert seen >= wanted | {("preemption", False), ("preemption", True)}
 
 
@@ -411,6 +421,138 @@ def test_requests_of_one_step_share_their_prefix():
     first, second = server.batches[0].prefills
     assert (first.start, second.start) == (0, 8) and first.block_table[:2] == second.block_table[:2]
     server.run()
+
+
+def first_chunk(server: Server, id: int, prompt: list[int], max_tokens: int = 1, **options):
+    """What is computed first of a prompt, and the copies of that step."""
+    server.add(id, prompt, max_tokens, **options)
+    server.step()
+    return server.batches[-1].prefills[0], server.batches[-1].block_copies
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_conversation_goes_on_where_its_last_answer_ends(delay):
+    """Wherever that is in a block. Only the last token's K and V were never computed."""
+    server = Server(make_scheduler(block_size=8, min_run=1, max_num_batched_tokens=100))
+    prompt = [1, 2, 3]
+    for turn in range(8):
+        seq = server.add(turn, prompt, 3 + turn % 3)
+        server.run(delay)
+        assert seq.num_cached_tokens == (len(prompt) - 3 if turn else 0)
+        prompt = seq.token_ids + [turn, turn]
+
+
+def test_a_sequence_that_ran_one_step_too_far_is_known_up_to_its_last_token():
+    prompt = [1, 2, 3]
+    output = output_alone(prompt, 8)
+    server = Server(make_scheduler(block_size=8, min_run=1))
+    stopped = server.add(0, prompt, 5, stop_ids={output[1]})
+    server.run(delay=True)
+    assert sum(len(batch.decode_slots) for batch in server.batches) > len(stopped.output_ids) - 1
+    chunk, _ = first_chunk(server, 1, [*prompt, *output[:5]])
+    assert chunk.start == 3 + stopped.output_ids.index(output[1])
+
+
+def test_prompts_that_differ_inside_a_block_copy_what_they_have_in_common():
+    server = Server(make_scheduler(block_size=8, min_run=1))
+    server.add(0, list(range(14)), 1)
+    server.run()
+    chunk, copies = first_chunk(server, 1, [*range(11), 5, 5])
+    (source,) = (source for source, _ in copies)
+    assert chunk.start == chunk.write_from + 3 == 11
+    assert copies == ((source, chunk.block_table[1]),) and source not in chunk.block_table
+
+
+def test_a_prompt_that_is_known_to_its_end_computes_its_last_token():
+    server = Server(make_scheduler(block_size=8, min_run=1))
+    server.add(0, list(range(14)), 1)
+    server.run()
+    chunk, _ = first_chunk(server, 1, list(range(13)))
+    assert (chunk.start, chunk.end) == (12, 13)
+
+
+def test_what_a_step_computes_is_copied_from_the_next_step_on():
+    """Its K and V are not there yet when the step copies; whole blocks are shared at once."""
+    server = Server(make_scheduler(block_size=8, min_run=1, max_num_batched_tokens=100))
+    for id in range(2):
+        server.add(id, [*range(13), id], 9)
+    server.step()
+    first, second = server.batches[0].prefills
+    assert (first.start, second.start) == (0, 8) and not server.batches[0].block_copies
+    chunk, copies = first_chunk(server, 2, [*range(13), 2])
+    assert chunk.start == 13 and len(copies) == 1, "although the first two still run"
+
+
+def test_a_source_may_be_taken_in_the_step_that_copies_it():
+    server = Server(make_scheduler(num_blocks=4, block_size=8, min_run=1))
+    server.add(0, [1] * 5, 1)
+    server.run()
+    server.add(1, [1] * 5 + [2], 1)
+    server.add(2, [3] * 24, 1)
+    server.step()
+    ((source, copy),) = server.batches[-1].block_copies
+    copier, taker = server.batches[-1].prefills
+    assert copier.start == 5 and source in taker.block_table and copy in copier.block_table
+    server.run()
+
+
+def test_a_source_may_be_another_copys_target():
+    server = Server(make_scheduler(num_blocks=3, block_size=8, min_run=1))
+    for id in (1, 2):
+        server.add(id, [id] * 5, 1)
+        server.run()
+    for id in (1, 2):
+        server.add(10 + id, [id] * 4 + [3], 2)
+    server.step()
+    (source, _), (_, target) = server.batches[-1].block_copies
+    assert source == target
+    server.run()
+
+
+def test_a_prompt_that_was_computed_in_part_goes_on_inside_a_block():
+    server = Server(make_scheduler(num_blocks=4, block_size=8, min_run=1, max_num_batched_tokens=8))
+    server.add(0, [0] * 7, 5)
+    server.step()
+    server.add(1, [2] * 24, 1)
+    server.run_until_preemption()
+    server.run()
+    chunks = [chunk for batch in server.batches[1:] for chunk in batch.prefills]
+    assert [(chunk.start, chunk.end) for chunk in chunks] == [(0, 7), (7, 15), (15, 23), (23, 24)]
+
+
+def test_completions_of_a_prompt_that_is_copied_in_part_copy_it_on():
+    server = Server(make_scheduler(block_size=8, min_run=1))
+    server.add(0, [1] * 14, 1)
+    server.run()
+    seq = server.add(1, [1] * 12 + [2], 9, completions=3)
+    server.run()
+    assert seq.num_cached_tokens == 12
+    assert [one.output_ids for one in seq.completions] == [
+        output_alone([1] * 12 + [2], 22, seed=i) for i in range(3)
+    ]
+
+
+def test_conversations_compute_hardly_a_token_twice():
+    """Five rounds beside each other: within 1 % of the most that could be cached."""
+    r = Random(0)
+    scheduler = Scheduler(
+        BlockManager(1500, 256), ThroughputPolicy(), max_num_seqs=512, max_num_batched_tokens=4096
+    )
+    prompts = [[r.randrange(10_000) for _ in range(r.randint(64, 512))] for _ in range(96)]
+    cached = possible = 0
+    for turn in range(5):
+        sequences = [make_sequence(96 * turn + i, one, 32) for i, one in enumerate(prompts)]
+        for seq in sequences:
+            scheduler.add(seq)
+        while scheduler.has_unfinished():
+            batch = scheduler.schedule()
+            num_samples = len(batch.decode_slots) + len(batch.first_samples)
+            scheduler.commit([r.randrange(10_000) for _ in range(num_samples)])
+        cached += sum(seq.num_cached_tokens for seq in sequences)
+        # All but the last answer's last token and the new question.
+        possible += sum(len(prompt) - 65 for prompt in prompts) if turn else 0
+        prompts = [seq.token_ids + [r.randrange(10_000) for _ in range(64)] for seq in sequences]
+    assert 0.99 * possible < cached <= possible
 
 
 def test_without_prefix_caching_nothing_is_shared():

@@ -199,6 +199,16 @@ def test_cached_prefixes_do_not_change_output_on_several_ranks(llms, size):
     assert run(llms[size], prompts, temperature=0) == expected  # all of them cached
 
 
+def test_each_rank_copies_its_part_of_a_block(folder, llms):
+    first, second = make_prompts(2, seed=3)
+    prompts = [first[:40], first[:25] + second, first[:40] + [5]]
+    options = OPTIONS | dict(kvcache_block_size=64, num_kvcache_blocks=16)
+    with LLM(folder, **options, tensor_parallel_size=2) as two:
+        for prompt, expected in zip(prompts, run(llms[1], prompts, temperature=0)):
+            assert run(two, [prompt], temperature=0) == [expected]
+        assert two.engine.num_prefill_tokens == len(prompts[0]) + len(second) + 1
+
+
 def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
     # Fewer key-value heads than ranks, and a tied head.
     make_checkpoint(

@@ -83,6 +83,8 @@ class Batch:
         0  # leading blocks that the tables of all decoding sequences have in common
     )
     prefills: tuple[PrefillChunk, ...] = ()
+    # (source, copy): blocks to copy before the step writes any, all read before one is written
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_samples(self) -> list[PrefillChunk | Fork]:

@@ -10,13 +10,21 @@ a prefix id, a number that is given once and never again, and it is found by a k
 the block before it, and its own tokens. The dict of these keys compares them in full. A block that
 is found therefore holds exactly the prefix that was asked for, even if hashes collide. Once a block
 is evicted, its prefix id leads nowhere: blocks that came after it are not found any more.
+
+Where no whole block goes on with a prompt, one may still begin like it: a full block, or one that
+its sequence filled only in part. Such a run of tokens is copied into a block of the prompt's own.
+Among keys in order, the one with the longest run in common stands next to the prompt's own place.
+So two comparisons find it, however many blocks follow the same prefix.
 """
 
 from array import array
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from itertools import count
 
-Key = tuple[int, bytes]  # prefix id of the block before (0: there is none), own token ids
+Key = bytes  # eight for each: the prefix id of the block before (0: there is none), own token ids
+
+MIN_RUN = 16  # tokens: a shorter run is not worth a copy
 
 
 class BlockManager:
@@ -26,12 +34,15 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.min_run = min(MIN_RUN, block_size)
         self.ref_counts = [0] * num_blocks
         # Blocks nobody references. Those without known content come first, then the least recently
         # released: taking from the front evicts as little as possible, and the oldest of that.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[Key, int] = {}  # key -> block
         self._keys: list[Key | None] = [None] * num_blocks  # of each known block
+        self._new_keys: set[Key] = set()  # registered since `begin_step`
+        self._ordered_keys: list[Key] = []  # all others
         self._prefix_ids = [0] * num_blocks  # of each known block
         self._new_prefix_ids = count(1)
 
@@ -42,6 +53,12 @@ class BlockManager:
     @property
     def num_used(self) -> int:
         return self.num_blocks - len(self._free)
+
+    def begin_step(self) -> None:
+        """What was registered up to now may be copied from now on: earlier steps compute it."""
+        for key in self._new_keys:
+            insort(self._ordered_keys, key)
+        self._new_keys.clear()
 
     def num_free_without(self, shared: list[int]) -> int:
         """Free blocks left once `shared` are referenced."""
@@ -89,17 +106,32 @@ class BlockManager:
             parent_id = self._prefix_ids[block]
         return matched
 
-    def register(self, block: int, parent_id: int, token_ids: list[int]) -> int:
-        """Make a full block known by its token ids and the prefix id of the block before it.
+    def match_run(self, parent_id: int, token_ids: list[int]) -> tuple[int, int] | None:
+        """The known block after a prefix that begins with most of `token_ids`, and with how many.
 
-        That is 0 if there is none before it. Returns the block's own prefix id.
+        None: no copy is worth it. Changes nothing.
         """
-        if not self.enable_prefix_caching:
+        key = self._key(parent_id, token_ids)
+        place = bisect_left(self._ordered_keys, key)
+        beside = self._ordered_keys[max(0, place - 1) : place + 1]
+        runs = [(count_common(key, other) - 1, self._known[other]) for other in beside]
+        run, block = max(runs, default=(0, -1))
+        return (block, run) if run >= self.min_run else None
+
+    def register(self, block: int, parent_id: int, token_ids: list[int]) -> int:
+        """Make a block known by its token ids and the prefix id of the block before it.
+
+        That is 0 if there is none before it. A block that is filled only in part may be registered
+        again when it holds more. Returns the block's own prefix id.
+        """
+        if not self.enable_prefix_caching or len(token_ids) < self.min_run:
             return 0
+        self._forget(block)
         key = self._key(parent_id, token_ids)
         # A twin that another sequence computed stays the known one, and this block stays private.
         if key not in self._known:
             self._known[key] = block
+            self._new_keys.add(key)
             self._keys[block] = key
             self._prefix_ids[block] = next(self._new_prefix_ids)
         return self._prefix_ids[self._known[key]]
@@ -114,7 +146,21 @@ class BlockManager:
         if key is not None:
             del self._known[key]
             self._keys[block] = None
+            if key in self._new_keys:
+                self._new_keys.remove(key)
+            else:
+                del self._ordered_keys[bisect_left(self._ordered_keys, key)]
 
     @staticmethod
     def _key(parent_id: int, token_ids: list[int]) -> Key:
-        return parent_id, array("i", token_ids).tobytes()
+        return array("q", (parent_id, *token_ids)).tobytes()
+
+
+def count_common(key: Key, other: Key) -> int:
+    """How many numbers two keys begin with in common."""
+    count = 0
+    for own, others in zip(array("q", key), array("q", other)):
+        if own != others:
+            break
+        count += 1
+    return count

@@ -161,6 +161,7 @@ class ModelRunner:
         if batch.new_blocks:
             self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
         slots = self._upload_decode_slots(batch.decode_slots)
+        self._copy_blocks(batch.block_copies)
         if batch.prefills:
             output = self._mixed_step(slots, batch.prefills)
         else:
@@ -223,7 +224,7 @@ class ModelRunner:
         )
         with forward_context(metadata):
             hidden = self.model(token_ids, positions)
-        self._copy_blocks(chunks)
+        self._copy_to_forks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
         if context_lens is not None:
@@ -284,12 +285,15 @@ class ModelRunner:
         if self.resampler is not None:
             self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
-    def _copy_blocks(self, chunks: tuple[PrefillChunk, ...]) -> None:
+    def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
         forks = [
             (chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
         ]
-        copies = [(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks]
+        self._copy_blocks([(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks])
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, (source, copy), as if all at once: a copy may be a source too."""
         if copies:
             source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
             # One by one: what is read is held in memory before it is written.

@@ -44,6 +44,7 @@ class Scheduler:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight, the sequences that sample a token in it, in the batch's order.
         self._in_flight: deque[list[Sequence]] = deque()
+        self._block_copies: list[tuple[int, int]] = []  # of the step that is planned
 
     def add(self, seq: Sequence) -> None:
         for one in (seq, *seq.forks):
@@ -61,6 +62,8 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Plan the next step. None: nothing can run until a step in flight is committed."""
+        self.blocks.begin_step()
+        self._block_copies = []
         if not self._make_room_to_decode():
             return None
         decoding, new_blocks = self._schedule_decodes()
@@ -71,7 +74,8 @@ class Scheduler:
             assert self._in_flight or not self.sequences, "if nothing is in flight, some can run"
             return None
         self._in_flight.append(decoding + started)
-        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks))
+        copies = tuple(self._block_copies)
+        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
     def _make_room_to_decode(self) -> bool:
         """Preempt until every sequence that needs a block can have one. False: commit first."""
@@ -146,8 +150,17 @@ class Scheduler:
         if blocks.num_free_without(shared) < num_own + len(seq.forks) * num_tails + reserve:
             return None
         self.waiting.remove(seq)
+        seq.num_registered_blocks = len(shared)
+        seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
+        num_cached = len(shared) * blocks.block_size
+        next_tokens = seq.token_ids[num_cached : num_cached + blocks.block_size]
+        run = blocks.match_run(seq.prefix_id, next_tokens)
         blocks.share(shared)
         seq.block_table = shared + blocks.allocate(num_own)
+        if run is not None:  # even if its block was just taken: a step copies before it writes
+            source, length = run
+            self._block_copies.append((source, seq.block_table[len(shared)]))
+            num_cached += length
         for fork in seq.forks:
             blocks.share(seq.block_table[:num_full])
             fork.block_table = seq.block_table[:num_full] + blocks.allocate(num_tails)
@@ -155,9 +168,6 @@ class Scheduler:
             one.capacity = len(one.block_table) * blocks.block_size
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
-        num_cached = len(shared) * blocks.block_size
-        seq.num_registered_blocks = len(shared)
-        seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
         seq.num_computed = min(num_cached, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
@@ -173,19 +183,21 @@ class Scheduler:
         seq.num_computed = end
         # From here on others may share them, even the next sequence of this very step: a layer
         # writes all K and V before it attends.
-        self._register_full_blocks(seq, end)
+        self._register_blocks(seq, end)
         for fork in seq.forks:
             fork.num_registered_blocks, fork.prefix_id = seq.num_registered_blocks, seq.prefix_id
         return seq.prefill_chunk(start, end, write_from)
 
-    def _register_full_blocks(self, seq: Sequence, length: int) -> None:
-        """Tell the prefix cache of the blocks that the first `length` tokens, all known, fill."""
+    def _register_blocks(self, seq: Sequence, length: int) -> None:
+        """Tell the prefix cache of the blocks that hold the first `length` tokens, all known."""
         size = self.blocks.block_size
-        while (seq.num_registered_blocks + 1) * size <= length:
-            index = seq.num_registered_blocks
-            token_ids = seq.token_ids[index * size : (index + 1) * size]
-            seq.prefix_id = self.blocks.register(seq.block_table[index], seq.prefix_id, token_ids)
-            seq.num_registered_blocks += 1
+        for start in range(seq.num_registered_blocks * size, length, size):
+            token_ids = seq.token_ids[start : min(start + size, length)]
+            block = seq.block_table[start // size]
+            prefix_id = self.blocks.register(block, seq.prefix_id, token_ids)
+            if len(token_ids) == size:
+                seq.prefix_id = prefix_id
+                seq.num_registered_blocks += 1
 
     def commit(
         self, tokens: list[int], logprobs: dict[int, dict[int, float]] | None = None
@@ -217,7 +229,7 @@ class Scheduler:
             seq.token_ids.append(token)
             length = len(seq.token_ids)
             if (length - 1) % block_size == 0:  # the tokens before this one fill a block
-                self._register_full_blocks(seq, length - 1)
+                self._register_blocks(seq, length - 1)
             if token in seq.stop_ids:
                 seq.finish_reason = "stop"
                 ended.append(seq)
@@ -264,5 +276,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """Give back slot and blocks. A step in flight may still use them: later steps follow it."""
+        # The last token has no K and V yet, unless it ran one step too far.
+        self._register_blocks(seq, min(seq.num_computed, len(seq.token_ids) - 1))
         self.blocks.release(seq.block_table)
         self._free_slots.append(seq.batch_slot)

@@ -6,11 +6,13 @@ are compiled while the weights load, and as many KV blocks are made as the memor
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
@@ -32,6 +34,8 @@ from nanovllm.models.transformer import CausalLM
 # by a kernel of its own. It was measured far above these (256 sequences, 2,048 tokens, 1.44 s ->
 # 0.68 s on an H200); where it begins to pay was not.
 MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
+# PyTorch's attention by cuDNN plans each new length anew, for some 50 ms on an H200; these do not.
+PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 GRAPH_BYTES = 2**20  # what each further graph takes: 0.8 MiB were measured; see _graph_bytes
 
 
@@ -195,7 +199,9 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
         """Start a step and return at once; `wait` on the result gives its sampled tokens."""
-        with torch.cuda.stream(self._stream):
+        is_plain = self._backend is PLAIN_BACKEND
+        attention = sdpa_kernel(PLAIN_ATTENTION) if is_plain else nullcontext()
+        with torch.cuda.stream(self._stream), attention:
             return super().launch(batch)
 
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:
