@@ -3,18 +3,16 @@
 import dataclasses
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from call_helpers import END, Plain, make_folder, make_llm
+from sampling_helpers import draw, process, random_params
 
 from nanovllm import SamplingParams
-from nanovllm.engine.model_runner import StepOutput
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling.resampler import Resampler, keep_likeliest
-from nanovllm.sampling_params import SamplingMetadata
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
 
@@ -37,106 +35,6 @@ def llm(folder):
 
 def token_ids(llm, prompts, params):
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-# The plain reference: one row, in the order that vLLM documents.
-
-
-def process(
-    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], stop_ids=()
-) -> list[float]:
-    """Logits / temperature after everything, -inf where a token may not be drawn; by Python's
-    own floats.
-    """
-    logits = list(logits)
-    if len(output) < params.min_tokens:
-        for token in stop_ids:
-            logits[token] = -math.inf
-    for token in set(prompt) | set(output):
-        logits[token] *= (
-            1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
-        )
-    for token in set(output):
-        logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    if params.temperature == 0:
-        best = logits.index(max(logits))
-        return [x if i == best else -math.inf for i, x in enumerate(logits)]
-    logits = [x / params.temperature for x in logits]
-    kept = set(range(len(logits)))
-    if params.min_p:
-        kept = {i for i in kept if math.exp(logits[i] - max(logits)) >= params.min_p}
-    order = sorted(kept, key=lambda i: -logits[i])
-    if params.top_k > 0:
-        order = order[: params.top_k]
-    total, reached, kept = sum(math.exp(logits[i]) for i in order), 0.0, set()
-    for i in order:
-        if reached >= params.top_p and params.top_p < 1:
-            break
-        kept.add(i)
-        reached += math.exp(logits[i]) / total
-    return [x if i in kept else -math.inf for i, x in enumerate(logits)]
-
-
-def draw(
-    logits,
-    params,
-    seeds,
-    prompt=(),
-    output=(),
-    stop_ids=(),
-    group=ParallelGroup(),
-    vocab_size=None,
-    make_resampler=Resampler,
-):
-    """One token for each of the rows of logits, all at the same position."""
-    rows, vocab_size = len(seeds), vocab_size or logits.shape[1]
-    params = params if isinstance(params, list) else [params] * rows
-    length = len(prompt) + len(output)
-    device = logits.device
-    runner = SimpleNamespace(
-        vocab_size=vocab_size,
-        group=group,
-        max_num_seqs=rows,
-        max_model_len=length + 1,
-        _upload=lambda array: torch.from_numpy(array).to(device),
-        _sample_tokens=sample,
-    )
-    resampler = make_resampler(runner)
-    resampler.start(
-        [
-            (
-                row,
-                SamplingMetadata(params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]),
-            )
-            for row in range(rows)
-        ]
-    )
-    temperatures = torch.tensor([one.temperature for one in params], device=device)
-    positions = torch.full((rows,), length, dtype=torch.int32, device=device)
-    # On several ranks the best of all, which a shard of the logits does not tell.
-    tokens, _ = sample(logits, temperatures, seeds, positions.long())
-    state = SimpleNamespace(seeds=seeds, temperatures=temperatures, last_tokens=tokens.clone())
-    resampler.resample(tuple(range(rows)), StepOutput(tokens, logits, positions), state)
-    assert torch.equal(state.last_tokens, tokens)
-    return tokens
-
-
-def random_params(r: random.Random, **fixed) -> SamplingParams:
-    def maybe(off, on):
-        return off if r.random() < 0.4 else on
-
-    options = dict(
-        temperature=r.choice([0.0, 0.5, 1.0, 1.7]),
-        top_k=maybe(r.choice([0, -1]), r.randint(1, 60)),
-        top_p=maybe(1.0, r.uniform(0.05, 0.99)),
-        min_p=maybe(0.0, r.uniform(0.01, 0.6)),
-        min_tokens=maybe(0, r.randint(1, 12)),
-        repetition_penalty=maybe(1.0, r.uniform(0.5, 2.0)),
-        presence_penalty=maybe(0.0, r.uniform(-2, 2)),
-        frequency_penalty=maybe(0.0, r.uniform(-2, 2)),
-        logprobs=maybe(None, r.randint(0, 5)),
-    )
-    return SamplingParams(**{**options, **fixed})
 
 
 def test_a_special_draw_is_the_plain_reference_with_the_same_noise():

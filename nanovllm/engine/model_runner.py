@@ -34,6 +34,7 @@ class StepOutput(NamedTuple):
     # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
     logits: Tensor
     positions: Tensor  # [B] int32, where the tokens will stand
+    slots: Tensor  # [B] int64, the sequences' batch slots
 
 
 class PrefillInputs(NamedTuple):
@@ -169,7 +170,7 @@ class ModelRunner:
         logprobs = []
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
-            logprobs = self.resampler.resample(sampled, output, self.state)
+            logprobs = self.resampler.resample(sampled, output)
         return self._answer(output.tokens, logprobs)
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
@@ -310,7 +311,7 @@ class ModelRunner:
         tokens, values = self._sample_tokens(logits, temperatures, seeds, positions.long(), start)
         tokens = best_over_ranks(tokens, values, self.group)
         self.state.last_tokens[slots] = tokens
-        return StepOutput(tokens, logits, positions)
+        return StepOutput(tokens, logits, positions, slots)
 
     # What a device may do in its own way.
 

@@ -128,7 +128,7 @@ class CUDAModelRunner(ModelRunner):
         for size in (3, *sizes_up_to(self.max_num_seqs)):
             output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
         if self.resampler is not None:
-            self.resampler.rehearse(output, self.state)
+            self.resampler.rehearse(output)
         decoder.outline = False
         layer = self.attention_layers[0]
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads

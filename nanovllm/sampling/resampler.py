@@ -1,34 +1,36 @@
 """Sample for the requests that ask for more than a temperature and a seed.
 
 A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for
-more are then sampled once more, with the same noise, from logits that went through (min_tokens'
-place among these makes no difference)
+more are then sampled again, with the same noise, from logits that went through (min_tokens' place
+among these makes no difference)
 
     repetition, then frequency and presence penalty -> min_tokens (no token that would end the
     output) -> temperature -> min_p -> top_k -> top_p,
 
-and that token replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the
-arg max of what the penalties leave. Reported log-probabilities are the model's own, before any of
-this.
+and that token replaces the first. So rows that ask for nothing pay nothing. The first pass is told
+of those rows by a temperature below 0: any token will do. A greedy row takes the arg max of what
+the penalties leave. Reported log-probabilities are the model's own, before any of this.
 
 Shapes: R rows that ask for more, among the B rows of a step; V vocabulary entries.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.sampling.slots import SlotParams, Starting, Upload, limit
+from nanovllm.sampling.slots import SlotParams, Starting, limit
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.batch_state import BatchState
     from nanovllm.engine.model_runner import ModelRunner, StepOutput
+
+
+BYTES = 8  # a token id and its log-probability in a record
 
 
 def apply_penalties(
@@ -75,58 +77,44 @@ def keep_likeliest(
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of some rows of a step, token ids and log-probabilities [rows, 1 + most].
+    """Of rows of a step, records [rows, 1 + most, 2] int32: token ids and, as a float32's bits,
+    their log-probabilities.
 
-    The first column is the sampled token, the others are the likeliest in order. `asking` has, for
-    each row that asks, its place here, its place in the step, and how many of the likeliest.
+    First comes the sampled token, then the likeliest in order. `asking` has, for each row that
+    asks, its place in the step, and where its part of the records' bytes begins and ends.
     """
 
     asking: list[tuple[int, int, int]]
-    token_ids: Tensor
-    values: Tensor
+    records: Tensor
 
-    def read(self) -> dict[int, dict[int, float]]:
-        """For each place in the step, token id -> log-probability."""
-        token_ids, values = self.token_ids.tolist(), self.values.tolist()
-        return {
-            place: dict(zip(token_ids[row][: 1 + count], values[row]))
-            for row, place, count in self.asking
-        }
+    def read(self) -> dict[int, bytes]:
+        """For each place in the step, its record."""
+        records = self.records.numpy().tobytes()
+        return {place: records[begin:end] for place, begin, end in self.asking}
 
 
 class Rows:
-    """Some of a step's rows that ask for more; the same as long as the step's slots are.
+    """Some of a step's rows; the same as long as the step's slots are.
 
-    at [3, R] int64, on the device: for each its place in the logits, in the step, and its slot.
+    at [R] int64, on the device: their places in the step. None: all of its rows.
     """
 
     def __init__(
-        self,
-        index: list[int],
-        slots: Sequence[int],
-        asked: dict[int, SamplingParams],
-        gathered: bool,
-        upload: Upload,
-    ):
-        params = [asked[slots[i]] for i in index]
-        in_logits = range(len(index)) if gathered else index
-        # Kernels are made for rows of the table that begin at a multiple of 16 bytes.
-        at = np.zeros((3, len(index) + len(index) % 2), dtype=np.int64)
-        at[:, : len(index)] = in_logits, index, [slots[i] for i in index]
-        self.at = upload(at)[:, : len(index)]
-        self.params = params
-        self.sample_again = any(p.logprobs is None or not logprobs_alone(p) for p in params)
-        self.asking = [
-            (row, place, p.logprobs)
-            for row, (place, p) in enumerate(zip(index, params))
+        self, index: list[int], params: list[SamplingParams], at: Tensor | None, vocab_size: int
+    ) -> None:
+        """Of the rows at `index`, with these params."""
+        self.at, self.params = at, params
+        self.sample_again = not all([p.samples_plainly for p in params])
+        asking = [
+            (row, place, min(p.logprobs, vocab_size))
+            for row, place, p in zip(index if at is None else count(), index, params)
             if p.logprobs is not None
         ]
-        self.most_logprobs = max((count for _, _, count in self.asking), default=0)
-
-
-def logprobs_alone(params: SamplingParams) -> bool:
-    """Whether nothing is asked for that changes which token is sampled."""
-    return dataclasses.replace(params, logprobs=None).is_plain
+        self.most_logprobs = max([number for _, _, number in asking], default=0)
+        size = (1 + self.most_logprobs) * BYTES
+        self.asking = [
+            (place, row * size, row * size + (1 + number) * BYTES) for row, place, number in asking
+        ]
 
 
 class Resampler:
@@ -140,6 +128,7 @@ class Resampler:
     def __init__(self, runner: "ModelRunner") -> None:
         self.vocab_size = runner.vocab_size
         self.group = runner.group
+        self.state = runner.state
         self._upload = runner._upload
         self._sample_tokens = runner._sample_tokens
         self.slots = SlotParams(runner.max_num_seqs + 1, self.vocab_size, self._upload)
@@ -147,7 +136,7 @@ class Resampler:
         self._seen: Sequence[int] = ()  # the slots of the last step, and what they came to
         self._parts: list[Rows] = []
 
-    def rehearse(self, output: "StepOutput", state: "BatchState") -> None:
+    def rehearse(self, output: "StepOutput") -> None:
         """Launch every kernel that a step may launch, for the first row of one."""
 
     def start(self, starting: Starting) -> None:
@@ -161,82 +150,93 @@ class Resampler:
                 self._asked[slot] = metadata.params
                 asked.append((slot, metadata))
         if asked:
-            self.slots.start(asked)
+            self.slots.start(asked, self.state.temperatures)
         self._seen, self._parts = (), []
 
-    def resample(
-        self, slots: Sequence[int], output: "StepOutput", state: "BatchState"
-    ) -> list[Logprobs]:
+    def resample(self, slots: Sequence[int], output: "StepOutput") -> list[Logprobs]:
         """Replace the tokens of those among a step's `slots` that ask for more; returns the
         log-probabilities asked for.
         """
         logprobs = []
         for rows in self._among(slots):
-            logits = output.logits
+            logits = output.logits if rows.at is None else output.logits[rows.at]
             if self.group.size > 1:
-                logits = self.group.gather_vocab(logits[rows.at[1]], self.vocab_size)
+                logits = self.group.gather_vocab(logits, self.vocab_size)
             if rows.sample_again:
-                self._sample(rows, logits, output, state)
+                self._sample(rows, logits, output)
             if rows.asking:
-                found = self._logprobs(rows, logits, output)
-                logprobs.append(Logprobs(rows.asking, *found))
+                logprobs.append(Logprobs(rows.asking, self._logprobs(rows, logits, output)))
         return logprobs
 
     def _among(self, slots: Sequence[int]) -> list[Rows]:
         """Stays the same, and costs nothing, as long as the slots do."""
         if self._asked and slots != self._seen:
-            asked, size = self._asked, self.rows_at_once
+            asked = self._asked
             index = [i for i, slot in enumerate(slots) if slot in asked]
-            index.sort(key=lambda i: limit(asked[slots[i]], self.vocab_size))
-            self._parts = [
-                Rows(index[begin : begin + size], slots, asked, self.group.size > 1, self._upload)
-                for begin in range(0, len(index), size)
-            ]
+            self._parts = self._rows(index, [asked[slots[i]] for i in index]) if index else []
             self._seen = slots
         return self._parts
 
-    def _sample(
-        self, rows: Rows, logits: Tensor, output: "StepOutput", state: "BatchState"
-    ) -> None:
-        """Sample for `rows` of the step that gave `output`, and replace their tokens there."""
-        in_logits, at, slots = rows.at
-        logits = logits[in_logits].float()
-        positions = output.positions[at].long()
-        top_p, margin, *penalties = self.slots.params[slots].split(1, dim=1)
+    def _rows(self, index: list[int], params: list[SamplingParams]) -> list[Rows]:
+        """The rows at `index` of a step, in parts of which each is sampled at once."""
+        order = sorted(range(len(index)), key=lambda i: limit(params[i], self.vocab_size))
+        parts = [
+            order[begin : begin + self.rows_at_once]
+            for begin in range(0, len(order), self.rows_at_once)
+        ]
+        return [
+            Rows(
+                [index[i] for i in part],
+                [params[i] for i in part],
+                self._upload(np.array([index[i] for i in part], dtype=np.int64)),
+                self.vocab_size,
+            )
+            for part in parts
+        ]
+
+    def _sample(self, rows: Rows, logits: Tensor, output: "StepOutput") -> None:
+        """Sample for `rows` [R] of the step that gave `output`, from logits [R, V], and replace
+        their tokens there.
+        """
+        slots = output.slots[rows.at]
+        logits = logits.float()
+        positions = output.positions[rows.at].long()
+        temperatures, top_p, margin, *penalties = self.slots.params[slots].split(1, dim=1)
         top_k, least_length, _ = self.slots.limits[slots].split(1, dim=1)
         counts = None
-        if self.slots.counts is not None and any(p.penalizes for p in rows.params):
+        if self.slots.counts is not None and any([p.penalizes for p in rows.params]):
             counts = self.slots.counts
             logits = apply_penalties(logits, counts[slots], *penalties)
-        if self.slots.barred is not None and any(p.min_tokens for p in rows.params):
+        if self.slots.barred is not None and any([p.min_tokens for p in rows.params]):
             bars = positions.unsqueeze(1) < least_length
             # After the penalties: minus infinity times 0 is no number.
             logits = logits.masked_fill(bars & self.slots.barred[slots], -torch.inf)
-        temperatures = state.temperatures[slots]
         width = max((k for p in rows.params if (k := self._width(p))), default=0)
-        if width or any(p.min_p > 0 for p in rows.params):
-            divisors = torch.where(temperatures > 0, temperatures, 1.0).unsqueeze(1)
+        if width or any([p.min_p > 0 for p in rows.params]):
+            divisors = torch.where(temperatures > 0, temperatures, 1.0)
             kept = keep_likeliest(logits, divisors, top_k, top_p, margin, width)
             logits = logits.masked_fill(~kept, -torch.inf)
-        tokens, _ = self._sample_tokens(logits, temperatures, state.seeds[slots], positions)
+        seeds = self.state.seeds[slots]
+        temperatures = temperatures.squeeze(1).contiguous()
+        tokens, _ = self._sample_tokens(logits, temperatures, seeds, positions)
         # A filter may have hidden that logits were no numbers.
-        tokens = torch.where(output.tokens[at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
+        tokens = torch.where(output.tokens[rows.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
         if counts is not None:
             token = tokens.clamp(min=0)
             counts[slots, token] = counts[slots, token].clamp(min=1) + 1
-        output.tokens[at] = tokens
-        state.last_tokens[slots] = tokens
+        output.tokens[rows.at] = tokens
+        self.state.last_tokens[slots] = tokens
 
     def _width(self, params: SamplingParams) -> int:
         """How many tokens must be put in order for top_k and top_p."""
         k = limit(params, self.vocab_size)
         return k if k < self.vocab_size or params.top_p < 1 else 0
 
-    def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> tuple[Tensor, Tensor]:
-        """Token ids and log-probabilities [R, 1 + most] of `rows`."""
-        in_logits, at, _ = rows.at
-        logprobs = logits[in_logits].float().log_softmax(dim=-1)
-        best, token_ids = logprobs.topk(min(rows.most_logprobs, self.vocab_size))
-        tokens = output.tokens[at].unsqueeze(1)
+    def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
+        """The records [R, 1 + most, 2] int32 of `rows`, by logits [R, V]."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        best, token_ids = logprobs.topk(rows.most_logprobs)
+        tokens = output.tokens[rows.at].unsqueeze(1)
         sampled = logprobs.gather(1, tokens.clamp(min=0))
-        return torch.cat((tokens, token_ids), dim=1), torch.cat((sampled, best), dim=1)
+        token_ids, values = torch.cat((tokens, token_ids), dim=1), torch.cat((sampled, best), dim=1)
+        return torch.stack((token_ids.int(), values.view(torch.int32)), dim=-1)

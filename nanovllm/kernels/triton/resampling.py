@@ -10,10 +10,14 @@ likeliest tokens, none is below the k-th greatest of the chunks' maxima. Among t
 the logits' bits, as integers that order as the floats do. What the filters come to is one logit:
 tokens are kept from there on, and equal ones are all kept or all dropped.
 
+Where top_p alone keeps much of the vocabulary, most chunks must be opened. A sample of their cells
+then tells between which two logits the least kept one is, all but surely; one pass weighs what is
+above and lists what is between, and only that is bisected.
+
 Sums run in an order that depends on the row alone, so the kept tokens are the same in any batch.
 
-Shapes: R rows that ask for more, among the B rows of a step; V vocabulary entries; S batch slots;
-C chunks.
+Shapes: R rows, among the B rows of a step; V vocabulary entries; S batch slots; C chunks. Rows that
+ask for nothing may be among the R: they are passed over.
 """
 
 from typing import Any
@@ -41,10 +45,12 @@ CHUNK = tl.constexpr(8 * CELL_)
 # What a program has in registers at a time.
 TILE_CELLS = tl.constexpr(256)
 TILE_CHUNKS = tl.constexpr(256 // 8)
-# Columns of the tables of what slots ask for: see sampling/slots.py. Kernels take its `params` by
+# Columns of the table of what slots ask for: see sampling/slots.py. Kernels take its `params` by
 # another name, which Triton's launcher needs for itself.
-TOP_P, MARGIN, REPETITION, FREQUENCY, PRESENCE, PARAMS = (tl.constexpr(i) for i in range(6))
-TOP_K, LEAST_LENGTH, NUM_LOGPROBS, LIMITS = (tl.constexpr(i) for i in range(4))
+TEMPERATURE, TOP_P, MARGIN = (tl.constexpr(i) for i in range(3))
+REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(3, 6))
+TOP_K, LEAST_LENGTH, NUM_LOGPROBS = (tl.constexpr(i) for i in range(3))
+COLUMNS = tl.constexpr(9)
 # What is done to a row's logits.
 PENALTIES, BARS = tl.constexpr(1), tl.constexpr(2)
 # Keys order as floats do. These are no float's.
@@ -54,102 +60,88 @@ LOWEST_PAIR, HIGHEST_PAIR = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
 ROUNDS = tl.constexpr(16)
 
 
+# Of more open chunks, this many cells are looked at first; and how many tokens may then be between
+# the two bounds.
+MANY_CHUNKS = tl.constexpr(128)
+SAMPLE_CELLS = tl.constexpr(512)
+MOST_BETWEEN = tl.constexpr(8192)
+
+
+class Workspace:
+    """What kernels leave for each other, of up to `rows` rows."""
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.chunks = triton.cdiv(vocab, CHUNK.value)
+        shape = rows, self.chunks
+        with device:
+            self.maxima = torch.empty(shape, dtype=torch.float32)  # each chunk's greatest logit
+            self.weights = torch.empty(shape, dtype=torch.float32)
+            self.found = torch.empty(shape, dtype=torch.int32)  # a list of chunks or cells
+            self.between = torch.empty(rows, MOST_BETWEEN.value, dtype=torch.float32)
+
+
 def resample(
-    logits: Tensor, at: Tensor, step: Any, state: Any, asked: Any, counts: Tensor, barred: Tensor
+    logits: Tensor, at: Tensor, step: Any, state: Any, asked: Any, tables: Any, space: Workspace
 ) -> None:
     """Sample for R rows of a step, and put their tokens in the place of those that it sampled.
 
-    logits [B or R, V]. at [3, R] int64: each row's place in `logits`, its place in the step, its
-    batch slot. `step` has tokens [B] int64 and positions [B] int32. `state`, a BatchState, has
-    temperatures, seeds and last_tokens [S]. `asked` has what slots ask for: params [S, 5] float32
-    and limits [S, 3] int32, see sampling/slots.py; so for counts [S, V] int32 and barred [S, V]
-    bool, which may have one element if no slot asks for them.
-
-    A row whose slot asks for nothing keeps its token, and so does one whose token is INVALID.
+    logits [R, V]. at [R] int64: the rows' places in the step. `step` has tokens [B] int64,
+    positions [B] int32 and slots [B] int64. `state`, a BatchState, has temperatures, seeds and
+    last_tokens [S]: only rows whose temperature there is below 0 are sampled. `asked` has what
+    slots ask for, columns of one table: params [S, 6] float32 and limits [S, 3] int32, see
+    sampling/slots.py; so for `tables`: counts [S, V] int32, barred [S, V] bool, and cells
+    [S, V / CELL] bool, which may have one element if no slot asks for them.
     """
-    rows, vocab = at.shape[1], logits.shape[1]
-    chunks = triton.cdiv(vocab, CHUNK.value)
-    tables = _chunk_tables(logits, rows, chunks)
-    places = logits, *at.unbind(0), step.tokens, step.positions
-    per_slot = state.temperatures, state.seeds, asked.params, asked.limits, counts, barred
-    sizes = logits.stride(0), vocab, chunks
+    rows, vocab = len(at), logits.shape[1]
+    row = logits, at, step.slots, state.temperatures, state.seeds, step.positions
+    filters = asked.params, asked.limits, *tables
+    sizes = logits.stride(0), vocab, space.chunks
     # Products and sums are rounded one by one, as PyTorch rounds them.
     options: Any = dict(enable_fp_fusion=False)
-    grid = rows, triton.cdiv(chunks, TILE_CHUNKS.value)
-    launch(_chunks_kernel, grid, *places, *per_slot, *tables, *sizes, num_warps=4, **options)
-    widest = triton.next_power_of_2(chunks)
-    launch(
-        _resample_kernel,
-        (rows,),
-        *places,
-        *per_slot,
-        *tables,
-        state.last_tokens,
-        *sizes,
-        widest,
-        num_warps=8,
-        **options,
-    )
+    grid = rows, triton.cdiv(space.chunks, TILE_CHUNKS.value)
+    chunks = space.maxima, space.weights, space.found
+    launch(_chunks_kernel, grid, *row, *filters, *chunks, *sizes, num_warps=4, **options)
+    widest = triton.next_power_of_2(space.chunks)
+    left = *chunks, space.between, step.tokens, state.last_tokens
+    launch(_resample_kernel, (rows,), *row, *filters, *left, *sizes, widest, num_warps=8, **options)
 
 
 def logprobs(
-    logits: Tensor, at: Tensor, tokens: Tensor, limits: Tensor, most: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens [B] that a step sampled for R of its rows, and of the
-    likeliest.
+    logits: Tensor, at: Tensor, step: Any, asked: Any, most: int, space: Workspace
+) -> Tensor:
+    """Log-probabilities of the tokens that a step sampled for R of its rows, and of the likeliest.
 
-    `logits`, `at` and `limits` as above. A slot asks for at most `most`, or -1 if it does not.
-    Returns token ids [R, 1 + most] int32 and values [R, 1 + most] float32: first the sampled token,
-    then the likeliest in order, the lower id first of equally likely ones. What is not asked for is
-    not written.
+    `logits`, `at`, `step` and `asked` as above. A slot asks for at most `most`, or -1 if it does
+    not. Returns [R, 1 + most, 2] int32: a token id, and its log-probability in a float32's bits;
+    first the sampled token's, then the likeliest in order, the lower id first of equally likely
+    ones. What is not asked for is not written.
     """
-    rows, vocab = at.shape[1], logits.shape[1]
-    chunks = triton.cdiv(vocab, CHUNK.value)
-    tables = _chunk_tables(logits, rows, chunks)
-    token_ids = torch.empty(rows, 1 + most, dtype=torch.int32, device=logits.device)
-    values = torch.empty(rows, 1 + most, dtype=torch.float32, device=logits.device)
-    places = logits, *at.unbind(0), tokens
-    sizes = logits.stride(0), vocab, chunks
-    grid = rows, triton.cdiv(chunks, TILE_CHUNKS.value)
-    launch(_raw_chunks_kernel, grid, *places, limits, *tables, *sizes, num_warps=4)
-    widest = triton.next_power_of_2(chunks)
-    launch(
-        _logprobs_kernel,
-        (rows,),
-        *places,
-        limits,
-        *tables,
-        token_ids,
-        values,
-        most,
-        *sizes,
-        widest,
-        num_warps=8,
-    )
-    return token_ids, values
-
-
-def _chunk_tables(logits: Tensor, rows: int, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for each chunk's greatest logit and weight, and for a list of chunks or cells."""
-    shape = rows, chunks
-    maxima, weights = (torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in "ab")
-    return maxima, weights, torch.empty(shape, dtype=torch.int32, device=logits.device)
+    rows, vocab = len(at), logits.shape[1]
+    records = torch.empty(rows, 1 + most, 2, dtype=torch.int32, device=logits.device)
+    row = logits, at, step.slots, asked.limits
+    chunks = space.maxima, space.weights
+    sizes = logits.stride(0), vocab, space.chunks
+    grid = rows, triton.cdiv(space.chunks, TILE_CHUNKS.value)
+    launch(_raw_chunks_kernel, grid, *row, *chunks, *sizes, num_warps=4)
+    widest = triton.next_power_of_2(space.chunks)
+    left = *chunks, space.found, step.tokens, records
+    launch(_logprobs_kernel, (rows,), *row, *left, most, *sizes, widest, num_warps=8)
+    return records
 
 
 @triton.jit
 def _chunks_kernel(
     logits,
-    logits_at,
     step_at,
     slots,
-    tokens,
-    positions,
     temperatures,
     seeds,
+    positions,
     settings,
     limits,
     counts,
     barred,
+    edited_cells,
     maxima,
     weights,
     found,
@@ -161,18 +153,21 @@ def _chunks_kernel(
     changes logits: its best cell, with noise.
     """
     row, part = tl.program_id(0), tl.program_id(1)
-    slot, at = tl.load(slots + row), tl.load(step_at + row)
-    settings, limits = settings + slot * PARAMS, limits + slot * LIMITS
+    at = tl.load(step_at + row)
+    slot = tl.load(slots + at)
+    if tl.load(temperatures + slot) >= 0:
+        return
+    settings, limits = settings + slot * COLUMNS, limits + slot * COLUMNS
     position = tl.load(positions + at)
     edits, filters = _edits(settings, limits, position), _filters(settings, limits, vocab)
-    if (tl.load(tokens + at) == INVALID) | ((edits == 0) & ~filters):
-        return
-    logits += tl.load(logits_at + row) * row_stride
+    logits += row.to(tl.int64) * row_stride
     counts, barred = counts + slot * vocab, barred + slot * vocab
-    greedy, scale = scale_of(tl.load(temperatures + slot))
+    edited_cells += slot * tl.cdiv(vocab, CELL)
+    greedy, scale = scale_of(tl.load(settings + TEMPERATURE))
 
     cell = part * TILE_CELLS + tl.arange(0, TILE_CELLS)
-    x = _edited_logits((logits, counts, barred, settings, edits, vocab), _columns(cell))
+    edited = logits, counts, barred, edited_cells, settings, edits, vocab
+    x = _edited_logits(edited, cell)
     chunk = part * TILE_CHUNKS + tl.arange(0, TILE_CHUNKS)
     inside = chunk < chunks
     out = row * chunks + chunk
@@ -193,23 +188,21 @@ def _chunks_kernel(
 @triton.jit
 def _raw_chunks_kernel(
     logits,
-    logits_at,
     step_at,
     slots,
-    tokens,
     limits,
     maxima,
     weights,
-    found,
     row_stride,
     vocab,
     chunks,
 ):
     """Of each chunk of a row that asks for log-probabilities: its greatest logit and its weight."""
     row, part = tl.program_id(0), tl.program_id(1)
-    if tl.load(limits + tl.load(slots + row) * LIMITS + NUM_LOGPROBS) < 0:
+    slot = tl.load(slots + tl.load(step_at + row))
+    if tl.load(limits + slot * COLUMNS + NUM_LOGPROBS) < 0:
         return
-    logits += tl.load(logits_at + row) * row_stride
+    logits += row.to(tl.int64) * row_stride
     cell = part * TILE_CELLS + tl.arange(0, TILE_CELLS)
     x = _logits(logits, _columns(cell), vocab)
     peak, weight = _chunk_peaks_and_weights(x, LOG2_E)
@@ -221,20 +214,21 @@ def _raw_chunks_kernel(
 @triton.jit
 def _resample_kernel(
     logits,
-    logits_at,
     step_at,
     slots,
-    tokens,
-    positions,
     temperatures,
     seeds,
+    positions,
     settings,
     limits,
     counts,
     barred,
+    edited_cells,
     maxima,
     weights,
     found,
+    between,
+    tokens,
     last_tokens,
     row_stride,
     vocab,
@@ -243,58 +237,67 @@ def _resample_kernel(
 ):
     """Sample a row's token, and count it."""
     row = tl.program_id(0)
-    slot, at = tl.load(slots + row), tl.load(step_at + row)
-    settings, limits = settings + slot * PARAMS, limits + slot * LIMITS
+    at = tl.load(step_at + row)
+    slot = tl.load(slots + at)
+    if tl.load(temperatures + slot) >= 0:
+        return
+    settings, limits = settings + slot * COLUMNS, limits + slot * COLUMNS
     position = tl.load(positions + at)
     edits, filters = _edits(settings, limits, position), _filters(settings, limits, vocab)
-    if (tl.load(tokens + at) == INVALID) | ((edits == 0) & ~filters):
-        return
-    logits += tl.load(logits_at + row) * row_stride
+    logits += row.to(tl.int64) * row_stride
     counts, barred = counts + slot * vocab, barred + slot * vocab
+    edited_cells += slot * tl.cdiv(vocab, CELL)
     maxima, weights, found = maxima + row * chunks, weights + row * chunks, found + row * chunks
-    greedy, scale = scale_of(tl.load(temperatures + slot))
+    between += row * MOST_BETWEEN
+    greedy, scale = scale_of(tl.load(settings + TEMPERATURE))
     seed = tl.load(seeds + slot)
 
-    edited = logits, counts, barred, settings, edits, vocab
+    edited = logits, counts, barred, edited_cells, settings, edits, vocab
     chunk = tl.arange(0, WIDEST)
     maximum = tl.load(maxima + chunk, mask=chunk < chunks, other=float("-inf"))
     best = tl.max(maximum, axis=0)
-    least = LOWEST
+    # Not if all logits are minus infinity, or one is infinity or no number.
+    is_valid = (best > float("-inf")) & (best < float("inf"))
+    weight = tl.zeros([WIDEST], tl.float32)
     if filters:
         weight = tl.load(weights + chunk, mask=chunk < chunks, other=0.0)
+        weight *= tl.exp2((maximum - best) * scale)
+        is_valid = is_valid & (tl.sum(weight, axis=0) < float("inf"))  # or no number
+    if not is_valid:
+        tl.store(tokens + at, tl.full([], INVALID, tl.int64))
+        tl.store(last_tokens + slot, tl.full([], INVALID, tl.int64))
+        return
+    least = LOWEST
+    if filters:
         opened = found, chunks, best, scale
-        least, num_open = least_kept(edited, opened, chunk, maximum, weight, limits)
+        least, num_open = least_kept(edited, opened, chunk, maximum, weight, between, limits)
         best, best_cell = _best_kept_cell(edited, opened, num_open, least, seed, position)
     else:
         cell = tl.load(found + chunk, mask=chunk < chunks, other=HIGHEST)
         best_cell = tl.min(tl.where(maximum == best, cell, HIGHEST), axis=0)
 
-    # Minus infinity, or no number, if there is no token that may be sampled.
-    is_valid = (best > float("-inf")) & (best < float("inf"))
-    col = tl.where(is_valid, best_cell, 0) * CELL + tl.arange(0, CELL)
-    x = _edited_logits(edited, col)
+    col = best_cell * CELL + tl.arange(0, CELL)
+    x = tl.reshape(_edited_logits(edited, best_cell + tl.zeros([1], tl.int32)), (CELL,))
     scores = tl.where(_key(x) >= least, x, float("-inf")) * scale
     token = best_entry(scores, col, col < vocab, greedy, seed, position)
-    if is_valid & ((edits & PENALTIES) != 0):
+    if (edits & PENALTIES) != 0:
         tl.store(counts + token, tl.maximum(tl.load(counts + token), 1) + 1)
-    token = tl.where(is_valid, token, INVALID).to(tl.int64)
-    tl.store(tokens + at, token)
-    tl.store(last_tokens + slot, token)
+        tl.store(edited_cells + best_cell, tl.full([], 1, tl.int1))
+    tl.store(tokens + at, token.to(tl.int64))
+    tl.store(last_tokens + slot, token.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["most"])
 def _logprobs_kernel(
     logits,
-    logits_at,
     step_at,
     slots,
-    tokens,
     limits,
     maxima,
     weights,
     found,
-    token_ids,
-    values,
+    tokens,
+    records,
     most,
     row_stride,
     vocab,
@@ -303,12 +306,13 @@ def _logprobs_kernel(
 ):
     """A row's sampled token and its likeliest ones, one after the other."""
     row = tl.program_id(0)
-    count = tl.load(limits + tl.load(slots + row) * LIMITS + NUM_LOGPROBS)
-    token = tl.load(tokens + tl.load(step_at + row))
+    step_row = tl.load(step_at + row)
+    count = tl.load(limits + tl.load(slots + step_row) * COLUMNS + NUM_LOGPROBS)
+    token = tl.load(tokens + step_row)
     if (count < 0) | (token == INVALID):
         return
-    logits += tl.load(logits_at + row) * row_stride
-    token_ids, values = token_ids + row * (1 + most), values + row * (1 + most)
+    logits += row.to(tl.int64) * row_stride
+    records += row * (1 + most) * 2
     found += row * chunks
     chunk = tl.arange(0, WIDEST)
     at = row * chunks + chunk
@@ -317,8 +321,7 @@ def _logprobs_kernel(
     peak = tl.max(maximum, axis=0)
     total = tl.sum(weight * tl.exp2((maximum - peak) * LOG2_E), axis=0)
     norm = peak + tl.log2(total) * LN_2
-    tl.store(token_ids, token.to(tl.int32))
-    tl.store(values, tl.load(logits + token).to(tl.float32) - norm)
+    _store_record(records, token.to(tl.int32), logits, norm)
 
     count = tl.minimum(count, vocab)
     least = LOWEST
@@ -328,9 +331,15 @@ def _logprobs_kernel(
     before = HIGHEST_PAIR
     for i in range(1, count + 1):
         before = _next_pair(logits, vocab, found, num_open, chunks, before)
-        col = HIGHEST - (before & HIGHEST).to(tl.int32)
-        tl.store(token_ids + i, col)
-        tl.store(values + i, tl.load(logits + col).to(tl.float32) - norm)
+        col = (before & HIGHEST).to(tl.int32) ^ HIGHEST
+        _store_record(records + 2 * i, col, logits, norm)
+
+
+@triton.jit
+def _store_record(record, token, logits, norm):
+    value = tl.load(logits + token).to(tl.float32) - norm
+    tl.store(record, token)
+    tl.store(record + 1, value.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -355,25 +364,31 @@ def _logits(logits, col, vocab):
 
 
 @triton.jit
-def _edited_logits(edited, col):
-    """What is sampled from, before temperature: logits with penalties, and minus infinity where a
-    token is barred. `edited` is (a row's logits, its slot's counts, barred, settings, edits, V).
+def _edited_logits(edited, cell):
+    """What is sampled from in cells [N], before temperature: logits [N, CELL] with penalties, and
+    minus infinity where a token is barred.
 
-    A count is 0 for a token that the sequence does not hold, else 1 more than what the output has
-    of it.
+    `edited` is (a row's logits, its slot's counts, barred, cells and settings, edits, V). A count
+    is 0 for a token that the sequence does not hold, else 1 more than what the output has of it.
     """
-    logits, counts, barred, settings, edits, vocab = edited
+    logits, counts, barred, edited_cells, settings, edits, vocab = edited
+    col = _columns(cell)
     x = _logits(logits, col, vocab)
-    if (edits & PENALTIES) != 0:
-        repetition = tl.load(settings + REPETITION)
-        count = tl.load(counts + col, mask=col < vocab, other=0)
-        repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-        x = tl.where(count > 0, repeated, x)
-        x -= tl.load(settings + FREQUENCY) * tl.maximum(count - 1, 0).to(tl.float32)
-        x -= tl.where(count > 1, tl.load(settings + PRESENCE), 0.0)
-    if (edits & BARS) != 0:
-        is_barred = tl.load(barred + col, mask=col < vocab, other=0) != 0
-        x = tl.where(is_barred, float("-inf"), x)
+    if edits != 0:
+        # Few cells hold anything: what they hold is not read for the others.
+        is_edited = tl.load(edited_cells + cell, mask=cell * CELL < vocab, other=0) != 0
+        inside = is_edited[:, None] & (col < vocab)
+        if (edits & PENALTIES) != 0:
+            repetition = tl.load(settings + REPETITION)
+            count = tl.load(counts + col, mask=inside, other=0)
+            repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+            x = tl.where(count > 0, repeated, x)
+            x -= tl.load(settings + FREQUENCY) * tl.maximum(count - 1, 0).to(tl.float32)
+            x -= tl.where(count > 1, tl.load(settings + PRESENCE), 0.0)
+        if (edits & BARS) != 0:
+            is_barred = tl.load(barred + col, mask=inside, other=0) != 0
+            # A sum keeps what is no number, and makes it of infinity.
+            x = tl.where(is_barred, x + float("-inf"), x)
     return x
 
 
@@ -429,16 +444,16 @@ def _kth_key(keys, k):
 
 
 @triton.jit
-def least_kept(edited, opened, chunk, maximum, weight, limits):
+def least_kept(edited, opened, chunk, maximum, weight, between, limits):
     """The least key that the filters keep, and how many chunks hold such keys: those are listed.
 
     `opened` is (where to list chunks, C, the greatest logit, the scale of the temperature).
-    `maximum` and `weight` [C and more] are of `chunk`.
+    `maximum` and `weight` [C and more] are of `chunk`; weights are relative to the greatest logit's
+    of all. `between` is room for tokens.
     """
     found, chunks, peak, scale = opened
-    settings, vocab = edited[3], edited[5]
+    settings, vocab = edited[4], edited[6]
     k, p, margin = tl.load(limits + TOP_K), tl.load(settings + TOP_P), tl.load(settings + MARGIN)
-    weight *= tl.exp2((maximum - peak) * scale)
     total = tl.sum(weight, axis=0)
     least = _key(peak + margin)
     bounds_only_top_p = (k >= vocab) & (margin == float("-inf"))
@@ -456,8 +471,88 @@ def least_kept(edited, opened, chunk, maximum, weight, limits):
             some, total, _, _ = _split(edited, opened, num_open, least)
             equal = tl.maximum(some - above, 1.0)
             total = more + (total - more) * (tl.minimum(k - above, equal) / equal)
-        least = _search(edited, opened, num_open, least, p * total, True)
+        is_found = False
+        if bounds_only_top_p & (num_open > MANY_CHUNKS):
+            open_weight = tl.sum(tl.where(_key(maximum) >= least, weight, 0.0), axis=0)
+            dropped = open_weight - p * total
+            low, high = _bounds_by_sample(edited, opened, num_open, dropped)
+            least, is_found = _search_between(
+                edited, opened, num_open, between, least, low, high, p * total
+            )
+        if not is_found:
+            least = _search(edited, opened, num_open, least, p * total, True)
+        num_open = _list_chunks(found, chunk, maximum, least, chunks)
     return least, num_open
+
+
+@triton.jit
+def _bounds_by_sample(edited, opened, num_open, dropped):
+    """Two keys: tokens in listed chunks below the first weigh less than `dropped`, and those below
+    the second more, unless the sample is a very odd one.
+    """
+    found, chunks, peak, scale = opened
+    cells = num_open * CHUNK_CELLS
+    at = tl.arange(0, SAMPLE_CELLS) * cells // SAMPLE_CELLS
+    cell = tl.load(found + at // CHUNK_CELLS) * CHUNK_CELLS + at % CHUNK_CELLS
+    x = _edited_logits(edited, cell)
+    # Each stands for as many.
+    share = cells / SAMPLE_CELLS
+    weight = tl.exp2((x - peak) * scale) * share
+    low_begin, low_end = peak - 64.0 / scale, peak
+    high_begin, high_end = low_begin, peak
+    for _ in range(ROUNDS):
+        low, high = (low_begin + low_end) * 0.5, (high_begin + high_end) * 0.5
+        below_low = tl.sum(tl.where(x < low, weight, 0.0))
+        below_high = tl.sum(tl.where(x < high, weight, 0.0))
+        # Six standard deviations: a sum of weights that are at most that of the bound itself.
+        low_error = 6 * tl.sqrt(below_low * share * tl.exp2((low - peak) * scale))
+        high_error = 6 * tl.sqrt(below_high * share * tl.exp2((high - peak) * scale))
+        is_low = below_low + low_error <= dropped
+        low_begin = tl.where(is_low, low, low_begin)
+        low_end = tl.where(is_low, low_end, low)
+        is_high = below_high - high_error >= dropped
+        high_begin = tl.where(is_high, high_begin, high)
+        high_end = tl.where(is_high, high, high_end)
+    return _key(low_begin), _key(high_end)
+
+
+@triton.jit
+def _search_between(edited, opened, num_open, between, least, low, high, target):
+    """As _search, if the key is at least `low`, below `high`, and one of not too many: else
+    `least`. Then whether it is.
+    """
+    found, chunks, peak, scale = opened
+    weight = tl.zeros([TILE_CELLS, CELL], tl.float32)
+    count = 0
+    tl.debug_barrier()  # what was between for another row is read
+    for begin in range(0, num_open, TILE_CHUNKS):
+        x = _edited_logits(edited, _listed_cells(found, begin, num_open, chunks))
+        key = _key(x)
+        weight += tl.where(key >= high, tl.exp2((x - peak) * scale), 0.0)
+        inside = (key >= low) & (key < high)
+        ones = inside.to(tl.int32)
+        in_cell = tl.sum(ones, axis=1)
+        at = count + (tl.cumsum(in_cell, axis=0) - in_cell)[:, None] + tl.cumsum(ones, axis=1) - 1
+        tl.store(between + at, x, mask=inside & (at < MOST_BETWEEN))
+        count += tl.sum(in_cell, axis=0)
+    tl.debug_barrier()  # all threads have stored
+    above = tl.sum(weight)
+    at = tl.arange(0, MOST_BETWEEN)
+    x = tl.load(between + at, mask=at < count, other=float("-inf"))
+    key, weights = _key(x), tl.exp2((x - peak) * scale)
+    is_found = (above < target) & (above + tl.sum(weights, axis=0) >= target)
+    is_found = is_found & (count <= MOST_BETWEEN)
+    if is_found:
+        least = tl.min(tl.where(at < count, key, HIGHEST), axis=0)
+        end = tl.max(key, axis=0)
+        while least < end:
+            middle = _middle(least, end)
+            is_above = key >= middle
+            if above + tl.sum(tl.where(is_above, weights, 0.0), axis=0) < target:
+                end = tl.max(tl.where(is_above, LOWEST, key), axis=0)
+            else:
+                least = tl.min(tl.where(is_above, key, HIGHEST), axis=0)
+    return least, is_found
 
 
 @triton.jit
@@ -508,7 +603,7 @@ def _split(edited, opened, num_open, middle):
     least = tl.full([TILE_CELLS, CELL], HIGHEST, tl.int32)
     below = tl.full([TILE_CELLS, CELL], LOWEST, tl.int32)
     for begin in range(0, num_open, TILE_CHUNKS):
-        x = _edited_logits(edited, _columns(_listed_cells(found, begin, num_open, chunks)))
+        x = _edited_logits(edited, _listed_cells(found, begin, num_open, chunks))
         key = _key(x)
         above = key >= middle
         count += tl.where(above, 1.0, 0.0)
@@ -545,7 +640,7 @@ def _best_kept_cell(edited, opened, num_open, least, seed, position):
     best_cell = tl.full([TILE_CELLS], HIGHEST, tl.int32)
     for begin in range(0, num_open, TILE_CHUNKS):
         cell = _listed_cells(found, begin, num_open, chunks)
-        x = _edited_logits(edited, _columns(cell))
+        x = _edited_logits(edited, cell)
         scores = tl.where(_key(x) >= least, x, float("-inf")) * scale
         value = cell_values(scores, cell * CELL, False, seed, position)
         best_cell = tl.where(value > best, cell, best_cell)
@@ -562,6 +657,6 @@ def _next_pair(logits, vocab, found, num_open, chunks, before):
     best = tl.full([TILE_CELLS, CELL], LOWEST_PAIR, tl.int64)
     for begin in range(0, num_open, TILE_CHUNKS):
         col = _columns(_listed_cells(found, begin, num_open, chunks))
-        pair = (_key(_logits(logits, col, vocab)).to(tl.int64) << 32) | (HIGHEST - col)
+        pair = (_key(_logits(logits, col, vocab)).to(tl.int64) << 32) | (col ^ HIGHEST)
         best = tl.maximum(best, tl.where((col < vocab) & (pair < before), pair, LOWEST_PAIR))
     return tl.max(best)

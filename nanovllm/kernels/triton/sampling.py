@@ -1,4 +1,5 @@
-"""Triton kernels that sample the next tokens in one pass over the logits.
+"""Triton kernels that sample the next tokens in one pass over the logits. A row of a temperature
+below 0, for which any token will do, is passed over, and gets token 0.
 
 Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is
 said by layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of
@@ -90,8 +91,11 @@ def _best_cell_of_part_kernel(
 ):
     wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if temperature < 0:
+        return
     logits += row.to(tl.int64) * row_stride
-    greedy, scale = scale_of(tl.load(temperatures + row))
+    greedy, scale = scale_of(temperature)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     # A lane meets its cells in rising order, so keeping the first best keeps the lowest.
     best = tl.full([CELLS], float("-inf"), tl.float32)
@@ -135,7 +139,12 @@ def _best_of_row_kernel(
 ):
     wait_for_inputs(PDL)
     row = tl.program_id(0)
-    greedy, scale = scale_of(tl.load(temperatures + row))
+    temperature = tl.load(temperatures + row)
+    if temperature < 0:
+        tl.store(values + row, 0.0)
+        tl.store(tokens + row, tl.zeros([], tl.int64))
+        return
+    greedy, scale = scale_of(temperature)
     part = tl.arange(0, BLOCK)
     value = tl.load(part_values + row * parts + part, mask=part < parts, other=float("-inf"))
     cell = tl.load(part_cells + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
