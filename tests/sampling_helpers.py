@@ -96,10 +96,15 @@ class Draws:
         ]
         self.resampler.start(list(zip(self.slots, metadata)))
 
-    def run(self):
-        """Tokens [R], and by row what is reported of log-probabilities."""
+    def run(self, position=0):
+        """Tokens [R], and by row what is reported of log-probabilities.
+
+        `position`: of the token, after all that there is; the noise depends on it.
+        """
         device, state, slots = self.logits.device, self.state, self.slots_d
-        positions = torch.full((len(slots),), self.length, dtype=torch.int32, device=device)
+        positions = torch.full(
+            (len(slots),), self.length + position, dtype=torch.int32, device=device
+        )
         # On several ranks the best of all, which a shard of the logits does not tell.
         tokens, _ = self.sampler(
             self.logits, state.temperatures[slots], state.seeds[slots], positions.long()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from call_helpers import END, Plain, make_folder, make_llm
-from sampling_helpers import draw, process, random_params
+from sampling_helpers import Draws, draw, process, random_params
 
 from nanovllm import SamplingParams
 from nanovllm.layers.parallel import ParallelGroup
@@ -103,33 +103,53 @@ def test_rows_drawn_together_do_not_bound_each_other():
         assert len(set(tokens[:: len(some)].tolist())) > 7
 
 
+class AllAtOnce(Resampler):
+    rows_at_once = 5000
+
+
+NO_FILTERS = dict(top_k=0, top_p=1.0, min_p=0.0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         dict(temperature=0.7),
         dict(top_k=3),
+        dict(top_k=4),  # where two are equally likely: neither goes without the other
         dict(top_p=0.8),
         dict(min_p=0.2),
         dict(temperature=1.6, top_k=6, top_p=0.9, min_p=0.05),
+        dict(presence_penalty=1.5),
+        dict(frequency_penalty=-0.6),
         dict(repetition_penalty=1.8, frequency_penalty=0.4, presence_penalty=0.7, top_p=0.95),
+        dict(min_tokens=60, top_p=0.9),
     ],
     ids=lambda options: "-".join(options),
 )
 def test_draws_follow_the_filtered_distribution(options):
-    """Chi-squared over 6000 draws; its upper 1e-4 quantile by Wilson and Hilferty's
+    """Chi-squared over 100,000 draws; its upper 1e-4 quantile by Wilson and Hilferty's
     approximation.
     """
     params = SamplingParams(**options)
-    logits = [2.0, -1.0, 1.5, 0.3, 0.1, -2.0, 1.0, -0.5, 0.8]
-    prompt, output, count = [0, 1, 1], [2, 2, 6], 6000
-    # A plain row does not come here in the engine; here it does, and must be drawn as
-    # kernels.sample draws.
-    tokens = draw(
-        torch.tensor([logits] * count), params, torch.arange(count) * 7919, prompt, output
-    )
-    scores = process(logits, params, prompt, output)
-    total = sum(map(math.exp, scores))
-    expected = [count * math.exp(score) / total for score in scores]
+    inf = math.inf
+    logits = [2.0, -1.0, 1.5, -inf, 0.3, 0.1, -2.0, 1.0, 0.3, -0.5, -inf, 0.8]
+    context, count = ([0, 1, 1], [2, 2, 7], [0, 5]), 100_000
+    rows, seeds = torch.tensor([logits] * 5000), torch.arange(5000) * 7919
+    draws = Draws(rows, params, seeds, *context, make_resampler=AllAtOnce)
+    table = draws.resampler.slots
+    counts = None if table.counts is None else table.counts.clone()
+    drawn = []
+    for position in range(count // len(rows)):
+        drawn.append(draws.run(position)[0])
+        if counts is not None:  # the token that was just drawn is not there the next time
+            table.counts.copy_(counts)
+    tokens = torch.cat(drawn)
+    scores = process(logits, params, *context)
+    # A token as likely as the last one kept is kept too.
+    least = min(score for score in scores if score > -inf)
+    expected_scores = process(logits, dataclasses.replace(params, **NO_FILTERS), *context)
+    weights = [math.exp(x) if x >= least - 1e-9 else 0.0 for x in expected_scores]
+    expected = [count * weight / sum(weights) for weight in weights]
     observed = torch.bincount(tokens, minlength=len(logits)).tolist()
     assert all(n == 0 for n, e in zip(observed, expected) if e == 0)
     chi_squared = sum((n - e) ** 2 / e for n, e in zip(observed, expected) if e)

@@ -43,7 +43,7 @@ class SlotParams:
     def __init__(self, num_slots: int, vocab_size: int, upload: Upload) -> None:
         self.num_slots, self.vocab_size = num_slots, vocab_size
         self._upload = upload
-        self.table = upload(_rows([SamplingParams()] * num_slots, [0] * num_slots, vocab_size))
+        self.table = upload(np.tile(_rows([SamplingParams()], [0], vocab_size), (num_slots, 1)))
         self.params = self.table[:, :-LIMITS].view(torch.float32)
         self.limits = self.table[:, -LIMITS:]
         self.counts: Tensor | None = None
