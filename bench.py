@@ -6,6 +6,8 @@
     python bench.py --compare transformers --workload laptop --model tiny
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
+    python bench.py --policy fcfs,shortest-first    who waits how long under which scheduling policy
+    python bench.py --trace run.html                a page that replays it, block by block
     python bench.py --host                          what a step costs the host, without the device
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
@@ -22,13 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import accumulate
 from math import log
 from pathlib import Path
 from random import Random
+from statistics import median
 
 # hidden, layers, heads, KV heads, head size, intermediate (of an expert), experts, experts of a
 # token, tied head
@@ -196,12 +202,15 @@ class NanovllmEngine:
     def __init__(self, model: str, dummy: bool, args: argparse.Namespace) -> None:
         from nanovllm import LLM
 
+        options = json.loads(args.options)
+        if args.trace:
+            options["trace"] = str(args.trace)
         self.llm = LLM(
             model,
             load_format="dummy" if dummy else "auto",
             max_model_len=args.max_model_len,
             tensor_parallel_size=args.tensor_parallel_size,
-            **json.loads(args.options),
+            **options,
         )
         self.vocab = self.llm.engine.vocab_size
 
@@ -369,10 +378,18 @@ def measure(args: argparse.Namespace) -> list[dict]:
         versions=versions(args.engine),
     )
     print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
-    rows = []
+    rows: list[dict] = []
+    steps: list = []
+    if args.plot:
+        engine.llm.on_step(steps.append)
     for name in args.workload.split(","):
         work = workload(name, engine.vocab)
-        seconds = [run_once(engine, work, name, repeat, args) for repeat in range(args.repeat)]
+        seconds = []
+        for repeat in range(args.repeat):
+            steps.clear()  # a picture is of the last run, and so is a trace
+            if args.trace:
+                engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
+            seconds.append(run_once(engine, work, name, repeat, args))
         tokens, best = num_output_tokens(work, name), min(seconds)
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
@@ -387,21 +404,18 @@ def measure(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         print_row(row)
         if args.plot:
-            stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
-            path = args.plot.with_stem(stem)
-            setting = f"{common['device']}, {options_name(args.options)}"
-            title = f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}"
-            plot(engine.llm.engine.steps, path, title, engine.llm.num_kvcache_blocks)
-            print(f"              drawn in {path}")
+            plot_run(steps, name, common["device"], args)
+    if args.trace:
+        engine.llm.close()
+        print(f"              replayed in {args.trace}")
     return rows
 
 
 def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
     """Run a workload, with prompts of its own in each repeat; returns the seconds it took."""
-    print(f"{name}: run {repeat + 1} of {args.repeat}", file=sys.stderr, flush=True)
+    count = 2 if args.policy else args.repeat
+    print(f"{name}: run {repeat + 1} of {count}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
-    if args.plot:
-        engine.llm.engine.steps = []  # to which the engine adds a record of each step
     sampling = dict(temperature=0.0 if name in GREEDY else 0.6) | ASKED.get(name, {})
     outputs: list[list[int]] = []
     tokens, seconds = 0, 0.0
@@ -422,11 +436,122 @@ def num_output_tokens(work: Work, name: str) -> int:
     return sum(n for _, n in work) * ROUNDS.get(name, 1)
 
 
+def find_policy(name: str):
+    """A new policy: by a name of the library's, or as "module:Class"."""
+    from nanovllm.policies import POLICIES
+
+    if name in POLICIES:
+        return POLICIES[name]()
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--policy {name}: the policies are {', '.join(POLICIES)}, or give your own as "
+            "module:Class, such as my_file:MyPolicy of a my_file.py that Python finds"
+        ) from error
+
+
+def compare_policies(args: argparse.Namespace) -> list[dict]:
+    """Serve one load under each policy, by turns, on one engine.
+
+    Half of the workload's requests, every other one, is there at the start, as in a call of
+    `generate`: the batch. The others come at random times while it runs, as by `add_request`: they
+    are people who wait, and have the better priority. They come within the first half of the time
+    that the whole takes at once, so that there is always more to do than can be done.
+    """
+    folder, dummy = model_folder(args.model)
+    engine = NanovllmEngine(folder, dummy, args)
+    rows = []
+    for name in args.workload.split(","):
+        work = workload(name, engine.vocab)
+        if len(work) < 2:
+            raise ValueError(f"--policy: workload {name} has one request, which waits for no other")
+        # The first run compiles and captures.
+        span = [run_once(engine, work, name, repeat, args) for repeat in (0, 1)][-1] / 2
+        r = Random(0)
+        arrivals = [r.uniform(0, span) if i % 2 else 0.0 for i in range(len(work))]
+        runs: dict[str, list[dict]] = {policy: [] for policy in args.policy.split(",")}
+        for repeat in range(args.repeat):
+            fresh = refresh(work, name, 2 + repeat, engine.vocab)
+            for policy, results in runs.items():
+                print(f"{name}: {policy}, {repeat + 1} of {args.repeat}", file=sys.stderr)
+                results.append(serve(engine.llm, policy, fresh, arrivals, name))
+        print_policies(args, name, span, runs)
+        rows += [
+            dict(model=args.model, workload=name, policy=policy, device=device_name(), runs=results)
+            | dict(options=json.loads(args.options), versions=versions("nanovllm"))
+            for policy, results in runs.items()
+        ]
+    return rows
+
+
+def serve(llm, policy: str, work: Work, arrivals: list[float], name: str) -> dict[str, float]:
+    """Let requests come at their times, in seconds. A time to first token begins there, even if
+    the engine was in a step then.
+    """
+    from nanovllm import SamplingParams
+    from nanovllm.engine.metrics import percentiles
+
+    # An engine has one policy for all of its life: begin a new one, with an empty prefix cache.
+    llm.engine.policy = find_policy(policy)
+    llm.engine.reset()
+    coming = deque(sorted(range(len(work)), key=lambda i: arrivals[i]))
+    added, begin = {}, time.perf_counter()
+    while coming or llm.engine.has_unfinished():
+        while coming and arrivals[coming[0]] <= time.perf_counter() - begin:
+            i = coming.popleft()
+            prompt, length = work[i]
+            params = SamplingParams(
+                temperature=0.0 if name in GREEDY else 0.6,
+                max_tokens=length,
+                ignore_eos=True,
+                priority=0 if arrivals[i] else 1,
+            )
+            added[i] = llm.engine.add(prompt, params, interactive=arrivals[i] > 0)
+        llm.step()
+    seconds = time.perf_counter() - begin
+    wait = {i: seq.first_token_at - begin - arrivals[i] for i, seq in added.items()}
+    later = [wait[i] for i in added if arrivals[i]]
+    return dict(
+        mean=sum(wait.values()) / len(wait),
+        p99=percentiles(wait.values())["p99"],
+        mean_of_later=sum(later) / len(later),
+        p99_of_later=percentiles(later)["p99"],
+        seconds=seconds,
+    )
+
+
+def print_policies(
+    args: argparse.Namespace, name: str, span: float, runs: dict[str, list[dict]]
+) -> None:
+    """A table in Markdown: of each figure, the median of the runs."""
+    print(
+        f"\n{args.model}, {name} on {device_name()}, {options_name(args.options)}: half of the "
+        f"requests at the start, half within {span:.2f} s.\n"
+        f"Seconds, median of {args.repeat} runs by turns.\n\n"
+        "| policy | to first token, mean | p99 | of those that come later, mean | p99 "
+        "| to the end |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for policy, results in runs.items():
+        middle = [median(result[figure] for result in results) for figure in results[0]]
+        print(f"| {policy} | {' | '.join(f'{seconds:.3f}' for seconds in middle)} |", flush=True)
+
+
 def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
-def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
+def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> None:
+    """Draw a workload's run, in a file of its own if there are several workloads."""
+    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+    path = args.plot.with_stem(stem)
+    setting = f"{device}, {options_name(args.options)}"
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
+    print(f"              drawn in {path}")
+
+
+def plot(steps: list, path: Path, title: str) -> None:
     """Draw a run over time: sequences, tokens of steps and of seconds, KV blocks."""
     from matplotlib.figure import Figure
 
@@ -436,7 +561,8 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     figure.suptitle(title)
     sequences.plot(times, [step.running for step in steps], label="running")
     sequences.plot(times, [step.waiting for step in steps], label="waiting")
-    sequences.plot(times, [step.preemptions for step in steps], ":", label="preempted so far")
+    preempted = list(accumulate(step.preemptions for step in steps))
+    sequences.plot(times, preempted, ":", label="preempted so far")
     sequences.set_ylabel("sequences")
     tokens.set_ylabel("tokens of a step")
     rates.set_ylabel("tokens a second")
@@ -449,6 +575,7 @@ def plot(steps: list, path: Path, title: str, num_blocks: int) -> None:
     # From one token to a whole budget of prompts: only a logarithm shows both.
     tokens.set_yscale("log")
     blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    num_blocks = steps[0].num_blocks
     blocks.axhline(num_blocks, color="gray", linestyle="--", label=f"capacity: {num_blocks:,}")
     blocks.set_ylabel("KV blocks")
     blocks.set_xlabel("seconds")
@@ -594,6 +721,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the measurements there")
     help = "draw each workload's last run there; needs matplotlib"
     add("--plot", metavar="PNG", type=Path, help=help)
+    help = "compare scheduling policies, by name or as module:Class, separated by commas"
+    add("--policy", metavar="NAMES", help=help)
+    help = "write what the engine did in the last run: a page (.html) or its events (.jsonl)"
+    add("--trace", metavar="HTML", type=Path, help=help)
     add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     return parser
 
@@ -618,12 +749,25 @@ def check(args: argparse.Namespace) -> None:
             f"--options {args.options}: use an object of LLM's options, but for those that have "
             "their own here"
         )
-    for path in (args.json, args.plot):
+    if args.policy:
+        if args.compare or args.engine != "nanovllm" or args.plot or args.trace:
+            raise ValueError(
+                "--policy compares nanovllm with itself: leave --compare, --engine, --plot and "
+                "--trace out"
+            )
+        for name in args.policy.split(","):
+            find_policy(name)
+    for path in (args.json, args.plot, args.trace):
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} is in no folder that exists")
-    if args.plot:
+    if args.trace and "," in args.workload:
+        raise ValueError(f"--trace is of one workload, and --workload is {args.workload}: name one")
+    if args.plot or args.trace:
         if args.compare or args.engine != "nanovllm":
-            raise ValueError("--plot draws nanovllm's own steps: leave --compare and --engine out")
+            raise ValueError(
+                "--plot and --trace show nanovllm's own steps: leave --compare and --engine out"
+            )
+    if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
 
@@ -641,7 +785,8 @@ def main() -> None:
         args.workload = args.workload or ("bench" if on_gpu else "laptop")
     try:
         check(args)
-        rows = compare(args) if args.compare else measure(args)
+        how = compare if args.compare else compare_policies if args.policy else measure
+        rows = how(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     if args.json:

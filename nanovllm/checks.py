@@ -51,15 +51,18 @@ class Range(NamedTuple):
         object.__setattr__(options, name, self.kind(value))  # the class is frozen
 
 
-def check_choice(options: Any, name: str, choices: tuple[Any, ...]) -> None:
-    """Raise an error unless the field is one of `choices`: ValueError among texts, else
-    TypeError."""
+def check_choice(options: Any, name: str, choices: tuple[Any, ...], other: str = "") -> None:
+    """Raise an error unless the field is one of `choices`: ValueError among texts, else TypeError.
+
+    `other`: what else the error should offer.
+    """
     value = getattr(options, name)
     # By type first: 1 equals True, and an array compares with anything, item by item.
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return
     if isinstance(choices[0], str):
-        raise ValueError(f"{name} is {shown(value)}: use one of {', '.join(map(repr, choices))}")
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} is {shown(value)}: use one of {listed}{other}")
     raise TypeError(f"{name} is {shown(value)}: use {' or '.join(map(repr, choices))}")
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.config import Config
+from nanovllm.checks import shown
+from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.policy import SchedulingPolicy
@@ -27,19 +28,22 @@ def build_engine(config: Config) -> tuple[LLMEngine, Any]:
 
     Raises ValueError for a model folder that cannot be run as it is asked for.
     """
+    policy = choose_policy(config.scheduling_policy)
     folder = resolve_model_folder(config.model)
     if gpu := room("gpu.device"):
         gpu.begin_driver(config.device)
     hf_config = load_hf_config(folder)
-    text, policies = room("text"), room("policies.throughput")
-    policy = policies.ThroughputPolicy() if policies else SchedulingPolicy()
+    text = room("text")
     make_runner = build_runner
     if config.tensor_parallel_size > 1:
         make_runner = import_module("nanovllm.distributed.tensor_parallel").TensorParallelRunner
+    engine_class = LLMEngine
+    if config.trace is not None:
+        engine_class = import_module("nanovllm.trace.recorder").RecordedEngine
     # Reading a tokenizer can take seconds, and so does reading the weights.
     with ThreadPoolExecutor(1) as beside:
         loading = beside.submit(text.load_tokenizer, folder) if text else None
-        engine = LLMEngine(config, hf_config, folder, make_runner, policy)
+        engine = engine_class(config, hf_config, folder, make_runner, policy)
     try:
         engine.stop_ids = load_eos_ids(folder)
         tokenizer = loading.result() if loading else None
@@ -51,6 +55,32 @@ def build_engine(config: Config) -> tuple[LLMEngine, Any]:
         engine.close()
         raise
     return engine, tokenizer
+
+
+def choose_policy(given: Any) -> SchedulingPolicy:
+    """The policy that the option `scheduling_policy` names, or is."""
+    policies = room("policies")
+    if isinstance(given, str):
+        if policies:
+            return policies.POLICIES[given]()
+        if given in ("throughput", "fcfs"):
+            return SchedulingPolicy()
+        raise ValueError(
+            f"scheduling_policy is {given!r}, but nanovllm/policies is not there: use 'fcfs'"
+        )
+    if isinstance(given, type):
+        raise TypeError(
+            f"scheduling_policy is the class {given.__name__}: give an object of it, such as "
+            f"{given.__name__}()"
+        )
+    methods = [name for name in vars(SchedulingPolicy) if not name.startswith("_")]
+    if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
+        raise TypeError(
+            f"scheduling_policy is {shown(given)}, which has no method {lacking[0]}: derive its "
+            "class from nanovllm.engine.policy.SchedulingPolicy, or use one of "
+            f"{', '.join(map(repr, SCHEDULING_POLICIES))}"
+        )
+    return given
 
 
 def build_runner(

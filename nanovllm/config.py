@@ -12,6 +12,7 @@ from typing import Any
 
 from nanovllm.checks import ABOVE_ZERO, Range, check_choice, refuse_unknown_names, shown
 
+SCHEDULING_POLICIES = ("throughput", "fcfs", "shortest-first", "longest-first", "priority")
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
 COUNT = Range(int, 1, 2**63 - 1, "an integer, 1 or more, below 2**63")
 SECONDS = Range(float, ABOVE_ZERO, 1e6, "a number of seconds above 0, at most 1e6")
@@ -62,6 +63,10 @@ class Config:
     device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep what requests have in KV blocks, for others that begin alike.
+    scheduling_policy: who starts next, and who gives way when KV blocks run out. "throughput": what
+        lets all requests of a call end soonest; "fcfs": first come, first served; "shortest-first"
+        and "longest-first", by max_tokens; "priority", by SamplingParams'; or an object with the
+        methods of nanovllm.engine.policy.SchedulingPolicy.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
     kernels: what the model's layers compute with. "auto": what is made by hand for the device;
         "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
@@ -73,6 +78,8 @@ class Config:
         they can.
     start_timeout: seconds within which all ranks must have loaded the model.
     step_timeout: seconds within which the ranks must answer a step.
+    trace: a file to write what the engine did to, at `close` or when the process ends: a page to
+        watch it on (.html), or its events, one a line (.jsonl).
     """
 
     model: str
@@ -88,6 +95,7 @@ class Config:
     device: str = "auto"
     load_format: str = "auto"
     enable_prefix_caching: bool = True
+    scheduling_policy: Any = "throughput"
     attention_backend: str = "auto"
     kernels: str = "auto"
     overlap: bool | None = None
@@ -95,6 +103,7 @@ class Config:
     symmetric_memory: bool = True
     start_timeout: float = 1800.0
     step_timeout: float = 60.0
+    trace: str | PathLike | None = None
 
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
@@ -115,9 +124,24 @@ class Config:
             )
         for name, choices in CHOICES.items():
             check_choice(self, name, choices)
+        if isinstance(self.scheduling_policy, str):
+            other = ", or an object with the methods of SchedulingPolicy"
+            check_choice(self, "scheduling_policy", SCHEDULING_POLICIES, other)
         if not isinstance(self.device, str) or not re.fullmatch(
             r"auto|cpu|cuda(:\d+)?", self.device
         ):
             raise ValueError(
                 f"device is {shown(self.device)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'"
             )
+        if self.trace is not None:
+            self._check_trace(
+                fspath(self.trace) if isinstance(self.trace, PathLike) else self.trace
+            )
+
+    def _check_trace(self, path: Any) -> None:
+        remedy = "give a file name that ends in .html or .jsonl"
+        if not isinstance(path, str):
+            raise TypeError(f"trace is {shown(path)}: {remedy}")
+        if not path.endswith((".html", ".jsonl")):
+            raise ValueError(f"trace is {shown(path)}: {remedy}")
+        object.__setattr__(self, "trace", path)

@@ -98,6 +98,12 @@ class Inputs:
                 f"min_tokens={params.min_tokens} lets none be sampled: "
                 "leave a token out, or use min_tokens=0"
             )
+        policy = self.config.scheduling_policy
+        if params.priority and isinstance(policy, str) and policy != "priority":
+            raise ValueError(
+                f"{name}.priority is {params.priority}, of which scheduling_policy={policy!r} "
+                "takes no notice: leave it out, or make the LLM with scheduling_policy='priority'"
+            )
         if params.stop and self.tokenizer is None:
             raise ValueError(
                 "stop needs text, but the model's folder has no tokenizer: "

@@ -40,7 +40,6 @@ def say_ready(
     """
     global _import_seconds
     seconds, _import_seconds = seconds + _import_seconds, 0.0
-    show_unless_configured()
     is_folder = os.path.isdir(config.model)
     name = os.path.basename(os.path.abspath(config.model)) if is_folder else config.model
     logger.info(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -68,33 +68,43 @@ def read_logprobs(records: list[bytes]) -> list[dict[int, float]]:
 
 
 class Progress:
-    """A bar of requests that have finished, with the tokens a second that the engine has computed
-    meanwhile."""
+    """A bar of a call's requests that have finished, with the tokens a second that all steps have
+    computed meanwhile.
 
-    def __init__(self, num_requests: int, engine: LLMEngine, shown: bool) -> None:
-        self._engine = engine
+    `on_step`: the LLM's.
+    """
+
+    def __init__(
+        self,
+        request_ids: list[int],
+        on_step: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
+        shown: bool,
+    ) -> None:
         self._bar = tqdm(
-            total=num_requests,
+            total=len(request_ids),
             desc="Generating",
             unit="request",
             disable=not shown,
             dynamic_ncols=True,
         )
         self._begin = perf_counter()
-        self._num_before = engine.num_prefill_tokens, engine.num_decode_tokens
+        self._unfinished = set(request_ids)
+        self._num_prefill_tokens = self._num_decode_tokens = 0
+        self._end = on_step(self._update) if shown else None
 
-    def update(self, num_finished: int) -> None:
-        if self._bar.disable:
-            return
+    def _update(self, step: StepRecord) -> None:
+        self._num_prefill_tokens += step.prefill_tokens
+        self._num_decode_tokens += step.decode_tokens
         seconds = perf_counter() - self._begin
-        num_now = self._engine.num_prefill_tokens, self._engine.num_decode_tokens
-        prefill, decode = [
-            (now - before) / seconds for now, before in zip(num_now, self._num_before)
-        ]
+        prefill, decode = self._num_prefill_tokens / seconds, self._num_decode_tokens / seconds
         self._bar.set_postfix_str(
             f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False
         )
-        self._bar.update(num_finished)
+        finished = self._unfinished.intersection(step.finished)
+        self._unfinished -= finished
+        self._bar.update(len(finished))
 
     def close(self) -> None:
+        if self._end is not None:
+            self._end()
         self._bar.close()

@@ -30,6 +30,7 @@ LIMITS = {
     ),
     "presence_penalty": Range(float, -2, 2, "a number from -2 to 2; 0 changes nothing"),
     "frequency_penalty": Range(float, -2, 2, "a number from -2 to 2; 0 changes nothing"),
+    "priority": Range(int, -(2**63), 2**63 - 1, "an integer of 64 bits; lower ones go first"),
 }
 
 
@@ -58,6 +59,7 @@ class SamplingParams:
     repetition_penalty: above 1 disfavours tokens of prompt and output, below 1 favours them.
     presence_penalty: subtracted from a token's logit if it is in the output.
     frequency_penalty: subtracted from a token's logit for each time it is in the output.
+    priority: where the LLM's scheduling_policy is "priority", requests with lower numbers go first.
 
     Integers may be NumPy's. A parameter that is unknown or of a wrong type raises TypeError, one
     out of range ValueError. The noise has 23 random bits for a token: one that is less likely than
@@ -80,6 +82,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         for name, limits in LIMITS.items():

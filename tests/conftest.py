@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-from engine_helpers import MODELS, Checkpoint, save_checkpoint
+from engine_helpers import FAMILIES, MODELS, Checkpoint, save_checkpoint
 from hypothesis import HealthCheck, settings
 
 from nanovllm import LLM
@@ -36,13 +36,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def get_checkpoint(tmp_path_factory):
-    """A function: the name of a model in MODELS -> its Checkpoint, made once."""
+    """A function: the name of a model in MODELS or FAMILIES -> its Checkpoint, made once."""
     made: dict[str, Checkpoint] = {}
 
     def get(name: str) -> Checkpoint:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            save_checkpoint(folder, MODELS[name])
+            save_checkpoint(folder, (MODELS | FAMILIES)[name])
             made[name] = Checkpoint(folder)
         return made[name]
 

@@ -10,14 +10,23 @@ from model_helpers import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from nanovllm import LLM, SamplingParams
@@ -46,6 +55,39 @@ MODELS = {
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
+}
+# Further families, with what sets each apart.
+FAMILIES = {
+    "phi3": Phi3Config(
+        **SHAPE | dict(hidden_size=64, pad_token_id=0),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+    ),
+    "olmo2": Olmo2Config(**SHAPE | dict(head_dim=8, pad_token_id=0)),
+    "glm4": Glm4Config(**SHAPE | dict(head_dim=12, pad_token_id=0)),
+    "granite": GraniteConfig(
+        **SHAPE | dict(residual_multiplier=0.7, attention_multiplier=0.4, logits_scaling=0.5),
+        embedding_multiplier=3.0,
+    ),
+    "smollm3": SmolLM3Config(
+        **SHAPE | dict(no_rope_layers=[1, 0], pad_token_id=0, tie_word_embeddings=False)
+    ),
+    "seed-oss": SeedOssConfig(**SHAPE),
+    # Windows that end inside blocks of 16, and before prompts do.
+    "mistral-window": MistralConfig(**SHAPE | dict(sliding_window=21)),
+    "qwen2-window": Qwen2Config(
+        **SHAPE | dict(sliding_window=18, use_sliding_window=True, max_window_layers=1)
+    ),
+    "olmo3": Olmo3Config(
+        **SHAPE | dict(head_dim=8, pad_token_id=0, sliding_window=18, num_hidden_layers=4)
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=17, query_pre_attn_scalar=2),
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "gemma2": Gemma2Config(
+        **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
+        attn_logit_softcapping=3.0,
+    ),
 }
 
 

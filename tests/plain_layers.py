@@ -7,11 +7,15 @@ from torch import nn
 
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers import attention
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.mlp import GatedMLP, gelu_tanh
 from nanovllm.layers.moe import MixtureOfExperts
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.partial_rotary import (
+    InterleavedRotaryEmbedding,
+    NoRotaryEmbedding,
+    PartialRotaryEmbedding,
+)
 
 
 def with_weights(module: nn.Module, **weights) -> nn.Module:
@@ -24,23 +28,31 @@ def with_weights(module: nn.Module, **weights) -> nn.Module:
     return module
 
 
-def rms_norm(x, weight, eps):
-    return with_weights(RMSNorm(len(weight), eps), weight=weight)(x)
+def rms_norm(x, weight, eps, zero_centered=False):
+    norm = ZeroCenteredRMSNorm if zero_centered else RMSNorm
+    return with_weights(norm(len(weight), eps), weight=weight)(x)
 
 
-def add_rms_norm(x, residual, weight, eps):
+def add_rms_norm(x, residual, weight, eps, zero_centered=False):
     residual = residual + x
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm(residual, weight, eps, zero_centered), residual
 
 
-def silu_and_mul(x):
-    mlp = GatedMLP(1, 1, ParallelGroup())
+def norm_add_norm(x, residual, after, weight, eps, zero_centered=False):
+    residual = residual + rms_norm(x, after, eps, zero_centered)
+    if weight is None:
+        return residual.clone(), residual
+    return rms_norm(residual, weight, eps, zero_centered), residual
+
+
+def activate_and_mul(x, gelu=False):
+    mlp = GatedMLP(1, 1, ParallelGroup(), activation=gelu_tanh if gelu else nn.functional.silu)
     mlp.gate_up_proj = mlp.down_proj = nn.Identity()
     return mlp(x)
 
 
-def gated_linear(x, weight, bias=None):
-    return silu_and_mul(nn.functional.linear(x, weight, bias))
+def gated_linear(x, weight, bias=None, gelu=False):
+    return activate_and_mul(nn.functional.linear(x, weight, bias), gelu)
 
 
 def moe(x, logits, gate_up, down, top_k, renormalize):
@@ -65,12 +77,17 @@ def qk_norm_rope_store(
     slot_mapping,
     k_cache,
     v_cache,
+    zero_centered=False,
+    interleaved=False,
 ):
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    rotary = RotaryEmbedding(torch.zeros(head_dim // 2), 1)
+        q, k = (
+            rms_norm(x, weight, eps, zero_centered) for x, weight in ((q, q_weight), (k, k_weight))
+        )
+    kind = InterleavedRotaryEmbedding if interleaved else PartialRotaryEmbedding
+    rotary = kind(torch.zeros(0), 1) if cos_sin.shape[1] else NoRotaryEmbedding()
     rotary.cos_sin = cos_sin
     q, k = rotary(q, positions), rotary(k, positions)
     attention.store_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -85,9 +102,9 @@ def decode_inputs(slots, last_tokens, context_lens, block_tables, block_size):
     return state.advance(slots)
 
 
-def decode_attention(q, k_cache, v_cache, lens, tables, scale, shared=None):
-    return attention.decode_attention(q, k_cache, v_cache, lens, tables, scale)
+def decode_attention(q, k_cache, v_cache, lens, tables, scale, shared=None, *options):
+    return attention.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options)
 
 
-def prefill_attention(q, k, v, k_cache, v_cache, metadata, scale):
-    return attention.prefill_attention(q, k, v, k_cache, v_cache, metadata, scale)
+def prefill_attention(q, k, v, k_cache, v_cache, metadata, scale, *options):
+    return attention.prefill_attention(q, k, v, k_cache, v_cache, metadata, scale, *options)

@@ -52,15 +52,28 @@ def check_blocks(scheduler: Scheduler) -> None:
     assert scheduler.waiting.num_tokens_left == sum(
         one.num_tokens_left for seq in scheduler.waiting for one in (seq, *seq.forks)
     )
+    check_places(scheduler)
     for seq in scheduler.sequences.values():
         assert len(set(seq.block_table)) == len(seq.block_table)
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
 
 
+def check_places(scheduler: Scheduler) -> None:
+    """Every sequence stands in one place, unless its last token is in flight: then in none, or
+    among the paused ones. A fork that waits stands with its first completion.
+    """
+    places = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *scheduler.paused]
+    places += [fork for seq in places for fork in seq.forks]
+    assert len(set(places)) == len(places) and {*places} <= {*scheduler.sequences.values()}
+    for seq in scheduler.sequences.values():
+        assert seq in places or seq.num_tokens == seq.max_len > len(seq.token_ids)
+
+
 def check_empty(scheduler: Scheduler) -> None:
     """Nothing is left, and nothing has leaked."""
     assert not scheduler.has_unfinished()
-    assert not scheduler.running and not scheduler.waiting and scheduler.prefilling is None
+    assert not scheduler.running and not scheduler.waiting and not scheduler.prefilling
+    assert not scheduler.paused
     assert scheduler.waiting.num_tokens_left == 0
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     assert not any(scheduler.blocks.ref_counts)

@@ -12,6 +12,7 @@ import torch
 import nanovllm
 from nanovllm import LLM, TINY_MODEL
 from nanovllm.config import Config
+from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
@@ -201,6 +202,51 @@ def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, c
     assert "the library's default options" in capsys.readouterr().out
 
 
+class LastFirst(SchedulingPolicy):
+    def key(self, seq):
+        return -seq.id
+
+
+def test_policies_are_compared_on_one_load(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 6), ([4], 3)] * 6)
+    options = json.dumps({"device": "cpu", "kvcache_block_size": 16, "max_num_seqs": 2})
+    names = ["throughput", "fcfs", "priority", "test_bench:LastFirst"]
+    args = ["--model", "tiny", "--workload", "small", "--policy", ",".join(names)]
+    made = []
+    find = bench.find_policy
+    monkeypatch.setattr(bench, "find_policy", lambda name: made.append(name) or find(name))
+    run(monkeypatch, *args, "--options", options, "--repeat", "3", "--json", f"{tmp_path}/out")
+    assert made == names + names * 3, "checked, then by turns"
+    rows = json.loads((tmp_path / "out").read_text())
+    assert [row["policy"] for row in rows] == names
+    out = capsys.readouterr().out
+    for row in rows:
+        assert len(row["runs"]) == 3 and row["options"] == json.loads(options)
+        for found in row["runs"]:
+            assert 0 < found["mean"] <= found["p99"] <= found["seconds"]
+            assert 0 < found["mean_of_later"] <= found["p99_of_later"] <= found["p99"]
+        means = sorted(found["mean"] for found in row["runs"])
+        assert f"| {row['policy']} | {means[1]:.3f} |" in out, "the median"
+
+
+def test_a_load_for_policies_is_a_batch_and_people_who_come_later(monkeypatch):
+    """Seen by the policy: what comes when, and who is told to be first."""
+    seen = []
+
+    class Seen(SchedulingPolicy):
+        def key(self, seq):
+            seen.append((seq.token_ids[:], seq.interactive, seq.params.priority))
+            return seq.id
+
+    work = [([i], 2) for i in range(1, 5)]
+    arrivals = [0.0, 0.02, 0.0, 0.01]
+    monkeypatch.setattr(bench, "find_policy", lambda name: Seen())
+    with LLM(TINY_MODEL, device="cpu", kvcache_block_size=16, num_kvcache_blocks=9) as llm:
+        found = bench.serve(llm, "seen", work, arrivals, "small")
+    assert seen == [([1], False, 1), ([3], False, 1), ([4], True, 0), ([2], True, 0)]
+    assert found["seconds"] > 0.02
+
+
 def test_tokens_a_second_add_up():
     times, counts = [0.0, 0.5, 1.0, 3.9, 4.0], [10, 20, 0, 7, 5]
     rates, edges = bench.tokens_a_second(times, counts, num_spans=4)
@@ -223,7 +269,14 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "args, message",
-    [(["--workload", "nope"], "the workloads are"), (["--repeat", "0"], "--repeat is 0")],
+    [
+        (["--workload", "nope"], "the workloads are"),
+        (["--repeat", "0"], "--repeat is 0"),
+        (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
+        (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
+        (["--policy", "fcfs", "--compare", "vllm"], "leave --compare, --engine and --plot out"),
+        (["--policy", "fcfs", "--workload", "latency"], "workload latency has one request"),
+    ],
 )
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
     with pytest.raises(SystemExit) as error:

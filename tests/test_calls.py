@@ -3,10 +3,8 @@ behind.
 """
 
 import dataclasses
-import importlib.util
 import random
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from call_helpers import (
@@ -648,29 +646,3 @@ def test_percentiles():
     assert percentiles([]) is None
     assert percentiles([3.0]) == {"median": 3.0, "p99": 3.0}
     assert percentiles([float(i) for i in range(100, 0, -1)]) == {"median": 50.0, "p99": 99.0}
-
-
-def test_steps_are_recorded_when_asked(llm):
-    llm.engine.steps = []
-    generate(llm, [[1] * 20, [2] * 10], SamplingParams(max_tokens=6, ignore_eos=True))
-    steps, llm.engine.steps = llm.engine.steps, None
-    assert sum(step.prefill_tokens for step in steps) == 30
-    assert sum(step.decode_tokens for step in steps) == 10
-    assert [step.running for step in steps[:6]] == [2] * 6 and steps[0].waiting == 0
-    assert steps[0].blocks_in_use == 3 and max(step.blocks_in_use for step in steps) == 3
-    assert all(a.time <= b.time for a, b in zip(steps, steps[1:]))
-
-
-def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
-    pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location(
-        "bench", Path(__file__).parent.parent / "bench.py"
-    )
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    llm.engine.steps = []
-    generate(llm, random_prompts(12), SamplingParams(max_tokens=6, ignore_eos=True))
-    assert llm.engine.steps[-1].preemptions == llm.engine.scheduler.num_preemptions
-    bench.plot(llm.engine.steps, tmp_path / "run.png", "a run", llm.num_kvcache_blocks)
-    llm.engine.steps = None
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,8 @@ from engine_helpers import PROMPTS, assert_greedy
 from nanovllm import LLM
 from nanovllm.cpu import cpp_ops
 
+# What these kernels do not do is left to others: windows, caps, heads that turn in part.
+ODD = ["mistral-window", "gemma2", "phi3"]
 needs_compiler = pytest.mark.skipif(cpp_ops.find_compiler() is None, reason="needs a C++ compiler")
 
 
@@ -20,7 +22,9 @@ def test_norms_and_activation_equal_their_twins(rows, size):
     x, weight = 20 * torch.randn(rows, size), torch.rand(size)
     torch.testing.assert_close(cpp_ops.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
     x[0, :4] = torch.tensor([-200.0, -87.5, 88.5, 200.0])  # where an exponential leaves float32
-    torch.testing.assert_close(cpp_ops.silu_and_mul(x), plain.silu_and_mul(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        cpp_ops.silu_and_mul(x), plain.activate_and_mul(x), rtol=1e-5, atol=1e-5
+    )
 
 
 @needs_compiler
@@ -54,7 +58,7 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows):
 
 
 @needs_compiler
-@pytest.mark.parametrize("model", ["gqa-2", "gqa-4", "attention-bias", "experts", "llama"])
+@pytest.mark.parametrize("model", ["gqa-2", "gqa-4", "attention-bias", "experts", "llama", *ODD])
 def test_greedy_output_with_cpp_kernels_equals_transformers(get_checkpoint, make_llm, model):
     checkpoint = get_checkpoint(model)
     assert_greedy(make_llm(checkpoint.folder, kernels="cpp"), checkpoint)

@@ -12,7 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_helpers import Driver, load, make_checkpoint
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 pytest.importorskip("triton")
 
@@ -24,6 +37,7 @@ from nanovllm.kernels.triton import attention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
+from nanovllm.models.granite import GraniteLayer
 from nanovllm.models.transformer import Decoder, DecoderLayer
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.loader import load_weights
@@ -40,6 +54,8 @@ SIZES = dict(
     head_dim=16,
     max_position_embeddings=64,
 )
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = SIZES | dict(head_dim=12, pad_token_id=0, sliding_window=5, query_pre_attn_scalar=7)
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
@@ -47,7 +63,19 @@ CONFIGS = {
     "experts": Qwen3MoeConfig(
         **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
     ),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=6),
+    "phi3": Phi3Config(
+        **SIZES | dict(hidden_size=64, pad_token_id=0),
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+    ),
+    "olmo3": Olmo3Config(**SIZES | dict(head_dim=8, pad_token_id=0, layer_types=MIXED)),
+    "glm4": Glm4Config(**SIZES | dict(pad_token_id=0)),
+    "smollm3": SmolLM3Config(**SIZES | dict(pad_token_id=0, no_rope_layers=[1, 0, 1])),
+    "gemma3": Gemma3TextConfig(**GEMMA, layer_types=MIXED),
+    "gemma2": Gemma2Config(**GEMMA, layer_types=MIXED, attn_logit_softcapping=2.0),
 }
+# A layer of it does what FusedDecoder does not know.
+GRANITE = GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0)
 TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
 
 
@@ -67,6 +95,13 @@ def run(model) -> torch.Tensor:
     return torch.cat(steps)
 
 
+@pytest.fixture(scope="module")
+def partly_fused(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, GRANITE)
+    return folder
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
@@ -74,15 +109,31 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("backend", [TRITON, PLAIN_BACKEND], ids=lambda backend: backend.name)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_fused_model_computes_what_the_plain_one_does(folder, backend):
+def test_a_fused_model_computes_what_the_plain_one_does(folder):
     plain, fused = load(folder), load(folder)
-    fuse(fused, backend)
+    fuse(fused, TRITON)
     assert type(fused.model) is FusedDecoder
     assert not {type(module) for module in fused.modules()} & FUSED.keys(), (
         "every layer was replaced"
     )
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("folder", ["qwen3", "gemma2"], indirect=True)
+def test_a_fused_model_may_leave_attention_to_pytorch(folder):
+    plain, fused = load(folder), load(folder)
+    fuse(fused, PLAIN_BACKEND)
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_layer_that_multiplies_what_it_adds_is_left_as_it_is(partly_fused):
+    plain, fused = load(partly_fused), load(partly_fused)
+    fuse(fused, TRITON)
+    assert type(fused.model) is Decoder and type(fused.model.layers[0]) is GraniteLayer
+    assert type(fused.model.layers[0].self_attn) is fused_layers.FusedSelfAttention
     torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
 
 
@@ -108,6 +159,7 @@ class PostNormLayer(DecoderLayer):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("folder", ["qwen3", "qwen2", "llama-bias", "experts"], indirect=True)
 def test_what_a_family_does_in_its_own_way_is_left_as_it_is(folder):
     def change(model):
         for i, layer in enumerate(model.model.layers):
@@ -151,14 +203,14 @@ class ThreadGroup(ParallelGroup):
 
 
 def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
-    for name in ("rms_norm", "add_rms_norm", "qk_norm_rope_store", "gated_linear"):
+    kernels = ("rms_norm", "add_rms_norm", "norm_add_norm", "qk_norm_rope_store", "gated_linear")
+    for name in kernels:
         # The interpreter knows no threads.
         monkeypatch.setattr(fused_layers, name, getattr(plain, name))
     monkeypatch.setattr(
         fused_layers, "linear", lambda x, weight, bias, spare=None: F.linear(x, weight, bias)
     )
     monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
-    monkeypatch.setattr(overlapped_decoder, "add_rms_norm", plain.add_rms_norm)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)
     monkeypatch.setattr(overlapped_decoder, "MICRO_BATCH_ROWS", 4)
     size = 2

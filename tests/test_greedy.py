@@ -6,10 +6,11 @@ import random
 
 import pytest
 import torch
-from engine_helpers import MODELS, PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
+from engine_helpers import FAMILIES, MODELS, PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanovllm import SamplingParams
 from nanovllm.engine import block_manager
 
 LONG = PROMPTS[7]
@@ -32,6 +33,23 @@ def test_greedy_output_equals_transformers_alone_and_in_a_batch(get_checkpoint, 
     for prompt in PROMPTS:
         assert_greedy(llm, checkpoint, [prompt])
     assert_greedy(llm, checkpoint)
+
+
+@pytest.mark.parametrize("model", ["experts", "qwen2", "llama", *FAMILIES])
+def test_nothing_that_the_engine_does_changes_a_familys_greedy_output(
+    get_checkpoint, make_llm, model
+):
+    """Chunks, a cache that is too small, hits, and several completions of a prompt."""
+    checkpoint = get_checkpoint(model)
+    llm = make_llm(checkpoint.folder, max_num_batched_tokens=20, num_kvcache_blocks=9, overlap=True)
+    for _ in range(2):
+        assert_greedy(llm, checkpoint)
+    assert llm.engine.scheduler.num_preemptions > 0
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, n=3)
+    (output,) = llm.generate([LONG], params, use_tqdm=False)
+    assert output["num_cached_tokens"] > 0
+    for completion in output["completions"]:
+        assert completion["token_ids"] == checkpoint.expected(LONG, 24)
 
 
 @overlapped

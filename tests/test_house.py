@@ -49,6 +49,7 @@ ROOMS = {
     "policies": set(),
     "text": set(),
     "sampling": set(),
+    "trace": set(),
     "cpu": set(),
     "kernels": set(),
     # Fused layers and graphs launch kernels, and so does what samples in the sampling room's way.
@@ -92,6 +93,8 @@ MOST_LINES = 50
 LONG = {
     "nanovllm/kernels/triton/attention.py:_decode_kernel": "attends, counts itself and merges: "
     "what a program does in order, and no part of it is used twice",
+    "nanovllm/kernels/triton/attention.py:_prefill_kernel": "half of it is one call, whose "
+    "arguments stand one a line",
 }
 
 

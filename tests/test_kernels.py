@@ -53,10 +53,24 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("shape", [(1, 64), (7, 100), (2, 3, 48)])
-def test_rms_norm_equals_its_twin(shape, dtype):
+def test_rms_norm_equals_its_twin(shape, zero_centered, dtype):
     x, weight = randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)
-    assert_close(elementwise.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
+    args = x, weight, 1e-6, zero_centered
+    assert_close(elementwise.rms_norm(*args), plain.rms_norm(*args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("then_norm", [False, True])
+def test_norm_add_norm_equals_its_twin(then_norm, zero_centered, dtype):
+    x, residual = randn(2, 7, 100, dtype=dtype)
+    after, weight = randn(2, 100, dtype=dtype)
+    args = after, weight if then_norm else None, 1e-6, zero_centered
+    expected = plain.norm_add_norm(x.clone(), residual.clone(), *args)
+    for mine, twins in zip(elementwise.norm_add_norm(x, residual, *args), expected):
+        assert_close(mine, twins)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,10 +85,11 @@ def test_add_rms_norm_equals_its_twin(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("shape", [(1, 64), (5, 2200)])
-def test_silu_and_mul_equals_its_twin(shape, dtype):
-    x = randn(*shape, dtype=dtype)
-    assert_close(elementwise.silu_and_mul(x), plain.silu_and_mul(x))
+def test_activate_and_mul_equals_its_twin(shape, gelu, dtype):
+    x = 3 * randn(*shape, dtype=dtype)
+    assert_close(elementwise.activate_and_mul(x, gelu), plain.activate_and_mul(x, gelu))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,6 +110,26 @@ def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_siz
         return *form.qk_norm_rope_store(
             qkv.clone(), head_dim, kv_heads, *weights, 1e-6, cos_sin, positions, slots, *caches
         ), *caches
+
+    for mine, twins in zip(run(elementwise), run(plain)):
+        assert_close(mine, twins)
+
+
+@pytest.mark.parametrize("norm", ["none", "plain", "zero-centered"])
+@pytest.mark.parametrize("turning", [0, 12, 40, 80])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_qk_norm_rope_store_of_any_kind_equals_its_twin(interleaved, turning, norm):
+    slots = torch.tensor([3, -1, 0, 31], device=DEVICE)
+    qkv = randn(4, (3 + 2 * 2) * 80)
+    weights = [randn(80) if norm != "none" else None for _ in range(2)]
+    cos_sin = randn(50, turning)
+    positions = torch.randint(0, 50, (4,), device=DEVICE)
+
+    def run(form):
+        caches = torch.zeros(2, 2, 16, 2, 80, device=DEVICE)
+        args = *weights, 1e-6, cos_sin, positions, slots, *caches
+        kind = norm == "zero-centered", interleaved
+        return *form.qk_norm_rope_store(qkv.clone(), 80, 2, *args, *kind), *caches
 
     for mine, twins in zip(run(elementwise), run(plain)):
         assert_close(mine, twins)
@@ -334,11 +369,12 @@ def test_decode_gemm_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype
 
 @needs_tiles
 @pytest.mark.parametrize("dtype", LOW_DTYPES)
-@pytest.mark.parametrize("rows, block_n", [(33, 32), (64, 64), (100, 32)])
-def test_gated_linear_equals_its_twin(rows, block_n, dtype):
+@pytest.mark.parametrize("rows, block_n, gelu", [(33, 32, False), (64, 64, True), (100, 32, False)])
+def test_gated_linear_equals_its_twin(rows, block_n, gelu, dtype):
     x, weight = randn(rows, 256, dtype=dtype), randn(2 * 192, 256, dtype=dtype)
-    expected = plain.silu_and_mul(F.linear(x.float(), weight.float()).to(dtype))
-    assert_close(decode_gemm.gated_linear(x, weight, decode_gemm.Tiling(block_n, 1, 4)), expected)
+    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).to(dtype), gelu)
+    tiling = decode_gemm.Tiling(block_n, 1, 4)
+    assert_close(decode_gemm.gated_linear(x, weight, tiling, gelu), expected)
 
 
 @pytest.mark.gpu
@@ -357,7 +393,7 @@ def test_every_tiling_of_a_decode_step_fits_the_device():
             weight = randn(outputs, inputs, dtype=torch.bfloat16)
             expected = F.linear(x, weight)
             assert_close(linear(x, weight), expected)
-            assert_close(gated_linear(x, weight), plain.silu_and_mul(expected))
+            assert_close(gated_linear(x, weight), plain.activate_and_mul(expected))
 
 
 # (query heads, KV heads, head size, block size)
@@ -382,12 +418,15 @@ def paged_cache(batch, longest, kv_heads, head_dim, block_size, dtype):
     return caches, tables
 
 
-def poison_unused(caches, lens, tables, block_size):
-    """What no sequence has written may hold anything."""
+def poison_unused(caches, lens, tables, block_size, given_back=()):
+    """What no sequence has written, or has given back, may hold anything."""
     used = torch.zeros(caches[0].shape[:2], dtype=torch.bool, device=DEVICE)
     for length, table in zip(lens.tolist(), tables.tolist()):
         for token in range(length):
             used[table[token // block_size], token % block_size] = True
+    for table, tokens in zip(tables.tolist(), given_back):
+        for token in tokens:
+            used[table[token // block_size], token % block_size] = False
     return [torch.where(used[:, :, None, None], cache, float("nan")) for cache in caches]
 
 
@@ -400,6 +439,40 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
     caches = poison_unused(caches, lens, tables, block_size)
     assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
+
+
+def behind(lens, window):
+    return [range(max(0, length - window)) for length in lens.tolist()]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window, softcap", [(1, None), (40, None), (100, 1.5), (None, 0.7)])
+@pytest.mark.parametrize("head_dim, block_size", [(32, 16), (80, 256)])
+def test_decode_attention_in_windows_and_under_caps_equals_its_twin(
+    head_dim, block_size, window, softcap, splits, monkeypatch
+):
+    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    lens = torch.tensor([1, 41, 260, 64, 128], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
+    q = randn(5, 6, head_dim)
+    expected = plain.decode_attention(q, *caches, lens, tables, 0.3, None, window, softcap)
+    caches = poison_unused(caches, lens, tables, block_size, behind(lens, window or 1000))
+    shared = torch.tensor([block_size], dtype=torch.int32, device=DEVICE)
+    for prefix in (None, shared)[: 1 if window is None else 2]:  # which a window does not see
+        mine = triton_attention.decode_attention(
+            q, *caches, lens, tables, 0.3, prefix, window, softcap
+        )
+        assert_close(mine, expected)
+
+
+def test_decode_attention_that_shares_a_prefix_caps_scores_there_too():
+    lens = torch.tensor([40, 33, 64], dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
+    tables[:, :2] = tables[0, :2]
+    q, shared = randn(3, 4, 32), torch.tensor([32], dtype=torch.int32, device=DEVICE)
+    expected = plain.decode_attention(q, *caches, lens, tables, 0.5, None, None, 0.8)
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.5, shared, None, 0.8)
+    assert_close(mine, expected)
 
 
 @pytest.mark.parametrize("prefix_blocks", [0, 1, 3])
@@ -488,6 +561,25 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
     caches = poison_unused(caches, lens_k, tables, block_size)
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
+
+
+@pytest.mark.parametrize("cached", [0, 70])
+@pytest.mark.parametrize("window, softcap", [(1, None), (20, None), (90, 1.5), (None, 0.7)])
+@pytest.mark.parametrize("head_dim, block_size", [(32, 16), (80, 256)])
+def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
+    head_dim, block_size, window, softcap, cached
+):
+    lens_q = torch.tensor([1, 17, 150])
+    lens_k = lens_q + cached
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
+    q, k, v = randn(168, 4 + 2 * 2, head_dim).split([4, 2, 2], dim=1)
+    caches, tables = paged_cache(3, 300, 2, head_dim, block_size, torch.float32)
+    meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
+    args = meta, 0.3, window, softcap
+    expected = plain.prefill_attention(q, k, v, *caches, *args)
+    given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
+    caches = poison_unused(caches, lens_k, tables, block_size, given_back)
+    assert_close(triton_attention.prefill_attention(q, k, v, *caches, *args), expected)
 
 
 @needs_tiles

@@ -305,7 +305,13 @@ def test_a_configuration_that_says_all_is_what_transformers_reads_of_it(tmp_path
 
 @pytest.mark.parametrize(
     "change",
-    [dict(head_dim=None), dict(rope_parameters=None, rope_theta=None), dict(vocab_size="9")],
+    [
+        dict(head_dim=None),
+        dict(rope_parameters=None, rope_theta=None),
+        dict(vocab_size="9"),
+        dict(model_type="smollm3"),  # which reads more
+        dict(use_sliding_window=True),
+    ],
 )
 def test_a_configuration_that_says_less_or_otherwise_is_left_to_transformers(change):
     values = dict(

@@ -11,12 +11,25 @@ import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from transformers import (
     AutoConfig,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SiglipVisionConfig,
+    SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -53,6 +66,34 @@ MOE = dict(
     num_experts=8,
     num_experts_per_tok=3,
 )
+PHI = dict(num_key_value_heads=2, hidden_size=64, pad_token_id=0)  # heads of 16, 12 of which turn
+THETA, PARTIAL = dict(rope_theta=1e4), dict(partial_rotary_factor=0.75)
+WHOLE = dict(partial_rotary_factor=1.0)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=1e4,
+    short_factor=[1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
+    long_factor=[1.0, 1.5, 2.5, 4.0, 8.0, 9.0],
+)
+ORIGINAL = dict(original_max_position_embeddings=4)  # as short as the shortest prompt that is run
+WINDOW = dict(sliding_window=6, use_sliding_window=True)
+MIXED = ["sliding_attention", "full_attention"]
+GEMMA = dict(num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=10, pad_token_id=0)
+CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
+YARN_OF_ONE = {
+    "full_attention": YARN | THETA,
+    "sliding_attention": dict(rope_type="default", rope_theta=5e3),
+}
+LINEAR_OF_ONE = {
+    "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+    "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+}
+MULTIPLIERS = dict(
+    embedding_multiplier=6.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.4,
+    logits_scaling=1.5,
+)
 
 FAMILIES = {
     Qwen3Config: {
@@ -63,6 +104,7 @@ FAMILIES = {
         "tied": dict(num_key_value_heads=2, head_dim=16, tie_word_embeddings=True),
         "attention-bias": dict(num_key_value_heads=2, head_dim=16, attention_bias=True),
         "yarn": dict(num_key_value_heads=2, head_dim=16, rope_scaling=YARN, rope_theta=1e6),
+        "window": dict(**GQA, head_dim=16, **WINDOW, layer_types=["sliding_attention"] * 2),
     },
     Qwen3MoeConfig: {
         "raw-weights": dict(**MOE, norm_topk_prob=False),
@@ -74,6 +116,7 @@ FAMILIES = {
         "untied": dict(**GQA),
         "tied": dict(**GQA, tie_word_embeddings=True),
         "window-off": dict(**GQA, sliding_window=8, use_sliding_window=False),
+        "window-of-later-layers": dict(**GQA, **WINDOW, max_window_layers=1),
         "linear": dict(**GQA, rope_scaling=dict(type="linear", factor=2.0)),
     },
     LlamaConfig: {
@@ -86,7 +129,59 @@ FAMILIES = {
     MistralConfig: {
         "no-window": dict(**GQA, sliding_window=None),
         "window-of-all": dict(**GQA, sliding_window=64),
+        "window": dict(**GQA, sliding_window=7),
+        "window-of-one": dict(**GQA, sliding_window=1),
         "head-dim": dict(**GQA, sliding_window=None, head_dim=16),
+    },
+    Phi3Config: {
+        "whole-heads": dict(**GQA, pad_token_id=0),
+        "partial": dict(**PHI, rope_parameters=dict(rope_type="default", **THETA, **PARTIAL)),
+        "long": dict(**PHI, rope_parameters=LONGROPE | PARTIAL, **ORIGINAL),
+        "mha": dict(pad_token_id=0, tie_word_embeddings=True),
+        "window": dict(**PHI, sliding_window=6),
+    },
+    Olmo2Config: {
+        "gqa": dict(**GQA, pad_token_id=0),
+        "mha-bias": dict(pad_token_id=0, attention_bias=True, tie_word_embeddings=True),
+    },
+    Olmo3Config: {
+        "three-of-four": dict(**GQA, num_hidden_layers=4, sliding_window=6, pad_token_id=0),
+        "yarn-of-one-kind": dict(
+            **GQA, layer_types=MIXED, sliding_window=9, rope_parameters=YARN_OF_ONE, pad_token_id=0
+        ),
+    },
+    Gemma3TextConfig: {
+        "every-second-layer": dict(**GEMMA, layer_types=MIXED, sliding_window=6),
+        "five-of-six": dict(**GEMMA, num_hidden_layers=6, sliding_window=5, attention_bias=True),
+        "linear": dict(**GEMMA, layer_types=MIXED, sliding_window=4, rope_parameters=LINEAR_OF_ONE),
+        "capped-logits": dict(**GEMMA, sliding_window=7, final_logit_softcapping=0.8),
+    },
+    Gemma2Config: {
+        "caps": dict(**GEMMA, **CAPS, sliding_window=6),
+        "untied": dict(**GEMMA, **CAPS, sliding_window=64, tie_word_embeddings=False),
+        "no-caps": dict(
+            **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=3
+        ),
+    },
+    GlmConfig: {
+        "half": dict(**GQA, head_dim=12, pad_token_id=0, attention_bias=True),
+    },
+    Glm4Config: {
+        "half": dict(**GQA, head_dim=12, pad_token_id=0),
+        "whole": dict(**GQA, head_dim=16, pad_token_id=0, attention_bias=False, **WHOLE),
+    },
+    GraniteConfig: {
+        "multipliers": dict(**GQA, **MULTIPLIERS, tie_word_embeddings=True),
+        "biases": dict(**GQA, **MULTIPLIERS, attention_bias=True, mlp_bias=True),
+    },
+    SmolLM3Config: {
+        "every-second": dict(**GQA, num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=0),
+        "listed": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False),
+        "window": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, **WINDOW),
+    },
+    SeedOssConfig: {
+        "biases": dict(**GQA, head_dim=16, attention_out_bias=False, mlp_bias=True),
+        "output-bias": dict(**GQA, head_dim=16, attention_bias=False, attention_out_bias=True),
     },
 }
 CONFIGS = {
@@ -160,6 +255,18 @@ def test_rope_scaling_equals_transformers(rope):
     )
 
 
+@pytest.mark.parametrize("positions, seq_len", [(64, 64), (65, 65), (4096, 4096), (None, 4096)])
+@pytest.mark.parametrize("own", [{}, dict(attention_factor=1.3), dict(factor=8.0)], ids=str)
+def test_long_contexts_turn_by_longrope_as_in_transformers(positions, seq_len, own):
+    rope = LONGROPE | PARTIAL | own
+    sizes = dict(max_position_embeddings=4096, original_max_position_embeddings=64)
+    config = Phi3Config(**{**SMALL, **PHI, **sizes, "rope_parameters": dict(rope)})
+    want, want_scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len)
+    frequencies, scale = rope_frequencies(config, 16, positions)
+    torch.testing.assert_close(frequencies, want, rtol=1e-6, atol=0)
+    assert scale == pytest.approx(want_scale)
+
+
 def test_old_and_new_forms_of_rope_settings_are_one():
     class Old:  # as transformers 4 has it
         rope_theta, rope_scaling, max_position_embeddings = 1e6, dict(type="linear", factor=2.0), 64
@@ -169,6 +276,23 @@ def test_old_and_new_forms_of_rope_settings_are_one():
         max_position_embeddings = 64
 
     torch.testing.assert_close(rope_frequencies(Old, 16), rope_frequencies(New, 16), rtol=0, atol=0)
+
+
+def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, caplog):
+    text = {**SMALL, **GEMMA, "sliding_window": 6, "num_hidden_layers": 6}
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision = SiglipVisionConfig(**sizes, image_size=28, patch_size=14)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    config.image_token_index = 99
+    torch.manual_seed(0)
+    reference = Gemma3ForConditionalGeneration(config).eval()
+    reference.save_pretrained(tmp_path)
+    tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = Driver(load(tmp_path), 1, 32).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=0, atol=1e-4)
+    with caplog.at_level("INFO", "nanovllm"):
+        LLM(tmp_path, device="cpu", num_kvcache_blocks=2).close()
+    assert "multi_modal_projector, vision_tower left out" in caplog.text
 
 
 def test_experts_result_does_not_depend_on_the_batch():
@@ -192,7 +316,21 @@ def test_experts_result_does_not_depend_on_the_batch():
             "architectures is .*GPT2LMHeadModel.* runs Qwen3ForCausalLM, ",
         ),
         (dict(architectures=None), "architectures is "),
-        (dict(sliding_window=32), "sliding_window is 32"),
+        (dict(sliding_window=-1), "sliding_window is -1: it must be an integer, 1 or more"),
+        (dict(sliding_window=8.0), "sliding_window is 8.0"),
+        (
+            dict(sliding_window=32, architectures=["LlamaForCausalLM"]),
+            "sliding_window is 32: LlamaForCausalLM has no windows here",
+        ),
+        (
+            dict(layer_types=["full_attention"]),
+            "layer_types is .*for each of 2 layers which one of full_attention, sliding_attention",
+        ),
+        (dict(layer_types=["chunked_attention"] * 2), "layer_types is .'chunked_attention'"),
+        (
+            dict(layer_types=["sliding_attention"] * 2),
+            "layer_types has sliding_attention, but sliding_window is None",
+        ),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (dict(quantization_config={"quant_method": "fp8"}), "quantization_config is set"),
         (
@@ -210,7 +348,8 @@ def test_experts_result_does_not_depend_on_the_batch():
 def test_what_no_model_does_is_refused(options, message):
     options = {"architectures": ["MistralForCausalLM"], "sliding_window": None, **options}
     with pytest.raises(ValueError, match=message):
-        build_model(MistralConfig(**SMALL, **GQA, **options), ParallelGroup())
+        config = vars(MistralConfig(**SMALL, **GQA))
+        build_model(SimpleNamespace(**{**config, **options}), ParallelGroup())
 
 
 @pytest.mark.parametrize(
@@ -306,9 +445,9 @@ def test_an_original_context_at_the_top_of_the_configuration_wins(kind):
 
 NO_NUMBERS = (-1, -0.5, 0, math.nan, math.inf, -math.inf, 1e39, 10**400, "8", True, [1], {"a": 1})
 WRONG_ROPES = [
-    (dict(rope_theta=value), "rope_theta|each kind of layer") for value in (*NO_NUMBERS, 0.5, 1)
+    (dict(rope_theta=value), "rope_theta|kinds of layers") for value in (*NO_NUMBERS, 0.5, 1)
 ]
-WRONG_ROPES += [(dict(YARN, factor=value), "factor|each kind of layer") for value in NO_NUMBERS]
+WRONG_ROPES += [(dict(YARN, factor=value), "factor|kinds of layers") for value in NO_NUMBERS]
 WRONG_ROPES += [
     (dict(YARN, attention_factor=-0.5), "attention_factor of its rope settings is -0.5"),
     (dict(YARN, beta_fast=-1), "beta_fast of its rope settings is -1"),
@@ -323,9 +462,16 @@ WRONG_ROPES += [
     (dict(rope_type=["linear"]), "rope_type is .*not implemented"),
     (
         {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
-        "given for each kind of layer .full_attention., which is not implemented",
+        "given for kinds of layers .full_attention., and not for None: give them for each",
     ),
     ([1], "must be an object"),
+    (LONGROPE | dict(short_factor=None), "rope_type is 'longrope', which needs 'short_factor'"),
+    (LONGROPE | dict(short_factor=[1.0, 0]), "short_factor .* must be a list of finite numbers"),
+    (LONGROPE | dict(short_factor=[1.0] * 7), "short_factor .* has 7 numbers: .* each of 8 pairs"),
+    (dict(partial_rotary_factor=0.0), "partial_rotary_factor is 0.0"),
+    (dict(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5"),
+    (dict(partial_rotary_factor=0.2), "partial_rotary_factor is 0.2 of a head_dim of 16: an even"),
+    (dict(partial_rotary_factor="1"), "partial_rotary_factor is '1'"),
 ]
 
 
@@ -342,9 +488,35 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
     config = SimpleNamespace(max_position_embeddings=64, rope_theta=theta)
     with pytest.raises(ValueError, match="rope_theta of its rope settings is"):
         rope_frequencies(config, 16)
-    config = SimpleNamespace(max_position_embeddings=64, rope_theta=1e4, partial_rotary_factor=0.5)
-    with pytest.raises(ValueError, match="partial_rotary_factor is 0.5"):
-        rope_frequencies(config, 16)
+
+
+@pytest.mark.parametrize(
+    "kind, values, message",
+    [
+        (GraniteConfig, dict(residual_multiplier=0), "residual_multiplier is 0: it must be a fin"),
+        (GraniteConfig, dict(logits_scaling="8"), "logits_scaling is '8'"),
+        (SmolLM3Config, dict(no_rope_layers=[1]), "no_rope_layers is .1.: it must be a list of 0"),
+        (SmolLM3Config, dict(no_rope_layers=[2, 1]), "no_rope_layers is .2, 1."),
+        (Gemma3TextConfig, dict(query_pre_attn_scalar=0), "query_pre_attn_scalar is 0"),
+        (Gemma3TextConfig, dict(final_logit_softcapping=-1), "final_logit_softcapping is -1"),
+        (Gemma2Config, dict(attn_logit_softcapping="50"), "attn_logit_softcapping is '50'"),
+        (Gemma2Config, dict(hidden_activation="silu"), "is 'silu': Gemma2ForCausalLM has 'gelu_p"),
+        (
+            Gemma3TextConfig,
+            dict(use_bidirectional_attention=True),
+            "use_bidirectional_attention is set: .* choose one",
+        ),
+        (Glm4Config, dict(hidden_act="gelu"), "hidden_act is 'gelu': Glm4ForCausalLM has 'silu'"),
+        (Olmo2Config, dict(rope_parameters=dict(partial_rotary_factor=0.5)), "only 1.0 is implem"),
+    ],
+    ids=str,
+)
+def test_what_a_family_does_not_do_is_refused_by_name(kind, values, message):
+    config = vars(kind(**SMALL, **GQA, pad_token_id=0))
+    family = kind.__name__.removesuffix("Config").removesuffix("Text")
+    config["architectures"] = [f"{family}ForCausalLM"]
+    with pytest.raises(ValueError, match=message):
+        build_model(SimpleNamespace(**{**config, **values}), ParallelGroup())
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,20 @@
-"""The throughput policy starts sequences when all end sooner for it, and finds what they share."""
+"""The throughput policy starts sequences when all end sooner for it, and finds what they share; the
+others start them by one rule. A user may choose, or bring a policy.
+"""
 
 import os
 
 import pytest
+from engine_helpers import PROMPTS, Checkpoint, assert_empty, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
 from test_scheduler import Server, make_scheduler, make_sequence, streams
 
+from nanovllm import LLM, SamplingParams, compose
+from nanovllm.config import SCHEDULING_POLICIES
+from nanovllm.engine.policy import SchedulingPolicy
+from nanovllm.policies import POLICIES
 from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
 from nanovllm.policies.throughput import GROUP_TOKENS, ThroughputPolicy
 
@@ -30,6 +37,11 @@ def test_decoding_sequences_run_longest_first():
     server = make_server(num_blocks=300)
     for id, length in enumerate([3, 30, 7, 1, 50]):
         server.add(id, [id] * length, 12 - id)
+    server.step()
+    longest = server.scheduler.running[0]
+    server.scheduler.pause(longest)
+    server.step()
+    server.scheduler.resume(longest)
     while server.scheduler.has_unfinished():
         server.step()
         lengths = [seq.num_tokens for seq in server.scheduler.running]
@@ -179,3 +191,162 @@ def test_a_sequence_that_took_anothers_slot_is_not_taken_for_it():
     first.batch_slot, second.batch_slot, third.batch_slot = 0, 1, 1
     assert policy.shared_prefix_blocks([first, second]) == 2
     assert policy.shared_prefix_blocks([first, third]) == 1
+
+
+# By name, or by an object of the user's own
+
+
+TIGHT = dict(num_kvcache_blocks=8, max_num_seqs=3, max_num_batched_tokens=24, max_model_len=128)
+
+
+class LongestPromptFirst(SchedulingPolicy):
+    def key(self, seq):
+        return -seq.num_prompt_tokens
+
+
+class NoSubclass:
+    """Has the methods and no base: last come, first served, two at a time."""
+
+    def key(self, seq):
+        return -seq.id
+
+    def running_limit(self, scheduler):
+        return 2
+
+    def started(self, seq):
+        pass
+
+    def order_decodes(self, running):
+        running.reverse()
+
+    def shared_prefix_blocks(self, decoding):
+        return 0
+
+
+OWN = {"a subclass": LongestPromptFirst, "no subclass": NoSubclass}
+
+
+def test_every_name_has_a_policy():
+    assert tuple(POLICIES) == SCHEDULING_POLICIES
+
+
+@pytest.mark.parametrize(
+    "policy, order",
+    [
+        ("fcfs", [0, 1, 2, 3, 4, 5]),
+        ("shortest-first", [3, 1, 5, 2, 0, 4]),
+        ("longest-first", [0, 4, 2, 5, 1, 3]),
+        ("priority", [0, 3, 2, 5, 1, 4]),
+    ],
+)
+def test_a_named_policy_starts_by_its_rule(policy, order):
+    """Lengths of prompt and output decide, and priorities, which go round: 0, 2, 1."""
+    server = Server(make_scheduler(max_num_seqs=1, policy=POLICIES[policy]()))
+    for id, (prompt, output) in enumerate([(5, 9), (3, 4), (2, 8), (1, 4), (5, 9), (4, 4)]):
+        server.add(id, [id] * prompt, output)
+    server.run()
+    assert server.scheduler.first_starts == order
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
+@pytest.mark.parametrize("policy", [*POLICIES, *OWN])
+def test_tokens_do_not_depend_on_the_policy(make_llm, checkpoint: Checkpoint, policy, overlap):
+    """With tight caches, several completions, shared prefixes, requests one by one and streams."""
+    given_policy = OWN[policy]() if policy in OWN else policy
+    llm = make_llm(scheduling_policy=given_policy, overlap=overlap, **TIGHT)
+    expected = [checkpoint.expected(prompt, 20) for prompt in PROMPTS]
+    priorities = range(len(PROMPTS)) if policy in ("priority", *OWN) else [0] * len(PROMPTS)
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, n=n, priority=-number % 3)
+        for n, number in zip([1, 3, 1, 2] * 3, priorities)
+    ]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert llm.metrics()["last_call"]["preemptions"] > 0
+    for output, one, tokens in zip(outputs, params, expected):
+        found = [each["token_ids"] for each in output.get("completions", [output])]
+        assert found == [tokens] * one.n
+    ids = [llm.add_request(prompt, greedy(20)) for prompt in PROMPTS[:4]]
+    streamed = {i: [] for i in range(4, 8)}
+    for i, _, token_ids, _ in llm.stream(PROMPTS[4:8], greedy(20)):
+        streamed[i + 4] += token_ids
+    while llm.has_unfinished():
+        streamed |= {ids.index(output["id"]): output["token_ids"] for output in llm.step()}
+    assert streamed == dict(enumerate(expected[:8]))
+    assert_empty(llm)
+
+
+def test_a_request_with_a_lower_priority_number_overtakes(make_llm):
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+    ids = [
+        llm.add_request(PROMPTS[0], SamplingParams(max_tokens=3, priority=priority))
+        for priority in (0, 5, -1, 5, 2)
+    ]
+    ended = []
+    while llm.has_unfinished():
+        ended += [ids.index(output["id"]) for output in llm.step()]
+    assert ended == [2, 0, 4, 1, 3]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "priority"])
+def test_a_priority_that_would_be_ignored_is_refused(make_llm, policy):
+    llm = make_llm(scheduling_policy=policy)
+    message = rf"sampling_params\[1\].priority is 3, of which scheduling_policy='{policy}' takes no"
+    with pytest.raises(ValueError, match=message):
+        llm.generate(PROMPTS[:2], [greedy(3), SamplingParams(priority=3)], use_tqdm=False)
+
+
+class Lacking:
+    key = running_limit = started = order_decodes = lambda self, *_: 0
+
+
+@pytest.mark.parametrize(
+    "policy, error, message",
+    [
+        ("lifo", ValueError, "'lifo': use one of 'throughput', 'fcfs', .* or an object with the"),
+        (None, TypeError, "None, which has no method key: derive its class from nanovllm.engine"),
+        (7, TypeError, "scheduling_policy is 7, which has no method key"),
+        (Lacking(), TypeError, "which has no method shared_prefix_blocks: derive its class from"),
+        (SchedulingPolicy, TypeError, r"the class SchedulingPolicy: .*, such as SchedulingPolicy"),
+    ],
+    ids=str,
+)
+def test_a_wrong_policy_is_refused_before_a_model_is_looked_for(policy, error, message):
+    with pytest.raises(error, match=message):
+        LLM("no/such/model", scheduling_policy=policy)
+
+
+def test_without_its_room_the_default_is_first_come_first_served(monkeypatch):
+    monkeypatch.setattr(compose, "room", lambda name: None)
+    for name in ("throughput", "fcfs"):
+        assert type(compose.choose_policy(name)) is SchedulingPolicy
+    with pytest.raises(ValueError, match="'priority', but nanovllm/policies is not there: use"):
+        compose.choose_policy("priority")
+
+
+def test_a_policy_that_fails_leaves_an_empty_usable_llm(make_llm, checkpoint):
+    class Failing(SchedulingPolicy):
+        fails = True
+
+        def key(self, seq):
+            return 1 / 0 if self.fails else seq.id
+
+    policy = Failing()
+    llm = make_llm(scheduling_policy=policy)
+    with pytest.raises(ZeroDivisionError):
+        llm.add_request(PROMPTS[0], greedy(3))
+    assert_empty(llm)
+    policy.fails = False
+    id = llm.add_request(PROMPTS[0], greedy(3))
+    while llm.has_unfinished():
+        assert all(output["id"] == id for output in llm.step())
+    assert_empty(llm)
+
+
+def test_a_policy_of_ones_own_runs_several_ranks(make_llm, checkpoint):
+    class Local(LongestPromptFirst):
+        """Cannot be pickled: it stays in this process."""
+
+    llm = make_llm(scheduling_policy=Local(), tensor_parallel_size=2, max_num_seqs=2)
+    outputs = llm.generate(PROMPTS[:4], greedy(5), use_tqdm=False)
+    expected = [checkpoint.expected(prompt, 5) for prompt in PROMPTS[:4]]
+    assert [output["token_ids"] for output in outputs] == expected

@@ -18,12 +18,14 @@ import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from test_bench import bench
-from test_scheduler import Server, make_scheduler
+from test_scheduler import Server, make_scheduler, make_sequence
 
 import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.models import MODELS
+from nanovllm.policies import POLICIES
 
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -81,11 +83,12 @@ def users(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def readers():
+def readers(tmp_path_factory):
     """The names that the contributors' examples leave behind."""
     known, names = dict(MODELS), {"__name__": "readme"}
     try:
-        run_examples(READERS, names, {})
+        trace = tmp_path_factory.mktemp("trace") / "run.jsonl"
+        run_examples(READERS, names, {'"run.jsonl"': repr(str(trace))})
         yield names
     finally:
         MODELS.clear()
@@ -140,6 +143,13 @@ def test_its_names_of_metrics_are_those_of_metrics(users):
     assert named == keys
 
 
+def test_its_fields_of_a_step_are_those_of_a_record(users):
+    said, *_ = section(USERS_TEXT, "### on_step").split("```")
+    named = re.findall(r"`(\w+)`", said)
+    assert sorted(set(named) - {"callback"}) == sorted(StepRecord._fields)
+    assert users["steps"] and users["llm"]._session._observers == []
+
+
 def test_its_seeds_hold_as_the_example_says(users):
     assert users["alone"]["token_ids"] == users["batch"][1]["token_ids"]
 
@@ -166,6 +176,12 @@ def test_its_choices_of_an_option_are_accepted():
         if match := re.match(r"\| `(\w+)` \|", row):
             for value in re.findall(r'`"([\w:-]+)"`', row):
                 assert getattr(Config("model", **{match[1]: value}), match[1]) == value
+
+
+def test_its_policies_are_those_of_the_library():
+    policies = section(USERS_TEXT, "### Scheduling policies")
+    for name in (r'`"([\w-]+)"`', r"([a-z-]+)"):  # the table of what they do, and the one measured
+        assert re.findall(rf"^\| {name} \|", policies, flags=re.MULTILINE)[-5:] == [*POLICIES]
 
 
 def test_its_families_are_in_the_registry():
@@ -251,8 +267,8 @@ def test_the_other_names_it_gives_exist():
 
 
 def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
-    seed_oss = pytest.importorskip("transformers.models.seed_oss")
-    config = seed_oss.SeedOssConfig(
+    ernie = pytest.importorskip("transformers.models.ernie4_5")
+    config = ernie.Ernie4_5Config(
         vocab_size=101,
         hidden_size=32,
         intermediate_size=48,
@@ -261,9 +277,7 @@ def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=64,
-        attention_bias=True,
-        attention_out_bias=False,
-        mlp_bias=True,
+        use_bias=True,
         pad_token_id=0,
     )
     reference = make_checkpoint(tmp_path, config)
@@ -273,11 +287,15 @@ def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
 
 
 def test_the_policy_of_its_example_changes_the_order(readers):
-    server = Server(make_scheduler(max_num_seqs=1, policy=readers["ShortestPromptFirst"]()))
-    for id, length in enumerate([3, 9, 1]):
-        server.add(id, [id] * length, 2)
+    server = Server(make_scheduler(policy=readers["PatientShortestFirst"]()))
+    for id, (seconds, length) in enumerate([(0, 40), (0, 10), (5, 3), (0, 20), (0.05, 10), (9, 1)]):
+        seq = make_sequence(id, [id], length)
+        seq.added_at = seconds
+        server.scheduler.add(seq)
     server.run()
-    assert server.scheduler.first_starts == [2, 0, 1]
+    assert server.scheduler.first_starts == [1, 4, 3, 0, 2, 5]
+    assert max(len(batch.decode_slots) for batch in server.batches) == 4
+    assert [output["finish_reason"] for output in readers["outputs"]] == ["length"] * 3
 
 
 def test_the_transform_of_its_example_changes_no_result(readers):

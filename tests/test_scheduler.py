@@ -14,6 +14,7 @@ from simulated_device import (
     WatchedScheduler,
     check_blocks,
     check_empty,
+    check_places,
     output_alone,
 )
 
@@ -21,6 +22,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.policies import POLICIES as NAMED_POLICIES
 from nanovllm.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
@@ -34,6 +36,7 @@ class Request:
     patience: int | None = None  # steps after which it is aborted
     completions: int = 1
     interactive: bool = False
+    pauses: tuple[tuple[int, int], ...] = ()  # from and to which step after its arrival
 
 
 def make_sequence(
@@ -44,8 +47,11 @@ def make_sequence(
     completions: int = 1,
     interactive: bool = False,
 ) -> Sequence:
-    """Of several completions, the first; the others' ids are 100, 200, ... more, seeds 1, 2, ..."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    """Of several completions, the first; the others' ids are 100, 200, ... more, seeds 1, 2, ...
+
+    Priorities go round by id.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, priority=-id % 3)
     seq, *siblings = [
         Sequence(
             id + 100 * i,
@@ -128,6 +134,14 @@ class Server:
         self.run(until=lambda server: server.scheduler.num_preemptions)
 
 
+# None for most. Some begin before the first step, some end before the next one; a long one lets all
+# others end.
+PAUSES = [
+    *((), (), (), ((0, 5),), ((1, 2), (2, 9)), ((1, 60),), ((3, 3), (4, 5)), ((4, 60),)),
+    ((2, 7), (8, 40)),
+]
+
+
 @st.composite
 def streams(draw):
     """Sizes, requests that each fit the cache, and whether a step's commit waits for the next."""
@@ -169,6 +183,7 @@ def streams(draw):
                 patience=draw(st.sampled_from([None, None, None, 1, 6])),
                 completions=completions,
                 interactive=draw(st.booleans()),
+                pauses=draw(st.sampled_from(PAUSES)),
             )
         )
     requests.sort(key=lambda request: request.arrival)  # ids are numbered as sequences come
@@ -194,8 +209,8 @@ class Never(SchedulingPolicy):
         return 0
 
 
-POLICIES = {
-    "first come, first served": SchedulingPolicy,
+POLICIES = NAMED_POLICIES | {
+    "the core's": SchedulingPolicy,
     "throughput": lambda: ThroughputPolicy(min_running=2),
     "throughput in small groups": lambda: ThroughputPolicy(min_running=1, group_tokens=4),
     "shuffled": Shuffled,
@@ -215,26 +230,24 @@ def check_answers(request, first: Sequence) -> None:
             assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=250)
-@given(streams())
-def test_any_stream_of_requests_is_served_right(policy, stream):
-    """Whatever the policy: each answer is the one the request gets alone; each step reads what it
-    should; no block leaks; none starves."""
-    sizes, requests, delays = stream
-    server = Server(make_scheduler(**sizes, policy=POLICIES[policy]()))
+def serve(server: Server, requests: list[Request], delays: list[bool]) -> dict[int, Sequence]:
+    """Let requests come, be paused, go on and be aborted, each at its step. Returns their first
+    completions, in the order in which they came.
+    """
     scheduler = server.scheduler
-    last_arrival = max(request.arrival for request in requests)
+    last_event = max(
+        request.arrival + max([0, *(end for _, end in request.pauses)]) for request in requests
+    )
     # A step that plans nothing commits, and any other gets some sequence on by a token at least.
-    bound = last_arrival + 2 * sum(
+    bound = last_event + 2 * sum(
         request.completions * (len(request.prompt) + request.max_tokens + 1) for request in requests
     )
     sequences: dict[int, Sequence] = {}
-    added: list[int] = []
     step = 0
-    while step <= last_arrival or scheduler.has_unfinished() or server.in_flight:
+    while step <= last_event or scheduler.has_unfinished() or server.in_flight:
         for id, request in enumerate(requests):
-            if request.arrival == step:
+            since = step - request.arrival
+            if since == 0:
                 sequences[id] = server.add(
                     id,
                     request.prompt,
@@ -243,20 +256,37 @@ def test_any_stream_of_requests_is_served_right(policy, stream):
                     request.completions,
                     request.interactive,
                 )
-                added.append(id)
-            elif request.patience is not None and request.arrival + request.patience == step:
-                for seq in sequences[id].completions:
-                    if seq.status is not Status.FINISHED:
-                        scheduler.abort(seq)
-                        check_blocks(scheduler)
+            for begin, end in request.pauses:
+                for seq in sequences[id].unfinished if since == begin else ():
+                    scheduler.pause(seq)
+                for seq in sequences[id].unfinished if since == end else ():
+                    scheduler.resume(seq)
+            if since > 0 and since == request.patience:
+                for seq in sequences[id].unfinished:
+                    scheduler.abort(seq)
+            check_places(scheduler)
+        lengths = {seq: seq.num_tokens for seq in scheduler.paused}
         server.step(delays[step % len(delays)])
+        assert lengths == {seq: seq.num_tokens for seq in lengths}, "a paused sequence runs"
         step += 1
         assert step <= bound, "a request starves"
+    return sequences
 
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=200)
+@given(streams())
+def test_any_stream_of_requests_is_served_right(policy, stream):
+    """Whatever the policy: each answer is the one the request gets alone; each step reads what it
+    should; no block leaks; none starves."""
+    sizes, requests, delays = stream
+    server = Server(make_scheduler(**sizes, policy=POLICIES[policy]()))
+    scheduler = server.scheduler
+    sequences = serve(server, requests, delays)
     for id, request in enumerate(requests):
         check_answers(request, sequences[id])
-    if policy == "first come, first served":
-        assert scheduler.first_starts == [id for id in added if id in scheduler.first_starts]
+    if policy == "fcfs" and not any(request.pauses for request in requests):
+        assert scheduler.first_starts == [id for id in sequences if id in scheduler.first_starts]
     check_empty(scheduler)
     assert server.batches == server.as_planned, (
         "a plan never changes: it may run in another process, or later"
@@ -362,12 +392,11 @@ def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode(complet
     server.step()
     third = server.add(2, [2] * 8, 3, completions=completions)
     server.step()
-    assert server.scheduler.prefilling is third and server.scheduler.blocks.num_free == 0
+    assert server.scheduler.prefilling == [third] and server.scheduler.blocks.num_free == 0
     server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
-    assert [seq.id for seq in server.scheduler.waiting] == [
-        2
-    ] and server.scheduler.prefilling is None
+    assert [seq.id for seq in server.scheduler.waiting] == [2]
+    assert not server.scheduler.prefilling
     server.run()
     assert [seq.output_ids for seq in third.completions] == [
         output_alone([2] * 8, 11, seed=i) for i in range(completions)
@@ -659,7 +688,7 @@ def test_an_important_prompt_is_not_preempted_for_others():
     server.step()
     important = server.add(4, [2] * 8, 3)
     server.step()
-    assert server.scheduler.prefilling is important and server.scheduler.blocks.num_free == 0
+    assert server.scheduler.prefilling == [important] and server.scheduler.blocks.num_free == 0
     server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.waiting] == [3]
     server.run()
@@ -690,6 +719,130 @@ def test_a_policy_that_says_nothing_of_shared_prefixes_shares_none():
         server.add(id, [1] * 16, 3)
     server.run()
     assert not any(batch.shared_blocks for batch in server.batches)
+
+
+def test_a_paused_sequence_keeps_its_slot_and_blocks_and_goes_on_where_it_was():
+    server = Server(make_scheduler())
+    seq, other = server.add(0, [1, 2, 3], 9), server.add(1, [4], 20)
+    for _ in range(3):
+        server.step()
+    slot, table = seq.batch_slot, list(seq.block_table)
+    server.scheduler.pause(seq)
+    for _ in range(5):
+        server.step()
+    assert (seq.batch_slot, seq.block_table) == (slot, table) and len(seq.output_ids) == 3
+    assert len(other.output_ids) == 8
+    server.scheduler.resume(seq)
+    server.run()
+    assert seq.output_ids == output_alone([1, 2, 3], 12)
+    assert sum(batch.num_prefill_tokens for batch in server.batches) == 4, "none anew"
+
+
+@pytest.mark.parametrize("completions", [1, 3])
+def test_prompts_computed_in_part_may_be_paused_and_go_on_in_turn(completions):
+    server = Server(make_scheduler(max_num_seqs=9, max_num_batched_tokens=9, caching=False))
+    sequences = []
+    for id in range(3):
+        sequences.append(server.add(id, [id] * 20, 3, completions=completions))
+        server.step()
+        server.scheduler.pause(sequences[-1])
+        server.scheduler.pause(sequences[-1])
+    server.step()
+    assert len(server.batches) == 3 and server.scheduler.num_running == 0
+    for seq in sequences:
+        server.scheduler.resume(seq)
+    assert server.scheduler.prefilling == sequences
+    server.run()
+    assert sum(batch.num_prefill_tokens for batch in server.batches) == 60, "none anew"
+    for id, seq in enumerate(sequences):
+        outputs = [one.output_ids for one in seq.completions]
+        assert outputs == [output_alone([id] * 20, 23, seed=i) for i in range(completions)]
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_paused_sequences_give_way_before_a_running_one_is_preempted(delay):
+    server = Server(make_scheduler(num_blocks=6, block_size=2, policy=Priority()))
+    sequences = {id: server.add(id, [id, id], 9) for id in (1, 2, 3)}
+    server.step()
+    server.scheduler.pause(sequences[1])
+    server.scheduler.pause(sequences[2])
+    server.run(delay, until=lambda server: server.scheduler.num_preemptions)
+    assert sequences[1].num_preemptions == 1, "the one that the policy puts last of these two"
+    assert sequences[1].status is Status.WAITING and not server.scheduler.waiting
+    assert sequences[3].num_preemptions == 0
+    server.scheduler.resume(sequences[1])
+    server.scheduler.resume(sequences[2])
+    server.run(delay)
+    for id, seq in sequences.items():
+        assert seq.output_ids == output_alone([id, id], 11)
+
+
+@pytest.mark.parametrize("sizes", [dict(max_num_seqs=2), dict(num_blocks=2)], ids=str)
+@pytest.mark.parametrize("policy", [SchedulingPolicy, ThroughputPolicy])
+def test_paused_sequences_make_room_for_one_that_waits(sizes, policy):
+    server = Server(make_scheduler(policy=policy(), **sizes))
+    paused = [server.add(id, [id], 4) for id in range(2)]
+    server.step()
+    for seq in paused:
+        server.scheduler.pause(seq)
+    late = server.add(2, [2], 4)
+    server.run(until=lambda server: late.finish_reason)
+    assert [seq.num_preemptions for seq in paused] == [0, 1], "no more room than is needed"
+    for seq in paused:
+        server.scheduler.resume(seq)
+    server.run()
+    assert [seq.output_ids for seq in paused] == [output_alone([id], 5) for id in range(2)]
+
+
+def test_while_all_are_paused_nothing_is_planned():
+    server = Server(make_scheduler(max_num_seqs=2))
+    sequences = [server.add(id, [id], 4) for id in range(3)]
+    server.step()
+    for seq in sequences * 2:  # once more changes nothing
+        server.scheduler.pause(seq)
+    assert server.scheduler.schedule() is None and server.scheduler.has_unfinished()
+    assert server.scheduler.num_running == len(server.scheduler.waiting) == 0
+
+
+def test_a_sequence_paused_in_its_last_step_ends():
+    server = Server(make_scheduler())
+    seq = server.add(0, [1], 2)
+    server.step()
+    server.step(delay=True)
+    server.scheduler.pause(seq)
+    server.run()
+    assert seq.finish_reason == "length" and seq.output_ids == output_alone([1], 3)
+
+
+def test_the_random_streams_pause_sequences_wherever_they_stand():
+    seen = set()
+
+    class Watched(WatchedScheduler):
+        def state(self, seq):
+            if seq.status is Status.WAITING:
+                return "waiting"
+            if seq in self.prefilling or self.paused.get(seq):
+                return "prompt in part"
+            return "in flight" if seq.num_tokens > len(seq.token_ids) else "decoding"
+
+        def pause(self, seq):
+            self.before = getattr(self, "before", {}) | {seq: self.state(seq)}
+            super().pause(seq)
+
+        def resume(self, seq):
+            seen.add((self.before[seq], self.state(seq)))
+            super().resume(seq)
+
+    @settings(max_examples=300, database=None, derandomize=True)
+    @given(streams())
+    def look(stream):
+        sizes, requests, delays = stream
+        serve(Server(Watched(**sizes)), requests, delays)
+
+    look()
+    states = ["prompt in part", "decoding", "in flight"]
+    wanted = {("waiting", "waiting"), *((state, "waiting") for state in states)}
+    assert seen >= wanted | {(state, state) for state in states}
 
 
 @pytest.mark.parametrize("delay", [False, True])

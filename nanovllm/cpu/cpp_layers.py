@@ -66,5 +66,7 @@ class CppSelfAttention(PagedSelfAttention):
         return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if self.window is not None:
+            return super().decode(q, metadata)
         lens, tables = metadata.decode_inputs
         return cpp_ops.decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)

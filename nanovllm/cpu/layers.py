@@ -20,7 +20,7 @@ def speed_up(model: nn.Module) -> None:
         model, {RMSNorm: OnePassRMSNorm, GatedMLP: InPlaceGatedMLP, ParallelLMHead: TwoRowLMHead}
     )
     for module in model.modules():
-        if type(module) is SelfAttention:
+        if type(module) is SelfAttention and PagedSelfAttention.suits(module):
             module.__class__ = PagedSelfAttention
             if JointSelfAttention.suits(module):
                 module.__class__ = JointSelfAttention

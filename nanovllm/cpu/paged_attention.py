@@ -18,12 +18,20 @@ PAGE = 64
 
 
 class PagedSelfAttention(SelfAttention):
+    @staticmethod
+    def suits(plain: SelfAttention) -> bool:
+        return plain.softcap is None
+
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
         lens, tables = metadata.decode_inputs
-        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)
+        return decode_attention(
+            q, self.k_cache, self.v_cache, lens, tables, self.scale, self.window
+        )
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
-        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.scale)
+        return prefill_attention(
+            q, k, v, self.k_cache, self.v_cache, metadata, self.scale, self.window
+        )
 
 
 def prefill_attention(
@@ -34,6 +42,7 @@ def prefill_attention(
     v_cache: Tensor,
     meta: PrefillMetadata,
     scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
 
@@ -53,8 +62,11 @@ def prefill_attention(
                 for cache in (k_cache, v_cache)
             )
         mask = None
-        if len_q < len_k:  # query j is token len_k - len_q + j of its sequence
+        is_local = window is not None and window < len_k
+        if len_q < len_k or is_local:  # query j is token len_k - len_q + j of its sequence
             mask = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril_(len_k - len_q)
+        if mask is not None and is_local:
+            mask.triu_(len_k - len_q - window + 1)
         # Heads first.
         q_i, k_i, v_i = (x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k_i, v_i))
         o = F.scaled_dot_product_attention(
@@ -65,7 +77,13 @@ def prefill_attention(
 
 
 def decode_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lens: Tensor, tables: Tensor, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lens: Tensor,
+    tables: Tensor,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Each page of each sequence is an attention problem of its own: q [B, H, D] -> [B, H, D].
 
@@ -78,7 +96,7 @@ def decode_attention(
     grouped = q.view(q.shape[0], groups, -1, dim)  # [B, G, H / G, D]
     page = math.gcd(k_cache.shape[1], PAGE)
     # N pages in all
-    owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page)
+    owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page, window)
     rows = (
         cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache)
     )
@@ -98,26 +116,31 @@ def decode_attention(
     return (merged.view(*total.shape, dim) / total.unsqueeze(-1)).to(q.dtype).view(q.shape)
 
 
-# Of the last step: every layer asks for the same one.
-_split: tuple[Tensor, tuple[Tensor, ...]] | None = None
+# Of the last step, for each window: all layers that have it ask for the same one.
+_splits: tuple[Tensor, dict[int | None, tuple[Tensor, ...]]] | None = None
 
 
 def _split_into_pages(
-    lens: Tensor, tables: Tensor, block_size: int, page: int
+    lens: Tensor, tables: Tensor, block_size: int, page: int, window: int | None
 ) -> tuple[Tensor, ...]:
     """Of N pages: the sequence each belongs to, its place in the cache, its mask [N, 1, 1,
     page], and [B, N] which is whose.
     """
-    global _split
-    split = _split  # another thread may replace it
-    if split is None or split[0] is not lens:
-        counts = (lens + page - 1) // page
+    global _splits
+    splits = _splits  # another thread may replace it
+    if splits is None or splits[0] is not lens:
+        splits = _splits = lens, {}
+    if window not in splits[1]:
+        begins = torch.zeros_like(lens) if window is None else (lens - window).clamp_(min=0)
+        firsts = begins // page
+        counts = (lens + page - 1) // page - firsts
         owner = torch.repeat_interleave(torch.arange(len(lens)), counts)
-        index = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+        index = torch.arange(len(owner)) + (firsts - counts.cumsum(0) + counts)[owner]
         per_block = block_size // page
         pages = tables[owner, index // per_block].long() * per_block + index % per_block
-        unused = torch.arange(page) >= (lens[owner] - index * page).unsqueeze(1)
+        token = index.unsqueeze(1) * page + torch.arange(page)
+        unused = (token >= lens[owner].unsqueeze(1)) | (token < begins[owner].unsqueeze(1))
         mask = torch.zeros(unused.shape).masked_fill_(unused, float("-inf"))[:, None, None]
         members = (torch.arange(len(lens)).unsqueeze(1) == owner).float()
-        split = _split = lens, (owner, pages, mask, members)
-    return split[1]
+        splits[1][window] = owner, pages, mask, members
+    return splits[1][window]

@@ -105,7 +105,8 @@ class TensorParallelRunner:
                 size=config.tensor_parallel_size,
                 store_path="",
                 build_runner=build_runner,
-                config=config,
+                # A policy of the reader's own may not cross. No rank schedules.
+                config=replace(config, scheduling_policy="fcfs"),
                 hf_config=plain_config(hf_config),
                 folder=folder,
                 max_model_len=max_model_len,

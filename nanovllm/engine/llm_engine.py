@@ -58,9 +58,10 @@ class LLMEngine:
 
         `make_runner`: a class of runners, such as ModelRunner, or a function like one.
         """
-        find_model(hf_config)  # refuse other models first: they may not have what is read below
+        # Refuse other models first: they may not have what is read below.
+        model_class = find_model(hf_config)
         if config.load_format == "auto":
-            check_num_layers(hf_config.num_hidden_layers, folder)
+            check_num_layers(hf_config.num_hidden_layers, folder, model_class)
         self.policy = policy
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
         # Makes what reads text as it grows, once a request asks for that.
@@ -81,7 +82,8 @@ class LLMEngine:
         self.num_decode_tokens = 0
         self.total = Metrics()
         self.last_call = Metrics()  # whoever begins a call may begin a new one
-        self.steps: list[StepRecord] | None = None  # a list here is added to at each step
+        self.num_steps = 0
+        self.last_step: StepRecord | None = None  # as it was launched
         # The step that is launched and not committed, and whether it brings any first tokens.
         self._in_flight: tuple[SampledTokens, bool] | None = None
         self._ids = itertools.count()
@@ -166,10 +168,11 @@ class LLMEngine:
         Returns the sequences that got a token, and those among them that are finished. Raises
         FloatingPointError if the model computed NaN or infinite logits: `reset` is needed then.
         """
+        begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
         batch = self.scheduler.schedule()
+        self._record_launch(batch or Batch(), begin, num_preempted)
         launched = None
         if batch is not None:
-            self._record_launch(batch)
             launched = self.runner.launch(batch), bool(batch.prefills)
         if self.overlap:
             launched, self._in_flight = self._in_flight, launched
@@ -198,43 +201,59 @@ class LLMEngine:
             self.scheduler.commit(*self._in_flight[0].wait())
             self._in_flight = None
 
-    def _record_launch(self, batch: Batch) -> None:
-        num_prefills, num_decodes = batch.num_prefill_tokens, len(batch.decode_slots)
-        self.num_prefill_tokens += num_prefills
-        self.num_decode_tokens += num_decodes
+    def _record_launch(self, batch: Batch, begin: float, num_preempted: int) -> None:
+        """`num_preempted`: what the scheduler had preempted before this step."""
         scheduler = self.scheduler
-        used = scheduler.blocks.num_used
-        self.total.peak_blocks = max(self.total.peak_blocks, used)
-        self.last_call.peak_blocks = max(self.last_call.peak_blocks, used)
-        if self.steps is not None:
-            record = StepRecord(
-                time=perf_counter(),
-                running=scheduler.num_running,
-                waiting=len(scheduler.waiting),
-                prefill_tokens=num_prefills,
-                decode_tokens=num_decodes,
-                blocks_in_use=used,
-                preemptions=scheduler.num_preemptions,
-            )
-            self.steps.append(record)
+        self.last_step = step = StepRecord(
+            number=self.num_steps,
+            time=begin,
+            prefill_tokens=batch.num_prefill_tokens,
+            decode_tokens=len(batch.decode_slots),
+            running=scheduler.num_running,
+            waiting=len(scheduler.waiting),
+            blocks_in_use=scheduler.blocks.num_used,
+            num_blocks=scheduler.blocks.num_blocks,
+            preemptions=scheduler.num_preemptions - num_preempted,
+        )
+        self.num_steps += 1
+        self.num_prefill_tokens += step.prefill_tokens
+        self.num_decode_tokens += step.decode_tokens
+        for metrics in (self.total, self.last_call):
+            metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
 
     def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
         for seq in sampled:
             if seq.first_token_at is None:
-                seq.first_token_at = now
+                seq.first_token_at = seq.clock(now)
         for seq in ended:
-            self.total.record(seq, now)
-            self.last_call.record(seq, now)
+            self.total.record(seq, seq.clock(now))
+            self.last_call.record(seq, seq.clock(now))
 
     def abort(self, request: Sequence) -> None:
         """End what has not ended of a request's completions."""
-        for seq in request.completions:
-            if seq.status is not Status.FINISHED:
-                self.scheduler.abort(seq)
-            if self.detokenizer is not None:
+        for seq in request.unfinished:
+            self.scheduler.abort(seq)
+        if self.detokenizer is not None:
+            for seq in request.completions:
                 self.detokenizer.remove(seq)
         self._settle()
+
+    def pause(self, request: Sequence) -> None:
+        """Let what has not ended of a request run no more, until `resume`."""
+        for seq in request.unfinished:
+            self.scheduler.pause(seq)
+            if seq.paused_at is None:
+                seq.paused_at = perf_counter()
+
+    def resume(self, request: Sequence) -> None:
+        """Let what is paused of a request go on. The times that it tells leave the pause out."""
+        for seq in request.unfinished:
+            if seq.paused_at is None:
+                continue
+            self.scheduler.resume(seq)
+            seq.leave_out(perf_counter() - seq.paused_at)
+            seq.paused_at = None
 
     def reset(self) -> None:
         """Drop every request, as after an error or interrupt: the next call finds an empty engine.

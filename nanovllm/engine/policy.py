@@ -1,7 +1,9 @@
 """Who is next, and how many may run: what the scheduler leaves to a policy.
 
 The scheduler alone sees to batch slots, the token budget and KV blocks. A policy can therefore make
-answers late but not wrong, as long as what it says of shared prefixes is true.
+answers late but not wrong, as long as what it says of shared prefixes is true. What has started
+comes to its end whatever the policy; what has not may starve, if others come all the time that the
+policy puts first.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ class SchedulingPolicy:
             def key(self, seq):
                 return seq.num_prompt_tokens
 
-    An engine keeps one policy for all of its life. All but `key` is asked in every step: be quick.
+    `LLM(scheduling_policy=ShortestPromptFirst())` runs by it, for all of its life. All but `key` is
+    asked in every step: be quick. Of a sequence (engine/sequence.py) a policy may read what it
+    likes, such as `num_prompt_tokens`, `num_tokens_left`, `params`, `interactive` and `added_at`;
+    of the scheduler `waiting`, `running`, `num_running`, `max_num_seqs` and `blocks`. It changes
+    nothing but the order of the list that it is given to sort.
     """
 
     def key(self, seq: Sequence) -> Any:

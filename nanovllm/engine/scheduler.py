@@ -1,4 +1,4 @@
-"""Decide which tokens run next: admission, chunked prefill, preemption.
+"""Decide which tokens run next: admission, chunked prefill, preemption, pauses.
 
 Works on lengths, never on token values, so a step can be planned while the last one still runs;
 `commit` hears later which tokens it sampled. Knows nothing about tensors, devices or models.
@@ -38,8 +38,11 @@ class Scheduler:
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
         self.waiting = WaitingQueue()
-        self.prefilling: Sequence | None = None  # the one whose prompt is computed in part
+        self.prefilling: list[Sequence] = []  # those whose prompts are computed in part
         self.running: list[Sequence] = []  # decoding, unless their last token is in flight
+        # Those that do not run until they are resumed. They keep batch slots and blocks, if they
+        # have them, until others need these. True: the prompt is computed in part.
+        self.paused: dict[Sequence, bool] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight, the sequences that sample a token in it, in the batch's order.
@@ -57,11 +60,14 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a batch slot."""
-        return self.max_num_seqs - len(self._free_slots)
+        """Sequences that hold a batch slot and are not paused."""
+        held = sum([1 + len(seq.forks) for seq in self.paused if seq.status is Status.RUNNING])
+        return self.max_num_seqs - len(self._free_slots) - held
 
     def schedule(self) -> Batch | None:
-        """Plan the next step. None: nothing can run until a step in flight is committed."""
+        """Plan the next step. None: nothing can run until a step in flight is committed, or a
+        paused sequence is resumed.
+        """
         self.blocks.begin_step()
         self._block_copies = []
         if not self._make_room_to_decode():
@@ -71,7 +77,8 @@ class Scheduler:
         shared_blocks = self.policy.shared_prefix_blocks(decoding)
         chunks, started = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
         if not decoding and not chunks:
-            assert self._in_flight or not self.sequences, "if nothing is in flight, some can run"
+            stuck = self.waiting or self.prefilling or self.running
+            assert self._in_flight or not stuck, "if nothing is in flight, some can run"
             return None
         self._in_flight.append(decoding + started)
         copies = tuple(self._block_copies)
@@ -80,12 +87,29 @@ class Scheduler:
     def _make_room_to_decode(self) -> bool:
         """Preempt until every sequence that needs a block can have one. False: commit first."""
         while sum([seq.num_tokens > seq.capacity for seq in self.running]) > self.blocks.num_free:
+            if self._take_from_paused():
+                continue
             # A preempted sequence is computed anew from its tokens: all of them must be known.
             if self._in_flight:
                 return False
-            candidates = self.running + ([self.prefilling] if self.prefilling else [])
-            self._preempt(max(candidates, key=lambda seq: seq.order))
+            seq = max(self.running + self.prefilling, key=lambda seq: seq.order)
+            self._withdraw(seq)
+            self._preempt(seq)
+            self.waiting.add(seq)
         return True
+
+    def _take_from_paused(self) -> bool:
+        """Preempt the paused sequence that the policy puts last. False: none has anything to give,
+        unless a step in flight is committed first.
+        """
+        holding = [
+            seq
+            for seq in self.paused
+            if seq.status is Status.RUNNING and seq.num_tokens == len(seq.token_ids)
+        ]
+        if holding:
+            self._preempt(max(holding, key=lambda seq: seq.order))
+        return bool(holding)
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
         """Plan a token for each running sequence. Returns them, and the batch's `new_blocks`."""
@@ -114,18 +138,17 @@ class Scheduler:
         forks: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         while budget > 0:
-            seq = self.prefilling
-            if seq is None and self.num_running < limit:
-                seq = self._start_next()
-            if seq is None:
+            if not self.prefilling and self.num_running < limit:
+                self._start_next()
+            if not self.prefilling:
                 break
+            seq = self.prefilling[0]
             chunk = self._next_chunk(seq, budget)
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
             if not chunk.is_last:
-                self.prefilling = seq
                 break
-            self.prefilling = None
+            self.prefilling.pop(0)
             started.append(seq)
             forks += seq.forks
             for one in (seq, *seq.forks):
@@ -137,18 +160,20 @@ class Scheduler:
             self.policy.order_decodes(self.running)
         return chunks, started + forks
 
-    def _start_next(self) -> Sequence | None:
-        """Give the first waiting sequence slots and blocks to run. None: there are not enough."""
-        if not self.waiting or len(self._free_slots) <= len(self.waiting.first.forks):
-            return None
+    def _start_next(self) -> None:
+        """Give the first waiting sequence slots and blocks to run, if there are enough."""
+        if not self.waiting:
+            return
         seq, blocks = self.waiting.first, self.blocks
         shared = blocks.match(seq.token_ids)
         num_full, tail = divmod(seq.num_tokens, blocks.block_size)
         num_tails = 1 if tail else 0  # for the sequence and for each of its forks
         num_own = num_full - len(shared) + num_tails
         reserve = self.reserve if self.running else 0
-        if blocks.num_free_without(shared) < num_own + len(seq.forks) * num_tails + reserve:
-            return None
+        needed = num_own + len(seq.forks) * num_tails + reserve
+        while len(self._free_slots) <= len(seq.forks) or blocks.num_free_without(shared) < needed:
+            if not self._take_from_paused():
+                return
         self.waiting.remove(seq)
         seq.num_registered_blocks = len(shared)
         seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
@@ -172,8 +197,8 @@ class Scheduler:
         seq.num_computed = min(num_cached, seq.num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
+        self.prefilling.append(seq)
         self.policy.started(seq)
-        return seq
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
         """Plan to compute what is left of a prompt, or `budget` tokens of it."""
@@ -244,35 +269,58 @@ class Scheduler:
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now, wherever it stands, and the forks that wait for it."""
-        if seq.status is Status.WAITING:
-            self.waiting.remove(seq)
-        elif seq is self.prefilling:
-            self.prefilling = None
-        elif seq in self.running:
-            self.running.remove(seq)
+        self._withdraw(seq)
         for one in (seq, *seq.forks):
             one.finish_reason = "abort"
             self._finish(one)
         seq.forks = ()
 
+    def pause(self, seq: Sequence) -> None:
+        """Let a sequence run no more, nor the forks that wait for it, until `resume`. If it is in
+        flight, it still gets that step's token, and may end with it.
+        """
+        if seq not in self.paused:
+            is_prefilling = seq in self.prefilling
+            self._withdraw(seq)
+            self.paused[seq] = is_prefilling
+
+    def resume(self, seq: Sequence) -> None:
+        """Let a paused sequence go on where it was, or anew if others needed its blocks."""
+        is_prefilling = self.paused.pop(seq)
+        if seq.status is Status.WAITING:
+            self.waiting.add(seq)
+        elif is_prefilling:
+            self.prefilling.append(seq)
+        elif seq.num_tokens < seq.max_len:  # else its last token is in flight
+            self.running.append(seq)
+            self.policy.order_decodes(self.running)
+
+    def _withdraw(self, seq: Sequence) -> None:
+        """Take a sequence from where it stands: nowhere, if its last token is in flight."""
+        if seq in self.paused:
+            del self.paused[seq]
+        elif seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        elif seq in self.prefilling:
+            self.prefilling.remove(seq)
+        elif seq in self.running:
+            self.running.remove(seq)
+
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
             self._release(seq)
         seq.status = Status.FINISHED
+        self.paused.pop(seq, None)
         del self.sequences[seq.id]
 
     def _preempt(self, seq: Sequence) -> None:
-        if seq is self.prefilling:
-            self.prefilling = None
-        else:
-            self.running.remove(seq)
+        """Take a sequence's slot and blocks: it must be computed anew."""
         self.num_preemptions += 1
         seq.num_preemptions += 1
         for one in (seq, *seq.forks):
             self._release(one)
             one.reset()
             one.status = Status.WAITING
-        self.waiting.add(seq)
 
     def _release(self, seq: Sequence) -> None:
         """Give back slot and blocks. A step in flight may still use them: later steps follow it."""

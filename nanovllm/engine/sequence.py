@@ -62,6 +62,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
     added_at: float = 0.0  # by the clock that the engine reads
     first_token_at: float | None = None
+    paused_at: float | None = None  # None: it is not
 
     def __post_init__(self, prompt: list[int]) -> None:
         self.token_ids = list(prompt)
@@ -101,9 +102,28 @@ class Sequence:
         return (self, *self.siblings)
 
     @property
+    def unfinished(self) -> "list[Sequence]":
+        """Completions that run or wait on their own: forks are not among them yet."""
+        return [
+            seq
+            for seq in self.completions
+            if seq.status is not Status.FINISHED and seq not in self.forks
+        ]
+
+    @property
     def has_ended(self) -> bool:
         """Whether all completions have."""
         return all([seq.finish_reason is not None for seq in self.completions])
+
+    def clock(self, now: float) -> float:
+        """The time that counts for this sequence: a pause stops it."""
+        return now if self.paused_at is None else self.paused_at
+
+    def leave_out(self, seconds: float) -> None:
+        """Let times be told as if the sequence had come so much later: it was paused so long."""
+        self.added_at += seconds
+        if self.first_token_at is not None:
+            self.first_token_at += seconds
 
     def describe(self) -> str:
         """For an error: which request it is, by its id and the beginning of its prompt."""

@@ -6,7 +6,7 @@ next norm sums it over the ranks, adds it and norms the result, in one kernel. W
 does in its own way stays as it is, and the rest is fused around it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from nanovllm.kernels.attention_backends import AttentionBackend
 from nanovllm.kernels.triton import moe
 from nanovllm.kernels.triton.allreduce_norm import sum_add_rms_norm
-from nanovllm.kernels.triton.elementwise import add_rms_norm, qk_norm_rope_store, rms_norm
+from nanovllm.kernels.triton.elementwise import (
+    add_rms_norm,
+    norm_add_norm,
+    qk_norm_rope_store,
+    rms_norm,
+)
 from nanovllm.kernels.triton.linear import gated_linear, linear
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import current_metadata
@@ -28,10 +33,16 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
     StackedLinear,
 )
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.mlp import GatedMLP, gelu_tanh
 from nanovllm.layers.moe import MixtureOfExperts
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.partial_rotary import (
+    InterleavedRotaryEmbedding,
+    NoRotaryEmbedding,
+    PartialRotaryEmbedding,
+)
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.post_norm import PostNormLayer, SandwichNormLayer
 from nanovllm.models.transformer import Decoder, DecoderLayer
 
 
@@ -43,11 +54,19 @@ def fuse(model: nn.Module, backend: AttentionBackend) -> None:
             module.__class__ = fused
             if isinstance(module, FusedSelfAttention):
                 module.backend = backend
+            if isinstance(module, FusedLayer):
+                module.find_norms()
 
 
 class FusedRMSNorm(RMSNorm):
+    zero_centered = False
+
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
+    zero_centered = True
 
 
 class FusedLinear(StackedLinear):
@@ -84,13 +103,14 @@ class FusedLMHead(ParallelLMHead):
 
 
 class FusedSelfAttention(SelfAttention):
+    """Norms, rotates and stores in one kernel. What that does not know is done before it."""
+
     backend: AttentionBackend
     o_proj: FusedRowParallelLinear
 
     @staticmethod
     def suits(plain: SelfAttention) -> bool:
-        norms = {type(plain.q_norm), type(plain.k_norm)}
-        return type(plain.rotary) is RotaryEmbedding and norms in ({FusedRMSNorm}, {nn.Identity})
+        return type(plain.rotary) in ROTARIES
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return self.o_proj(self.heads(self.qkv_proj(x), positions))
@@ -99,8 +119,14 @@ class FusedSelfAttention(SelfAttention):
         """qkv [T, (H + 2G) D], which is overwritten -> what the heads attend to [T, H D]."""
         metadata = current_metadata()
         norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
-        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        zero_centered = False
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, FusedRMSNorm) and type(k_norm) is type(q_norm):
+            norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+            zero_centered = q_norm.zero_centered
+        elif not type(q_norm) is type(k_norm) is nn.Identity:
+            q, k, v = self.split_heads(qkv)
+            qkv = torch.cat((q_norm(q), k_norm(k), v), dim=1).flatten(1)
         q, k, v = qk_norm_rope_store(
             qkv,
             self.head_dim,
@@ -111,6 +137,8 @@ class FusedSelfAttention(SelfAttention):
             metadata.slot_mapping,
             self.k_cache,
             self.v_cache,
+            zero_centered,
+            isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
         decodes = metadata.num_decodes
         if metadata.prefill is None:
@@ -125,13 +153,15 @@ class FusedSelfAttention(SelfAttention):
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         prefill = current_metadata().prefill
-        return self.backend.prefill(q, k, v, self.k_cache, self.v_cache, prefill, self.scale)
+        caches, options = (self.k_cache, self.v_cache), (self.window, self.softcap)
+        return self.backend.prefill(q, k, v, *caches, prefill, self.scale, *options)
 
     def _decode(self, q: Tensor) -> Tensor:
         metadata = current_metadata()
         lens, tables = metadata.decode_inputs
         shared = metadata.shared_prefix_len
-        return self.backend.decode(q, self.k_cache, self.v_cache, lens, tables, self.scale, shared)
+        caches, options = (self.k_cache, self.v_cache), (self.window, self.softcap)
+        return self.backend.decode(q, *caches, lens, tables, self.scale, shared, *options)
 
 
 class FusedGatedMLP(GatedMLP):
@@ -139,14 +169,15 @@ class FusedGatedMLP(GatedMLP):
 
     @staticmethod
     def suits(plain: GatedMLP) -> bool:
-        return plain.activation is F.silu
+        return plain.activation in (F.silu, gelu_tanh)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of the sum; it may take the memory of x."""
-        hidden = gated_linear(x, self.gate_up_proj.weight, self.gate_up_proj.bias)
+        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+        hidden = gated_linear(x, weight, bias, self.activation is gelu_tanh)
         return self.down_proj.partial(hidden, spare=x)
 
 
@@ -162,20 +193,45 @@ class FusedMixtureOfExperts(MixtureOfExperts):
         )
 
 
-class FusedDecoderLayer(DecoderLayer):
+class FusedLayer(nn.Module):
     """One that FusedDecoder knows how to run. By itself it runs as a plain one does."""
 
-    self_attn: FusedSelfAttention
-    mlp: FusedGatedMLP | FusedMixtureOfExperts
+    self_attn: Any  # FusedSelfAttention
+    mlp: Any  # FusedGatedMLP or FusedMixtureOfExperts
 
-    @staticmethod
-    def suits(plain: DecoderLayer) -> bool:
+    # The names of its norms: of what attention reads and adds, and of what the MLP reads and adds.
+    norm_names: tuple[str | None, ...]
+    norms: tuple[FusedRMSNorm | None, ...]  # by these names
+
+    @classmethod
+    def suits(cls, plain: nn.Module) -> bool:
+        norms = [getattr(plain, name) for name in cls.norm_names if name]
         return (
             type(plain.self_attn) is FusedSelfAttention
             and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
-            and type(plain.input_layernorm) is FusedRMSNorm
-            and type(plain.post_attention_layernorm) is FusedRMSNorm
+            and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+            and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1
         )
+
+    def find_norms(self) -> None:
+        self.norms = tuple([getattr(self, name) if name else None for name in self.norm_names])
+
+
+class FusedDecoderLayer(FusedLayer, DecoderLayer):
+    norm_names = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+class FusedSandwichNormLayer(FusedLayer, SandwichNormLayer):
+    norm_names = (
+        "input_layernorm",
+        "attention_output_norm",
+        "post_attention_layernorm",
+        "mlp_output_norm",
+    )
+
+
+class FusedPostNormLayer(FusedLayer, PostNormLayer):
+    norm_names = (None, "attention_output_norm", None, "mlp_output_norm")
 
 
 class FusedDecoder(Decoder):
@@ -184,24 +240,28 @@ class FusedDecoder(Decoder):
     """
 
     norm: FusedRMSNorm
-    outline = False  # run the first and the last layer alone, which launch all kernels there are
+    # Run one layer of each kind and the last one alone, which launch all kernels there are.
+    outline = False
 
     @staticmethod
     def suits(plain: Decoder) -> bool:
-        layers = {type(layer) for layer in plain.layers}
-        return type(plain.norm) is FusedRMSNorm and layers == {FusedDecoderLayer}
+        return isinstance(plain.norm, FusedRMSNorm) and all(
+            isinstance(layer, FusedLayer) for layer in plain.layers
+        )
 
     @property
-    def fused_layers(self) -> list[FusedDecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, FusedDecoderLayer)]
+    def fused_layers(self) -> list[FusedLayer]:
+        layers = [layer for layer in self.layers if isinstance(layer, FusedLayer)]
+        if not self.outline:
+            return layers
+        kinds = {kind_of(layer.self_attn): layer for layer in reversed(layers)}
+        return list(dict.fromkeys([*reversed(kinds.values()), layers[-1]]))
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         indices = current_metadata().logits_indices
         layers = self.fused_layers
-        if self.outline and len(layers) > 2:
-            layers = [layers[0], layers[-1]]
         residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
-        x = layers[0].input_layernorm(residual)
+        x = self.first_norm(layers)(residual)
         for layer, next_norm in zip(layers, self.following_norms(layers)):
             heads = layer.self_attn.heads(layer.self_attn.qkv_proj(x), positions)
             if layer is layers[-1] and indices is not None:
@@ -212,39 +272,74 @@ class FusedDecoder(Decoder):
                 x, residual = self.finish_layer(layer, heads, residual, next_norm, spare=x)
         return x
 
-    def following_norms(self, layers: Sequence[FusedDecoderLayer]) -> list[RMSNorm]:
+    def first_norm(self, layers: Sequence[FusedLayer]) -> Callable[[Tensor], Tensor]:
+        return layers[0].norms[0] or torch.clone
+
+    def following_norms(self, layers: Sequence[FusedLayer]) -> list[FusedRMSNorm | None]:
         """The norm that comes after each layer."""
-        return [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        return [*(layer.norms[0] for layer in layers[1:]), self.norm]
 
     def finish_layer(
         self,
-        layer: FusedDecoderLayer,
+        layer: FusedLayer,
         heads: Tensor,
         residual: Tensor,
-        next_norm: RMSNorm,
+        next_norm: FusedRMSNorm | None,
         spare: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What follows attention: heads [T, H D] and residual [T, hidden] -> (normed, residual)."""
+        _, after_attention, before_mlp, after_mlp = layer.norms
         x = layer.self_attn.o_proj.partial(heads, spare)
-        x, residual = self.add_and_norm(x, residual, layer.post_attention_layernorm)
-        return self.add_and_norm(layer.mlp.partial(x), residual, next_norm)
+        x, residual = self.add_and_norm(x, residual, after_attention, before_mlp)
+        return self.add_and_norm(layer.mlp.partial(x), residual, after_mlp, next_norm)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        """total = residual + the sum of the ranks' x -> (norm(total), total).
+    def add_and_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: FusedRMSNorm | None,
+        norm: FusedRMSNorm | None,
+    ) -> tuple[Tensor, Tensor]:
+        """total = residual + the sum of the ranks' x, normed by `after` -> (norm(total), total).
 
-        The results may overwrite x and residual.
+        Where there is no norm, there is nothing to do in its place. The results may overwrite x and
+        residual.
         """
         # A group of several ranks knows more than a ParallelGroup: see distributed/collectives.py.
         group: Any = self.embed_tokens.group
         if group.size > 1:
-            if (rows := group.shared_rows(x)) is not None:
-                return sum_add_rms_norm(x, residual, norm.weight, norm.eps, rows)
+            if after is None and norm is not None and not norm.zero_centered:
+                if (rows := group.shared_rows(x)) is not None:
+                    return sum_add_rms_norm(x, residual, norm.weight, norm.eps, rows)
             x = group.all_reduce(x)
-        return add_rms_norm(x, residual, norm.weight, norm.eps)
+        return add_summed_and_norm(x, residual, after, norm)
 
 
+def add_summed_and_norm(
+    x: Tensor, residual: Tensor, after: FusedRMSNorm | None, norm: FusedRMSNorm | None
+) -> tuple[Tensor, Tensor]:
+    """FusedDecoder.add_and_norm of x that is summed over the ranks."""
+    if after is None:
+        assert norm is not None, "a layer norms what it reads or what it adds"
+        return add_rms_norm(x, residual, norm.weight, norm.eps, norm.zero_centered)
+    weight = None if norm is None else norm.weight
+    return norm_add_norm(x, residual, after.weight, weight, after.eps, after.zero_centered)
+
+
+def kind_of(attention: SelfAttention) -> tuple:
+    """What decides which kernels a layer's attention launches, besides the model's sizes."""
+    return attention.window, attention.softcap, type(attention.rotary)
+
+
+ROTARIES = (
+    RotaryEmbedding,
+    PartialRotaryEmbedding,
+    InterleavedRotaryEmbedding,
+    NoRotaryEmbedding,
+)
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
+    ZeroCenteredRMSNorm: FusedZeroCenteredRMSNorm,
     ColumnParallelLinear: FusedColumnParallelLinear,
     MergedColumnParallelLinear: FusedMergedColumnParallelLinear,
     QKVParallelLinear: FusedQKVParallelLinear,
@@ -254,5 +349,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     GatedMLP: FusedGatedMLP,
     MixtureOfExperts: FusedMixtureOfExperts,
     DecoderLayer: FusedDecoderLayer,
+    SandwichNormLayer: FusedSandwichNormLayer,
+    PostNormLayer: FusedPostNormLayer,
     Decoder: FusedDecoder,
 }

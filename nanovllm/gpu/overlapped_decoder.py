@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.gpu.fused_layers import FusedDecoder
-from nanovllm.kernels.triton.elementwise import add_rms_norm
+from nanovllm.gpu.fused_layers import FusedDecoder, FusedRMSNorm, add_summed_and_norm
 from nanovllm.layers.context import current_metadata
-from nanovllm.layers.norm import RMSNorm
 
 MIN_ROWS = 4096  # with fewer, an all-reduce is short
 MICRO_BATCH_ROWS = 6144  # more and smaller ones take the host longer to launch
@@ -34,7 +32,7 @@ class OverlappedDecoder(FusedDecoder):
         indices = current_metadata().logits_indices
         layers = self.fused_layers
         residuals = list(self.embed_tokens(input_ids).tensor_split(count))
-        micro_batches: Iterator[Tensor] = map(layers[0].input_layernorm, residuals)
+        micro_batches: Iterator[Tensor] = map(self.first_norm(layers), residuals)
         for layer, next_norm in zip(layers, self.following_norms(layers)):
             attention = layer.self_attn
             qkv = torch.cat([attention.qkv_proj(x) for x in micro_batches])
@@ -42,10 +40,11 @@ class OverlappedDecoder(FusedDecoder):
             if layer is layers[-1] and indices is not None:
                 residual = torch.cat(residuals)[indices]
                 return self.finish_layer(layer, heads[indices], residual, next_norm)[0]
+            _, after_attention, before_mlp, after_mlp = layer.norms
             sums = [self.begin_sum(attention.o_proj.partial(x)) for x in heads.tensor_split(count)]
-            micro_batches = self.finish_sums(sums, residuals, layer.post_attention_layernorm)
+            micro_batches = self.finish_sums(sums, residuals, after_attention, before_mlp)
             sums = [self.begin_sum(layer.mlp.partial(x)) for x in micro_batches]
-            micro_batches = self.finish_sums(sums, residuals, next_norm)
+            micro_batches = self.finish_sums(sums, residuals, after_mlp, next_norm)
         return torch.cat(list(micro_batches))
 
     def begin_sum(self, x: Tensor):
@@ -53,9 +52,15 @@ class OverlappedDecoder(FusedDecoder):
         group: Any = self.embed_tokens.group
         return x, group.begin_all_reduce(x)
 
-    def finish_sums(self, sums, residuals: list[Tensor], norm: RMSNorm) -> Iterator[Tensor]:
+    def finish_sums(
+        self,
+        sums,
+        residuals: list[Tensor],
+        after: FusedRMSNorm | None,
+        norm: FusedRMSNorm | None,
+    ) -> Iterator[Tensor]:
         """Wait for each sum in turn, add it to its residual, and yield the norm of that."""
         for i, (x, work) in enumerate(sums):
             work.wait()
-            normed, residuals[i] = add_rms_norm(x, residuals[i], norm.weight, norm.eps)
+            normed, residuals[i] = add_summed_and_norm(x, residuals[i], after, norm)
             yield normed

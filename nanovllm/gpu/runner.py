@@ -20,6 +20,7 @@ from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens, StepOutput
 from nanovllm.gpu.cuda_graph import DecodeGraphs, sizes_up_to
+from nanovllm.gpu.fused_layers import FusedSelfAttention, fuse, kind_of
 from nanovllm.gpu.memory_budget import MemoryBudget
 from nanovllm.gpu.precompile import find_uncompiled
 from nanovllm.gpu.sampled_tokens import SampledTokensInFlight
@@ -75,8 +76,6 @@ class CUDAModelRunner(ModelRunner):
         )
 
     def _build_model(self, hf_config) -> CausalLM:
-        from nanovllm.gpu.fused_layers import fuse
-
         model = super()._build_model(hf_config)
         config = self.config
         if not self._has_own_kernels:
@@ -130,7 +129,10 @@ class CUDAModelRunner(ModelRunner):
         if self.resampler is not None:
             self.resampler.rehearse(output)
         decoder.outline = False
-        layer = self.attention_layers[0]
+        for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
+            self._prefill_small(layer)
+
+    def _prefill_small(self, layer: SelfAttention) -> None:
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         # A short prompt, a longer one, and one of which a part is cached.
         cached = min(512, self.max_model_len)
@@ -141,14 +143,22 @@ class CUDAModelRunner(ModelRunner):
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
             metadata = PrefillMetadata(ends, ends, length, length, tables)
             self._backend.prefill(
-                *qkv.split(heads, dim=1), *self.kv_cache[0], metadata, layer.scale
+                *qkv.split(heads, dim=1),
+                *self.kv_cache[0],
+                metadata,
+                layer.scale,
+                layer.window,
+                layer.softcap,
             )
 
     @torch.inference_mode()
     def _allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             # A graph cannot hold what waits for the device, as plain attention does.
-            if self._backend is not PLAIN_BACKEND and not self.config.enforce_eager:
+            is_plain = self._backend is PLAIN_BACKEND or not all(
+                isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
+            )
+            if not is_plain and not self.config.enforce_eager:
                 self.graphs = DecodeGraphs(self._run_padded_decode, self.max_num_seqs)
             super()._allocate()
             if self.graphs:

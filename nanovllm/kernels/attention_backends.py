@@ -30,8 +30,8 @@ class AttentionBackend:
     decode: Callable[..., Tensor]
 
 
-def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared_prefix_len=None):
-    return plain.decode_attention(q, k_cache, v_cache, lens, tables, scale)
+def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared_prefix_len=None, *options):
+    return plain.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options)
 
 
 PLAIN_BACKEND = AttentionBackend("plain", plain.prefill_attention, _plain_decode)
@@ -96,10 +96,13 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     from nanovllm.kernels import flash_attention
 
-    def prefill(q, k, v, k_cache, v_cache, meta, scale):
-        is_large = q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS and flash_attention.find_v4()
-        attend = flash_attention.prefill_attention_v4 if is_large else small
-        return attend(q, k, v, k_cache, v_cache, meta, scale)
+    def prefill(q, k, v, k_cache, v_cache, meta, scale, window=None, softcap=None):
+        # Its windows and caps were not tried here.
+        is_plain = window is None and softcap is None
+        is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
+        if is_large and flash_attention.find_v4():
+            return flash_attention.prefill_attention_v4(q, k, v, k_cache, v_cache, meta, scale)
+        return small(q, k, v, k_cache, v_cache, meta, scale, window, softcap)
 
     return prefill
 

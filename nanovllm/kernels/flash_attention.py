@@ -10,6 +10,7 @@ import inspect
 import os
 from functools import lru_cache
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +99,8 @@ def prefill_attention_v2(
     v_cache: Tensor,
     meta: PrefillMetadata,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     varlen, _ = find_v2()
     cached = meta.block_tables is not None
@@ -112,6 +115,7 @@ def prefill_attention_v2(
         softmax_scale=scale,
         causal=True,
         block_table=meta.block_tables,
+        **_options(window, softcap),
     )
 
 
@@ -123,6 +127,8 @@ def decode_attention_v2(
     tables: Tensor,
     scale: float,
     shared: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     _, with_kvcache = find_v2()
     return with_kvcache(
@@ -133,7 +139,18 @@ def decode_attention_v2(
         block_table=tables,
         softmax_scale=scale,
         causal=True,
+        **_options(window, softcap),
     ).squeeze(1)
+
+
+def _options(window: int | None, softcap: float | None) -> dict[str, Any]:
+    """In version 2's terms: how many tokens before its own a token sees, and after it."""
+    options: dict[str, Any] = {}
+    if window is not None:
+        options["window_size"] = (window - 1, 0)
+    if softcap is not None:
+        options["softcap"] = softcap
+    return options
 
 
 def prefill_attention_v4(

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, current_metadata
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
 
@@ -34,23 +33,30 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding,
         group: ParallelGroup,
         *,
-        # Norm each head of q and k before it is rotated; None: do not.
-        qk_norm_eps: float | None = None,
+        # Of heads before they are rotated: [T, H, D] -> [T, H, D] and [T, G, D] -> [T, G, D].
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        stacked: bool = False,  # the checkpoint has q, k and v as one tensor, qkv_proj
+        scale: float | None = None,  # of q k^T; None: head_dim**-0.5
+        window: int | None = None,  # a token sees so many, itself included; None: all up to itself
+        softcap: float | None = None,  # scores s become softcap tanh(s / softcap); None: they stay
     ):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias
+            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias, stacked=stacked
         )
-        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
-        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.q_norm = q_norm or nn.Identity()
+        self.k_norm = k_norm or nn.Identity()
         self.rotary = rotary
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, group, bias=output_bias)
         # This rank's.
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale: float = head_dim**-0.5 if scale is None else scale
+        self.window = window
+        self.softcap = softcap
         self.k_cache = self.v_cache = torch.empty(0)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -81,10 +87,13 @@ class SelfAttention(nn.Module):
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
         lens, tables = metadata.decode_inputs
-        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.scale)
+        return decode_attention(
+            q, self.k_cache, self.v_cache, lens, tables, self.scale, self.window, self.softcap
+        )
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
-        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.scale)
+        options = self.scale, self.window, self.softcap
+        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, *options)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -105,6 +114,8 @@ def decode_attention(
     context_lens: Tensor,
     block_tables: Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """One query a sequence over its cached tokens: q [B, H, D] -> [B, H, D].
 
@@ -112,8 +123,11 @@ def decode_attention(
     """
     longest = int(context_lens.max())
     k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
-    seen = torch.arange(longest, device=q.device) < context_lens.view(-1, 1, 1, 1)  # [B, 1, 1, L]
-    return scaled_dot_product(q.unsqueeze(1), k, v, scale, mask=seen).squeeze(1)
+    index, ends = torch.arange(longest, device=q.device), context_lens.view(-1, 1, 1, 1)
+    seen = index < ends  # [B, 1, 1, L]
+    if window is not None:
+        seen &= index >= ends - window
+    return scaled_dot_product(q.unsqueeze(1), k, v, scale, seen, softcap).squeeze(1)
 
 
 def prefill_attention(
@@ -124,6 +138,8 @@ def prefill_attention(
     v_cache: Tensor,
     metadata: PrefillMetadata,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
 
@@ -142,7 +158,9 @@ def prefill_attention(
             k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
         # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
         seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-        out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, scale, mask=seen)[0]
+        if window is not None:
+            seen = seen.triu(len_k - len_q - window + 1)
+        out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, scale, seen, softcap)[0]
     return out
 
 
@@ -152,11 +170,18 @@ def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
     return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
 
 
-def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+def scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None = None
+) -> Tensor:
     """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
-    k and v are [B, Lk, G, D]; mask is True where a key is seen.
+    k and v are [B, Lk, G, D]; mask is True where a key is seen. `softcap` is the scores'.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scale / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    return (weights.to(v.dtype) @ v).transpose(1, 2)

@@ -43,6 +43,15 @@ class VocabParallelEmbedding(nn.Module):
         )
 
 
+class ScaledEmbedding(VocabParallelEmbedding):
+    """An embedding times `scale`, in the weight's dtype."""
+
+    scale = 1.0
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return super().forward(token_ids) * self.scale
+
+
 class ParallelLMHead(VocabParallelEmbedding):
     """Hidden [R, hidden] -> logits [R, this rank's entries]: vocab_start up to vocab_end.
 

@@ -8,6 +8,7 @@ all-reduce, and at size 1 each is a plain linear layer.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +38,27 @@ class Shard:
         return cls(name, total, group.rank * count, count)
 
 
-class StackedLinear(nn.Module):
-    """Projections of one input, stacked: x [T, in] -> [T, sum of the shards' outputs]."""
+def stack(shards: Sequence[Shard]) -> list[Shard]:
+    """The same shards, of one projection that has all their outputs one after the other."""
+    starts = list(accumulate((shard.total for shard in shards), initial=0))
+    return [
+        Shard(None, starts[-1], begin + shard.start, shard.count)
+        for begin, shard in zip(starts, shards)
+    ]
 
-    def __init__(self, in_features: int, shards: Sequence[Shard], bias: bool):
+
+class StackedLinear(nn.Module):
+    """Projections of one input, stacked: x [T, in] -> [T, sum of the shards' outputs].
+
+    `stacked`: so the checkpoint has them too, as one tensor of the layer's own name.
+    """
+
+    def __init__(
+        self, in_features: int, shards: Sequence[Shard], bias: bool, stacked: bool = False
+    ):
         super().__init__()
         self.in_features = in_features
-        self.shards = shards
+        self.shards = stack(shards) if stacked else shards
         out_features = sum(shard.count for shard in shards)
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
@@ -84,10 +99,10 @@ class MergedColumnParallelLinear(StackedLinear):
         *,
         names: Sequence[str],
         bias: bool = False,
+        stacked: bool = False,
     ):
-        super().__init__(
-            in_features, [Shard.even(name, out_features, group, name) for name in names], bias
-        )
+        shards = [Shard.even(name, out_features, group, name) for name in names]
+        super().__init__(in_features, shards, bias, stacked)
 
 
 class QKVParallelLinear(StackedLinear):
@@ -109,6 +124,7 @@ class QKVParallelLinear(StackedLinear):
         *,
         names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         bias: bool = False,
+        stacked: bool = False,
     ):
         heads = group.shard(num_heads, "num_attention_heads")
         kv_heads, first_kv_head = shard_kv_heads(num_kv_heads, group)
@@ -118,7 +134,7 @@ class QKVParallelLinear(StackedLinear):
             shards.append(
                 Shard(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim)
             )
-        super().__init__(in_features, shards, bias)
+        super().__init__(in_features, shards, bias, stacked)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 
 

@@ -1,4 +1,4 @@
-"""The gated MLP of a transformer layer (SwiGLU; Shazeer 2020)."""
+"""The gated MLP of a transformer layer (SwiGLU and GeGLU; Shazeer 2020)."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,11 @@ from torch import Tensor, nn
 
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import ParallelGroup
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
 
 
 class GatedMLP(nn.Module):
@@ -20,11 +25,12 @@ class GatedMLP(nn.Module):
         *,
         bias: bool = False,
         activation: Callable[[Tensor], Tensor] = F.silu,
+        stacked: bool = False,  # the checkpoint has gate and up as one tensor, gate_up_proj
     ):
         super().__init__()
         names = ("gate_proj", "up_proj")
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, intermediate_size, group, names=names, bias=bias
+            hidden_size, intermediate_size, group, names=names, bias=bias, stacked=stacked
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, group, bias=bias)
         self.activation = activation

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.linear import empty_parameter
+from nanovllm.layers.linear import Shard, empty_parameter
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
 
@@ -27,3 +28,36 @@ class RMSNorm(nn.Module):
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         yield WeightSlice(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """RMSNorm whose weight is kept as its difference from 1. It rounds once, after the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class ShardedRMSNorm(RMSNorm):
+    """Norm the heads of a token together, of which every rank has as many: x [T, H, D].
+
+    `shard`: this rank's part of the H D elements.
+    """
+
+    def __init__(self, shard: Shard, eps: float, group: ParallelGroup):
+        super().__init__(shard.count, eps)
+        self.shard = shard
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float().flatten(1)  # [T, H D]
+        # Ranks that hold the same heads all count them, so the mean of means is the whole's mean.
+        mean = self.group.all_reduce(wide.square().mean(dim=-1, keepdim=True)) / self.group.size
+        wide = wide * torch.rsqrt(mean + self.eps)
+        return (wide.to(x.dtype) * self.weight).view(x.shape)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        shard = self.shard
+        ours = (slice(shard.start, shard.start + shard.count),)
+        yield WeightSlice(f"{path}.weight", self.weight, ours, (shard.total,))

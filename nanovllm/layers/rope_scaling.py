@@ -18,13 +18,18 @@ NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "atten
 NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
-def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
-    """The angle that a position adds to each pair, [head_dim / 2] float32 on the CPU, and the
-    factor on cosines and sines.
+def rope_frequencies(
+    config, head_dim: int, max_positions: int | None = None, kind: str | None = None
+) -> tuple[Tensor, float]:
+    """The angle that a position adds to each pair, [R / 2] float32 on the CPU, and the factor on
+    cosines and sines. R elements of a head turn: all head_dim, or the part that the settings say.
 
+    `max_positions`: as many as are asked for; None: all that the model supports. `kind`: of the
+    layers, where the settings differ by kind.
     Raises ValueError for settings that no scaling here implements, or that describe none.
     """
-    rope = rope_parameters(config)
+    rope = rope_parameters(config, kind)
+    rope["max_positions"] = max_positions or config.max_position_embeddings
     scale = SCALINGS.get(rope["rope_type"]) if isinstance(rope["rope_type"], str) else None
     if scale is None:
         names = ", ".join(SCALINGS)
@@ -32,12 +37,9 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
             f"rope_type is {rope['rope_type']!r}, not implemented: choose a model with one of "
             f"{names}"
         )
-    if rope["partial_rotary_factor"] != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor is {rope['partial_rotary_factor']!r}: only 1.0 is implemented"
-        )
     check_settings(rope)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    size = rotary_size(rope, head_dim)
+    exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     try:
         return scale(1.0 / float(rope["rope_theta"]) ** exponents, rope)
     except KeyError as error:
@@ -46,7 +48,19 @@ def rope_frequencies(config, head_dim: int) -> tuple[Tensor, float]:
         ) from error
 
 
-def rope_parameters(config) -> dict:
+def rotary_size(rope: dict, head_dim: int) -> int:
+    """How many elements of a head turn."""
+    factor = rope["partial_rotary_factor"]
+    size = int(head_dim * factor) if type(factor) in (int, float) and 0 < factor <= 1 else 0
+    if size < 2 or size % 2:
+        raise ValueError(
+            f"config.json: partial_rotary_factor is {factor!r} of a head_dim of {head_dim}: an "
+            "even number of elements must turn, 2 or more"
+        )
+    return size
+
+
+def rope_parameters(config, kind: str | None = None) -> dict:
     """The configuration's rope settings in one form. A setting that is null is absent."""
     scaling, newer = (
         getattr(config, name, None) or {} for name in ("rope_scaling", "rope_parameters")
@@ -58,18 +72,20 @@ def rope_parameters(config) -> dict:
         )
     rope = {name: value for name, value in (scaling or newer).items() if value is not None}
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        raise ValueError(
-            "config.json: the rope settings are given for each kind of layer "
-            f"({', '.join(map(str, nested))}), which is "
-            "not implemented: choose a model whose layers share them"
-        )
+        if kind not in nested:
+            raise ValueError(
+                "config.json: the rope settings are given for kinds of layers "
+                f"({', '.join(map(str, nested))}), and not for {kind}: give them for each"
+            )
+        newer = {name: value for name, value in rope[kind].items() if value is not None}
+        rope = dict(newer)
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
         beside = getattr(config, name, None), newer.get(name)
         rope.setdefault(name, next((value for value in beside if value is not None), default))
     original = "original_max_position_embeddings"
     # At the top level it wins over the one among the rope settings, as in transformers.
-    top = getattr(config, original, None)
+    top = None if nested else getattr(config, original, None)
     rope[original] = rope.get(original, config.max_position_embeddings) if top is None else top
     rope["max_position_embeddings"] = config.max_position_embeddings
     return rope
@@ -89,6 +105,12 @@ def check_settings(rope: dict) -> None:
     for name in NUMBERS_OR_ZERO:
         if name in rope and not (type(rope[name]) in (int, float) and 0 <= rope[name] < LARGEST):
             refuse(name, "a finite number, 0 or more")
+    for name in ("short_factor", "long_factor"):
+        if name in rope and not (
+            isinstance(rope[name], list)
+            and all(type(x) in (int, float) and 0 < x < LARGEST for x in rope[name])
+        ):
+            refuse(name, "a list of finite numbers above 0")
     if rope["rope_theta"] <= 1:
         refuse("rope_theta", "above 1")
     original = rope["original_max_position_embeddings"]
@@ -156,4 +178,32 @@ def _yarn_attention_factor(rope: dict, factor: float) -> float:
     return sharpening(1.0)
 
 
-SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): each pair has a factor of its own, in one list for contexts up
+    to the original one and in another for longer ones.
+
+    Keys are cached once and shared, so a model takes one of them for all positions: the second, if
+    more positions are asked for than the original context has.
+    """
+    original = rope["original_max_position_embeddings"]
+    name = "long_factor" if rope["max_positions"] > original else "short_factor"
+    if len(rope[name]) != len(frequencies):
+        raise ValueError(
+            f"config.json: {name} of its rope settings has {len(rope[name])} numbers: it must have "
+            f"one for each of {len(frequencies)} pairs"
+        )
+    factor = rope.get("factor") or rope["max_position_embeddings"] / original
+    sharpening = 1.0
+    if factor > 1 and original > 1:
+        sharpening = math.sqrt(1 + math.log(factor) / math.log(original))
+    factors = torch.tensor(rope[name], dtype=torch.float32, device="cpu")
+    return frequencies / factors, rope.get("attention_factor", sharpening)
+
+
+SCALINGS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

@@ -14,6 +14,7 @@ class RotaryEmbedding(nn.Module):
     """
 
     cos_sin: Tensor
+    turns_whole_heads = True
 
     def __init__(self, frequencies: Tensor, max_positions: int, scale: float = 1.0):
         super().__init__()
@@ -26,11 +27,20 @@ class RotaryEmbedding(nn.Module):
 
     @classmethod
     def from_config(
-        cls, config, head_dim: int, max_positions: int | None = None
+        cls, config, head_dim: int, max_positions: int | None = None, kind: str | None = None
     ) -> "RotaryEmbedding":
-        """`max_positions`: as many as are needed; None: all that the model supports."""
-        frequencies, scale = rope_frequencies(config, head_dim)
-        return cls(frequencies, max_positions or config.max_position_embeddings, scale)
+        """`max_positions`: as many as are needed; None: all that the model supports. `kind`: of
+        the layers that turn by it, where a configuration has settings for each kind.
+        """
+        max_positions = max_positions or config.max_position_embeddings
+        frequencies, scale = rope_frequencies(config, head_dim, max_positions, kind)
+        if cls.turns_whole_heads and 2 * len(frequencies) != head_dim:
+            raise ValueError(
+                f"config.json: by its partial_rotary_factor, {2 * len(frequencies)} of a head's "
+                f"{head_dim} elements turn: only 1.0 is implemented for this family, choose "
+                "another model"
+            )
+        return cls(frequencies, max_positions, scale)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, heads, D], positions [T] int64 -> x, rotated."""

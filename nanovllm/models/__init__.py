@@ -1,14 +1,22 @@
 """Which class runs which architecture, by the name a checkpoint's config.json gives it."""
 
-from typing import Any
-
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.checks import check_sizes, check_supported
+from nanovllm.models.gemma2 import Gemma2ForCausalLM
+from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
+from nanovllm.models.granite import GraniteForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
+from nanovllm.models.olmo2 import Olmo2ForCausalLM
+from nanovllm.models.olmo3 import Olmo3ForCausalLM
+from nanovllm.models.phi3 import Phi3ForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from nanovllm.models.transformer import CausalLM, head_size
-from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
+from nanovllm.models.seed_oss import SeedOssForCausalLM
+from nanovllm.models.smollm3 import SmolLM3ForCausalLM
+from nanovllm.models.transformer import CausalLM
+from nanovllm.weights.hf_config import SIZES
 
 MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -16,11 +24,18 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
+    "Olmo2ForCausalLM": Olmo2ForCausalLM,
+    "Olmo3ForCausalLM": Olmo3ForCausalLM,
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "GlmForCausalLM": GlmForCausalLM,
+    "Glm4ForCausalLM": Glm4ForCausalLM,
+    "GraniteForCausalLM": GraniteForCausalLM,
+    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
+    "SeedOssForCausalLM": SeedOssForCausalLM,
 }
-# Far above what any model has. With more layers Python is busy for minutes, and the product of two
-# larger sizes does not fit into 64 bits.
-MAX_LAYERS = 10_000
-MAX_SIZE = 2**31 - 1
 
 
 def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> CausalLM:
@@ -59,85 +74,6 @@ def find_model(hf_config) -> type[CausalLM]:
         raise ValueError(f"architectures is {names!r}: this library runs {', '.join(MODELS)}")
     model_class = MODELS[names_here[0]]
     check_sizes(hf_config)
-    if model_class is Qwen3MoeForCausalLM:
-        check_experts(hf_config)
     check_supported(hf_config, model_class)
+    model_class.check(hf_config)
     return model_class
-
-
-def check_sizes(hf_config) -> None:
-    """Refuse a configuration that describes no model."""
-    for name in SIZES:
-        check_count(hf_config, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
-    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"config.json: num_attention_heads is {heads}, num_key_value_heads is {kv_heads}: it "
-            "must divide that"
-        )
-    if getattr(hf_config, "head_dim", None) is not None:
-        check_count(hf_config, "head_dim", MAX_SIZE)
-    if (head_dim := head_size(hf_config)) < 2 or head_dim % 2:
-        raise ValueError(
-            f"config.json: head_dim is {head_dim} (or hidden_size / num_attention_heads): it must "
-            "be even"
-        )
-    eps: Any = getattr(hf_config, "rms_norm_eps", None)
-    if type(eps) not in (int, float) or not 0 <= eps < 1:
-        raise ValueError(f"config.json: rms_norm_eps is {eps!r}: it must be a number from 0 to 1")
-    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
-        check_flag(hf_config, name)
-
-
-def check_experts(hf_config) -> None:
-    """Refuse sizes that make no mixture of experts."""
-    for name in OF_EXPERTS:
-        check_count(hf_config, name, MAX_SIZE)
-    if hf_config.num_experts_per_tok > hf_config.num_experts:
-        raise ValueError(
-            f"config.json: num_experts_per_tok is {hf_config.num_experts_per_tok}, more than "
-            f"num_experts, which is {hf_config.num_experts}: check both"
-        )
-    check_flag(hf_config, "norm_topk_prob")
-    dense = getattr(hf_config, "mlp_only_layers", None)
-    if dense is not None and not (
-        isinstance(dense, list) and all(type(index) is int for index in dense)
-    ):
-        raise ValueError(
-            f"config.json: mlp_only_layers is {dense!r}: it must be a list of layers' numbers"
-        )
-
-
-def check_count(hf_config, name: str, most: int) -> None:
-    value = getattr(hf_config, name, None)
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(
-            f"config.json: {name} is {value!r}: it must be an integer from 1 to {most}"
-        )
-
-
-def check_flag(hf_config, name: str) -> None:
-    """Refuse what is neither true nor false: the text "false" would count as true."""
-    value = getattr(hf_config, name, None)
-    if value is not None and type(value) is not bool:
-        raise ValueError(f"config.json: {name} is {value!r}: it must be true or false")
-
-
-def check_supported(hf_config, model_class: type[CausalLM]) -> None:
-    """Refuse the options that the model does not implement."""
-    activation = getattr(hf_config, "hidden_act", "silu")
-    if activation not in model_class.activations:
-        known = ", ".join(map(repr, model_class.activations))
-        raise ValueError(f"hidden_act is {activation!r}: {model_class.__name__} has {known}")
-    if getattr(hf_config, "quantization_config", None):
-        raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
-    # Qwen's configurations keep a window's size next to a switch that turns it off; others have the
-    # size alone.
-    window = getattr(hf_config, "sliding_window", None)
-    if not window or not getattr(hf_config, "use_sliding_window", True):
-        return
-    if type(window) is not int or window < hf_config.max_position_embeddings:
-        raise ValueError(
-            f"sliding_window is {window!r}: sliding windows are not implemented, choose a model "
-            "without one"
-        )

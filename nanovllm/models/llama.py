@@ -1,4 +1,4 @@
-"""Llama 2 to 3.3, and Mistral, which differs in its defaults alone.
+"""Llama 2 to 3.3, and Mistral, whose first version has a sliding window in every layer.
 
 Biases only where the config asks.
 """
@@ -9,10 +9,10 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 class LlamaForCausalLM(CausalLM):
     def build_layer(self, config, index, rotary, group):
         bias = getattr(config, "attention_bias", False)
-        attention = build_attention(config, rotary, group, qkv_bias=bias, output_bias=bias)
+        attention = build_attention(config, index, rotary, group, qkv_bias=bias, output_bias=bias)
         mlp = build_mlp(config, group, bias=getattr(config, "mlp_bias", False))
         return DecoderLayer(config, attention, mlp)
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    pass
+    has_windows = True

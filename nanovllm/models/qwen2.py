@@ -4,6 +4,8 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 
 
 class Qwen2ForCausalLM(CausalLM):
+    has_windows = True
+
     def build_layer(self, config, index, rotary, group):
-        attention = build_attention(config, rotary, group, qkv_bias=True)
+        attention = build_attention(config, index, rotary, group, qkv_bias=True)
         return DecoderLayer(config, attention, build_mlp(config, group))

@@ -10,13 +10,16 @@ Every norm is RMSNorm. Several query heads share a key-value head. No projection
 the config asks for it. transformer.py says the rest.
 """
 
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
 class Qwen3ForCausalLM(CausalLM):
+    has_windows = True
+
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(
-            config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias
+            config, index, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
         )
         return DecoderLayer(config, attention, build_mlp(config, group))

@@ -5,14 +5,20 @@ keeps dense.
 from torch import nn
 
 from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.models.checks import check_experts
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
 class Qwen3MoeForCausalLM(CausalLM):
+    @classmethod
+    def check(cls, config):
+        check_experts(config)
+
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(
-            config, rotary, group, qk_norm=True, qkv_bias=bias, output_bias=bias
+            config, index, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
         )
         if is_sparse(config, index):
             mlp: nn.Module = MixtureOfExperts(

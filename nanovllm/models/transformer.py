@@ -8,6 +8,7 @@ attends to which is the step's metadata (layers/context.py), and only attention 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,20 +60,36 @@ class CausalLM(nn.Module):
     # What a family may have of its own kind.
     embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     norm: type[RMSNorm] = RMSNorm
+    rotary: type[RotaryEmbedding] = RotaryEmbedding
     activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}
+    has_windows = False  # whether a configuration may give layers a sliding window
+    # What a checkpoint calls modules that have another name here.
+    checkpoint_names: dict[str, str] = {}
+    # Parts of checkpoints that are not run here, such as a vision tower.
+    left_out: tuple[str, ...] = ()
 
     def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
         """`max_model_len`: positions that will be asked for; None: all that the model supports."""
         super().__init__()
-        rotary = RotaryEmbedding.from_config(config, head_size(config), max_model_len)
+        kinds = [layer_kind(config, i) for i in range(config.num_hidden_layers)]
+        rotaries = {
+            kind: self.rotary.from_config(config, head_size(config), max_model_len, kind)
+            for kind in dict.fromkeys(kinds)
+        }
         layers = [
-            self.build_layer(config, i, rotary, group) for i in range(config.num_hidden_layers)
+            self.build_layer(config, i, rotaries[kind], group) for i, kind in enumerate(kinds)
         ]
         embed_tokens = self.embedding(config.vocab_size, config.hidden_size, group)
         norm = self.norm(config.hidden_size, config.rms_norm_eps)
         self.model = Decoder(embed_tokens, layers, norm)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
+
+    @classmethod
+    def check(cls, config) -> None:
+        """Raise ValueError for what a configuration of the family says and the family does not
+        do.
+        """
 
     def build_layer(
         self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup
@@ -93,39 +110,58 @@ class CausalLM(nn.Module):
 
 def build_attention(
     config,
+    index: int,
     rotary: RotaryEmbedding,
     group: ParallelGroup,
     *,
-    qk_norm: bool = False,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
+    qk_norm: type[RMSNorm] | None = None,
+    **options: Any,
 ) -> SelfAttention:
-    """The self-attention of the sizes that `config` gives."""
+    """Layer `index`'s self-attention, of the sizes and with the window that `config` gives.
+
+    `qk_norm`: norms each head of q and k before it is rotated; None: nothing does. `options`:
+    SelfAttention's.
+    """
+    size = head_size(config)
+    norms = [qk_norm(size, config.rms_norm_eps) for _ in range(2)] if qk_norm else [None, None]
     return SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
         config.num_key_value_heads,
-        head_size(config),
+        size,
         rotary,
         group,
-        qk_norm_eps=config.rms_norm_eps if qk_norm else None,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        window=window_of(config, index),
+        **options,
     )
 
 
-def build_mlp(
-    config,
-    group: ParallelGroup,
-    *,
-    bias: bool = False,
-    activation: Callable[[Tensor], Tensor] = F.silu,
-) -> GatedMLP:
-    """The gated MLP of the sizes that `config` gives."""
-    width, intermediate = config.hidden_size, config.intermediate_size
-    return GatedMLP(width, intermediate, group, bias=bias, activation=activation)
+def build_mlp(config, group: ParallelGroup, **options: Any) -> GatedMLP:
+    """The gated MLP of the sizes that `config` gives. `options`: GatedMLP's."""
+    return GatedMLP(config.hidden_size, config.intermediate_size, group, **options)
 
 
 def head_size(config) -> int:
     """Given by newer configurations, derived in older ones."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def window_of(config, index: int) -> int | None:
+    """How many tokens a token sees in layer `index`, itself included; None: all up to itself.
+
+    A window of all positions is none. A size may stand next to a switch that turns it off.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    is_local = not kinds or kinds[index] == "sliding_attention"
+    if not window or not getattr(config, "use_sliding_window", True) or not is_local:
+        return None
+    return window if window < config.max_position_embeddings else None
+
+
+def layer_kind(config, index: int) -> str:
+    """The name under which a configuration may say something of layer `index` and its like."""
+    kinds = getattr(config, "layer_types", None)
+    return kinds[index] if kinds else "full_attention"

@@ -56,15 +56,28 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
         # One that transformers does not know may still say enough: whoever builds models says which
         # ones run.
         kind = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PretrainedConfig
-        return kind.from_dict(values)
+        return language_config(kind.from_dict(values))
     except Exception as error:  # every release raises other ones
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Of a model that also sees, the configuration of its language model, which models read."""
+    language: Any = getattr(config, "text_config", None)
+    if not hasattr(language, "num_hidden_layers"):
+        return config
+    for name in ("architectures", "dtype", "quantization_config"):  # said of the whole
+        if getattr(config, name, None) is not None:
+            setattr(language, name, getattr(config, name))
+    return language
 
 
 def says_all(values: dict[str, Any]) -> bool:
     """Whether models find all that they read among a configuration's values, so that no default is
     needed.
     """
+    if values.get("model_type") not in ("qwen3", "qwen3_moe") or values.get("use_sliding_window"):
+        return False  # other families read more, and windows need the kinds of layers
     counts: tuple[str, ...] = COUNTS
     flags: tuple[str, ...] = FLAGS
     if "moe" in f"{values.get('model_type')} {values.get('architectures')}".lower():

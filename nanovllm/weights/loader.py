@@ -6,6 +6,7 @@ parameter. Loading includes a proof: every element of every parameter is filled 
 tensor of the checkpoint is used.
 """
 
+import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from torch import nn
 
 from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
 from nanovllm.weights.weight_slice import WeightSlice
+
+logger = logging.getLogger("nanovllm")
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -75,7 +78,13 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
     for path, module in model.named_modules():
         if hasattr(module, "weight_slices"):
-            yield from module.weight_slices(path)
+            yield from module.weight_slices(checkpoint_name(model, path))
+
+
+def checkpoint_name(model: nn.Module | type[nn.Module], path: str) -> str:
+    """What a checkpoint calls the module at `path`: parts of the path may have another name."""
+    names = getattr(model, "checkpoint_names", {})
+    return ".".join(names.get(part, part) for part in path.split("."))
 
 
 def check_coverage(model: nn.Module, slices: Iterable[WeightSlice]) -> None:
@@ -109,7 +118,8 @@ def check_checkpoint(
     extra = {
         name for name in checkpoint.keys() - needed if not name.endswith("rotary_emb.inv_freq")
     }
-    if extra := extra - {f"{path}.weight" for path, _ in tied_heads(model)}:
+    extra -= {f"{checkpoint_name(model, path)}.weight" for path, _ in tied_heads(model)}
+    if extra := extra - set(left_out(model, checkpoint)):
         raise ValueError(
             f"{folder}: the model has no place for {_some(extra)}: check its config.json"
         )
@@ -130,14 +140,23 @@ def check_tensor(part: WeightSlice, path: Path, file: safe_open) -> None:
         )
 
 
-def check_num_layers(num_layers: int, folder: str | Path) -> None:
-    """Raise ValueError unless the checkpoint has so many layers.
+def left_out(model: nn.Module | type[nn.Module], names: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's tensors that belong to parts of the model that are not run here."""
+    parts = getattr(model, "left_out", ())
+    return [name for name in names if name.startswith(tuple(f"{part}." for part in parts))]
+
+
+def check_num_layers(num_layers: int, folder: str | Path, model: type[nn.Module]) -> None:
+    """Raise ValueError unless the checkpoint has so many layers; log what is left out of it.
 
     It is asked before the model is built: layers by the million would take all memory.
     """
-    prefix = "model.layers."
+    prefix = checkpoint_name(model, "model.layers") + "."
     names = open_checkpoint(Path(folder))
-    found = {name.split(".")[2] for name in names if name.startswith(prefix)}
+    found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
+    if others := left_out(model, names):
+        parts = ", ".join(sorted({name.split(".")[0] for name in others}))
+        logger.info(f"{folder}: {parts} left out ({len(others)} tensors): this runs on text alone")
     if len(found) != num_layers:
         raise ValueError(
             f"{folder}: num_hidden_layers is {num_layers} in config.json, but the checkpoint has "
@@ -159,9 +178,9 @@ def untie_heads(model: nn.Module, checkpoint: Checkpoint, pool: ThreadPoolExecut
     trained, whatever tie_word_embeddings says; transformers uses it, too.
     """
     for head_path, head in tied_heads(model):
-        name = f"{head_path}.weight"
+        name = f"{checkpoint_name(model, head_path)}.weight"
         (embedding,) = [
-            f"{path}.weight"
+            f"{checkpoint_name(model, path)}.weight"
             for path, module in model.named_modules()
             if module is not head and getattr(module, "weight", None) is head.weight
         ]

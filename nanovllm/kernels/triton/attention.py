@@ -27,6 +27,7 @@ from nanovllm.layers.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
+LOW = tl.constexpr(-1e30)  # below any score
 TILED_KEYS = 256  # from here on K and V come by tiles
 
 
@@ -38,6 +39,8 @@ def prefill_attention(
     v_cache: Tensor,
     meta: PrefillMetadata,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     num_heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -63,8 +66,9 @@ def prefill_attention(
         _prefill_kernel,
         (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1),
         *tensors,
-        scale * LOG2_E,
+        *_factors(scale, softcap),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
+        window or 0,
         num_heads // k.shape[1],
         head_dim,
         triton.next_power_of_2(head_dim),
@@ -75,6 +79,13 @@ def prefill_attention(
         num_stages=stages,
     )
     return out
+
+
+def _factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
+    """What kernels multiply scores by; if there is a cap, what they multiply its tanh by, too."""
+    if softcap is None:
+        return scale * LOG2_E, None
+    return scale / softcap, softcap * LOG2_E
 
 
 def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
@@ -110,11 +121,13 @@ def _prefill_kernel(
     cu_seqlens_k,
     tables,
     scale,
+    cap,
     q_stride,
     k_stride,
     v_stride,
     out_stride,
     table_stride,
+    WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -141,31 +154,105 @@ def _prefill_kernel(
             tables += chunk * table_stride
         position = len_k - len_q + row
         # Keys every row may see need no mask; the last ones do.
-        unmasked = (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N
+        begin, unmasked = 0, (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N
         end = tl.minimum(len_k, len_k - len_q + first + BLOCK_M)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(0, unmasked, BLOCK_N):
+        total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if WINDOW:  # nor do all rows see the first keys
+            opening = len_k - len_q + first + 1 - WINDOW
+            begin, peak, total, acc = _open_windows(
+                query,
+                k,
+                v,
+                tables,
+                position,
+                opening,
+                unmasked,
+                start_k,
+                len_k,
+                scale,
+                cap,
+                k_stride,
+                v_stride,
+                WINDOW,
+                D,
+                PAGE,
+                BLOCK_N,
+            )
+        for start in range(begin, unmasked, BLOCK_N):
             if k_tiles is not None:
                 slot = _slot(tables, start, start_k, PAGE)
                 key, value = k_tiles.load([slot, col]).T, v_tiles.load([slot, col])
             else:
                 slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
                 key, value = _load_tiles(k, v, slot, None, k_stride, v_stride, D, BLOCK_D)
-            scores = tl.dot(query, key, input_precision="ieee")
-            peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
+            scores, factor = _score(query, key, scale, cap)
+            peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
         # Two programs of small tiles find room on a multiprocessor only if this loop loads nothing
         # in advance.
         for start in tl.range(unmasked, end, BLOCK_N, num_stages=None if k_tiles is None else 1):
             token = start + tl.arange(0, BLOCK_N)
             slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
-            key, value = _load_tiles(k, v, slot, token < len_k, k_stride, v_stride, D, BLOCK_D)
-            scores = tl.dot(query, key, input_precision="ieee")
-            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
-            peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
+            held = token < len_k
+            if WINDOW:
+                held &= token >= opening
+            key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, BLOCK_D)
+            scores, factor = _score(query, key, scale, cap)
+            scores = tl.where(_sees(position, token, WINDOW), scores, float("-inf"))
+            peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + q_row * out_stride + head * D + dim[None, :], result, mask=inside)
+
+
+@triton.jit
+def _open_windows(
+    query,
+    k,
+    v,
+    tables,
+    position,
+    opening,
+    most,
+    start_k,
+    len_k,
+    scale,
+    cap,
+    k_stride,
+    v_stride,
+    WINDOW: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of a tile of queries over the tokens from `opening`, where the first one's window
+    begins, to where all have begun or to `most`, in whole tiles; and where that is.
+
+    What was before may belong to another sequence by now, and is not read. A row may see
+    none of a tile: its peak stays low, and no infinity.
+    """
+    begin = tl.cdiv(tl.maximum(opening + query.shape[0] - 1, 0), BLOCK_N) * BLOCK_N
+    begin = tl.minimum(begin, most)
+    peak = tl.full([query.shape[0]], LOW, tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    acc = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    for start in tl.range(tl.maximum(opening, 0) // BLOCK_N * BLOCK_N, begin, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
+        held = token >= opening
+        key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, query.shape[1])
+        scores, factor = _score(query, key, scale, cap)
+        scores = tl.where(_sees(position, token, WINDOW), scores, float("-inf"))
+        peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
+    return begin, peak, total, acc
+
+
+@triton.jit
+def _sees(position, token, WINDOW: tl.constexpr):
+    """Which queries see which keys."""
+    sees = token[None, :] <= position[:, None]
+    if WINDOW:
+        sees &= token[None, :] > position[:, None] - WINDOW
+    return sees
 
 
 @triton.jit
@@ -214,6 +301,17 @@ def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def _score(query, key, scale, cap):
+    """Scores, and what is left to multiply them by: `scale`, or 1 where they are capped."""
+    scores = tl.dot(query, key, input_precision="ieee")
+    factor = scale
+    if cap is not None:
+        tanh = 2.0 / (1.0 + tl.exp(-2.0 * (scores * scale))) - 1.0
+        scores, factor = cap * tanh, 1.0
+    return scores, factor
+
+
+@triton.jit
 def _accumulate(scores, scale, value, peak, total, acc):
     """One step of the online softmax.
 
@@ -235,19 +333,20 @@ def decode_attention(
     tables: Tensor,
     scale: float,
     shared: Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
+    shared = shared if window is None else None  # windows do not see a prefix alike
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    block_n, splits = _cut_contexts(q, groups, tables.shape[1] * page, shared is not None)
+    longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
+    block_n, splits = _cut_contexts(q, groups, longest, shared is not None)
+    factors = _factors(scale, softcap)
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_n)
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
-    prefix_splits = block_m = tiles = 0
-    if shared is not None:
-        block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
-        tiles = triton.cdiv(batch * group, block_m)
-        prefix_splits = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
+    block_m, tiles, prefix_splits = _cut_prefix(q, groups) if shared is not None else (0, 0, 0)
     parts = part_lse = None
     if splits + prefix_splits > 1:
         rows = (batch, groups, splits + prefix_splits, group)
@@ -256,7 +355,7 @@ def decode_attention(
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
             *(q, k_cache, v_cache, shared, tables, parts, part_lse),
-            scale * LOG2_E,
+            *factors,
             *strides[:3],
             *(batch, groups, group, block_m, *sizes, splits),
             num_warps=8 if block_m > 64 else 4,
@@ -267,8 +366,9 @@ def decode_attention(
         _decode_kernel,
         (groups, splits, batch),
         *(q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters),
-        scale * LOG2_E,
+        *factors,
         *strides,
+        window or 0,
         *(groups, group, max(16, triton.next_power_of_2(group)), *sizes, splits, prefix_splits),
         num_warps=4,
         num_stages=2 if splits <= 8 else 3,
@@ -287,6 +387,14 @@ def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) 
     if is_one_of_few and block_n == 64 and has_large_shared_memory(q.device):
         block_n = 128
     return block_n, splits
+
+
+def _cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int]:
+    """Rows of a tile of queries, such tiles of a group, and programs that share a tile."""
+    rows = q.shape[0] * q.shape[1] // groups
+    block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(rows, block_m)
+    return block_m, tiles, max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
@@ -323,10 +431,12 @@ def _decode_kernel(
     part_lse,
     arrivals,
     scale,
+    cap,
     q_stride,
     k_stride,
     v_stride,
     table_stride,
+    WINDOW: tl.constexpr,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -338,7 +448,9 @@ def _decode_kernel(
     PREFIX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every sequence's own tokens: all of them or, where a prefix is shared, those behind it."""
+    """Every sequence's own tokens: all of them or, where a prefix is shared, those behind it; with
+    a window, those in it.
+    """
     wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot
@@ -353,6 +465,10 @@ def _decode_kernel(
     length, prefix = tl.load(lens + seq), 0
     if shared is not None:
         prefix = tl.load(shared)
+    first_seen = 0
+    if WINDOW:
+        first_seen = tl.maximum(length - WINDOW, 0)
+        prefix = first_seen // BLOCK_N * BLOCK_N  # whole tiles are skipped
     span = _span(length - prefix, SPLITS, BLOCK_N)
     begin = prefix + split * span
     end = tl.minimum(begin + span, length)
@@ -363,7 +479,20 @@ def _decode_kernel(
         v_cache += group * D
         tables += seq * table_stride
         total, peak, acc = _attend(
-            query, k_cache, v_cache, tables, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N
+            query,
+            k_cache,
+            v_cache,
+            tables,
+            begin,
+            end,
+            first_seen,
+            scale,
+            cap,
+            k_stride,
+            v_stride,
+            D,
+            PAGE,
+            BLOCK_N,
         )
         if SPLITS + PREFIX_SPLITS > 1:
             first = (pair * (SPLITS + PREFIX_SPLITS) + split) * GROUP
@@ -446,6 +575,7 @@ def _prefix_kernel(
     parts,
     part_lse,
     scale,
+    cap,
     q_stride,
     k_stride,
     v_stride,
@@ -482,7 +612,20 @@ def _prefix_kernel(
         k_cache += group * D
         v_cache += group * D
         total, peak, acc = _attend(
-            query, k_cache, v_cache, table, begin, end, scale, k_stride, v_stride, D, PAGE, BLOCK_N
+            query,
+            k_cache,
+            v_cache,
+            table,
+            begin,
+            end,
+            0,
+            scale,
+            cap,
+            k_stride,
+            v_stride,
+            D,
+            PAGE,
+            BLOCK_N,
         )
         part = (seq * G + group) * (FIRST_PART + tl.num_programs(1)) + FIRST_PART + split
         part = part * GROUP + row % GROUP
@@ -498,14 +641,17 @@ def _attend(
     table,
     begin,
     end,
+    first_seen,
     scale,
+    cap,
     k_stride,
     v_stride,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attention of a tile of queries over tokens begin .. end of one block table.
+    """Attention of a tile of queries over tokens begin .. end of one block table, without those
+    before `first_seen`.
 
     Returns the softmax's sum, its peak, and the result before the division.
     """
@@ -515,9 +661,11 @@ def _attend(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        seen = start + tl.arange(0, BLOCK_N) < end
+        token = start + tl.arange(0, BLOCK_N)
+        seen = (token < end) & (token >= first_seen)
         slot = _slots(table, start, 0, end, PAGE, BLOCK_N)
         key, value = _load_tiles(k, v, slot, seen, k_stride, v_stride, D, BLOCK_D)
-        scores = tl.where(seen[None, :], tl.dot(query, key, input_precision="ieee"), float("-inf"))
-        peak, total, acc = _accumulate(scores, scale, value, peak, total, acc)
+        scores, factor = _score(query, key, scale, cap)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
     return total, peak, acc

@@ -28,6 +28,7 @@ from nanovllm.kernels.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
+from nanovllm.kernels.triton.elementwise import activated
 
 BLOCK_M = 64
 BLOCK_K = 128
@@ -118,8 +119,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Te
     return out
 
 
-def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
-    """silu(x @ gate.T) * (x @ up.T), where weight [2 N, K] holds gate and then up: -> [M, N]."""
+def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling, gelu: bool = False) -> Tensor:
+    """silu, or gelu, of x @ gate.T, times x @ up.T: -> [M, N].
+
+    weight [2 N, K] holds gate and then up.
+    """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     outputs //= 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -133,6 +137,7 @@ def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling) -> Tensor:
         BLOCK_M,
         tiling.block_n,
         BLOCK_K,
+        gelu,
         num_warps=4,
         num_stages=tiling.stages,
         **overlap(x),
@@ -227,6 +232,7 @@ def _gated_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     m, n = tl.program_id(0), tl.program_id(1)
@@ -243,8 +249,8 @@ def _gated_linear_kernel(
     # Round where the product and the activation would, were they apart.
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    _store(out, silu * up, m * BLOCK_M, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N)
+    active = activated(gate, GELU).to(dtype).to(tl.float32)
+    _store(out, active * up, m * BLOCK_M, n * BLOCK_N, M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

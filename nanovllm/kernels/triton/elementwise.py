@@ -15,21 +15,48 @@ from torch import Tensor
 from nanovllm.kernels.triton.dispatch import MAX_ROWS, launch, overlap, wait_for_inputs
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
-    _launch_norm(rows, None, weight, eps, out)
+    _launch_norm(rows, None, weight, eps, out, zero_centered)
     return out.view(x.shape)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
     """Both results overwrite their arguments."""
     rows = x.view(-1, x.shape[-1])
-    _launch_norm(rows, residual.view(rows.shape), weight, eps, rows)
+    _launch_norm(rows, residual.view(rows.shape), weight, eps, rows, zero_centered)
     return x, residual
 
 
-def _launch_norm(x, residual, weight, eps, out):
+def norm_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    after: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """total = residual + norm(x), by `after` -> (norm(total), by `weight`, and total); without
+    `weight`, total twice.
+
+    Both results overwrite their arguments, [T, N] each.
+    """
+    if x.shape[0]:
+        block = triton.next_power_of_2(x.shape[1])
+        launch(
+            _norm_add_norm_kernel,
+            (x.shape[0],),
+            *(x, residual, after, weight, eps, x.shape[1], block, zero_centered),
+            num_warps=max(1, min(8, block // 512)),
+            **overlap(x),
+        )
+    return x, residual
+
+
+def _launch_norm(x, residual, weight, eps, out, zero_centered):
     width = x.shape[1]
     if x.shape[0]:
         block = triton.next_power_of_2(width)
@@ -45,6 +72,7 @@ def _launch_norm(x, residual, weight, eps, out):
             width,
             block,
             residual is not None,
+            zero_centered,
             num_warps=warps,
             **overlap(x),
         )
@@ -60,6 +88,7 @@ def _norm_kernel(
     N: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * N
@@ -74,32 +103,70 @@ def _norm_kernel(
         )
         value = summed.to(value.dtype)
         tl.store(residual + start + cols, value, mask=inside)
-    tl.store(out + start + cols, normed(value, scale, eps, N), mask=inside)
+    tl.store(out + start + cols, normed(value, scale, eps, N, ZERO_CENTERED), mask=inside)
 
 
 @triton.jit
-def normed(row, weight, eps, N: tl.constexpr):
+def _norm_add_norm_kernel(
+    x,
+    residual,
+    after,
+    weight,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * N
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    first = tl.load(after + cols, mask=inside, other=0.0)
+    second = first
+    if weight is not None:
+        second = tl.load(weight + cols, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + start + cols, mask=inside, other=0.0)
+    value = normed(value, first, eps, N, ZERO_CENTERED)
+    stream = tl.load(residual + start + cols, mask=inside, other=0.0)
+    value = (value.to(tl.float32) + stream.to(tl.float32)).to(value.dtype)
+    tl.store(residual + start + cols, value, mask=inside)
+    if weight is not None:
+        value = normed(value, second, eps, N, ZERO_CENTERED)
+    tl.store(x + start + cols, value, mask=inside)
+
+
+@triton.jit
+def normed(row, weight, eps, N: tl.constexpr, ZERO_CENTERED: tl.constexpr = False):
     """A row of N elements, with zeros behind them."""
     wide = row.to(tl.float32)
-    scaled = (wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)).to(row.dtype)
-    return (scaled.to(tl.float32) * weight.to(tl.float32)).to(row.dtype)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)
+    if ZERO_CENTERED:
+        result = scaled * (1.0 + weight.to(tl.float32))
+    else:
+        result = scaled.to(row.dtype).to(tl.float32) * weight.to(tl.float32)
+    return result.to(row.dtype)
 
 
-def silu_and_mul(x: Tensor) -> Tensor:
-    """Of many tokens, the result overwrites the gates: a long prefill's largest tensor is `x`."""
+def activate_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
+    """The activation of the gates, SiLU or GELU by tanh, times the ups: x [T, 2 F] -> [T, F].
+
+    Of many tokens, the result overwrites the gates: a long prefill's largest tensor is `x`.
+    """
     tokens, width = x.shape[0], x.shape[1] // 2
     out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
     if tokens:
         block = 1024
         grid = (tokens, triton.cdiv(width, block))
         launch(
-            _silu_and_mul_kernel,
+            _activate_and_mul_kernel,
             grid,
             x,
             out,
             out.stride(0),
             width,
             block,
+            gelu,
             num_warps=4,
             **overlap(x),
         )
@@ -107,8 +174,14 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_and_mul_kernel(
-    x, out, out_stride, F: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+def _activate_and_mul_kernel(
+    x,
+    out,
+    out_stride,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -116,10 +189,18 @@ def _silu_and_mul_kernel(
     inside = cols < F
     gate = tl.load(x + token * 2 * F + cols, mask=inside, other=0.0)
     up = tl.load(x + token * 2 * F + F + cols, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    product = silu.to(tl.float32) * up.to(tl.float32)
+    active = activated(gate.to(tl.float32), GELU).to(gate.dtype)
+    product = active.to(tl.float32) * up.to(tl.float32)
     tl.store(out + token * out_stride + cols, product.to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """SiLU is x sigmoid(x); GELU by tanh is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    slope = gate
+    if GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-slope))
 
 
 def qk_norm_rope_store(
@@ -134,28 +215,27 @@ def qk_norm_rope_store(
     slots: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    zero_centered: bool = False,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k are normed and rotated in place: the results are views of `qkv`."""
+    """q and k are normed and rotated in place: the results are views of `qkv`.
+
+    `cos_sin` [positions, R]: R elements of a head turn, which may be none. `zero_centered`: the
+    norms' kind. `interleaved`: pairs are neighbours.
+    """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     if heads.shape[0]:
         heads_per_program = 8
+        sizes = num_heads, num_kv_heads, head_dim, cos_sin.shape[1]
         launch(
             _qk_norm_rope_store_kernel,
             (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slots,
-            k_cache,
-            v_cache,
+            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache),
             qkv.stride(0),
-            num_heads,
-            num_kv_heads,
-            head_dim,
+            *sizes,
+            interleaved,
+            zero_centered,
             heads_per_program,
             triton.next_power_of_2(head_dim // 2),
             q_weight is not None,
@@ -182,6 +262,9 @@ def _qk_norm_rope_store_kernel(
     H: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
@@ -192,38 +275,59 @@ def _qk_norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     # Q heads, then k heads, then v heads.
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    # The two halves of a head rotate into each other: x1 holds one, x2 the other.
-    col = tl.arange(0, HALF)[None, :]
-    in_half = col < D // 2
+    # The two elements of a pair rotate into each other: x1 holds one, x2 the other.
+    pair = tl.arange(0, HALF)[None, :]
+    in_half = pair < D // 2
     inside = (head < H + 2 * G) & in_half
-    at = qkv + token * token_stride + head * D + col
-    x1 = tl.load(at, mask=inside, other=0.0)
-    x2 = tl.load(at + D // 2, mask=inside, other=0.0)
+    col1, col2 = _columns(pair, D, R, INTERLEAVED)
+    at = qkv + token * token_stride + head * D
+    x1 = tl.load(at + col1, mask=inside, other=0.0)
+    x2 = tl.load(at + col2, mask=inside, other=0.0)
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
     if NORM:
         scale = tl.rsqrt((tl.sum(y1 * y1, axis=1) + tl.sum(y2 * y2, axis=1)) / D + eps)[:, None]
         # Round to the tensors' dtype after the scale and after the weight, as the twin does.
-        w1 = _head_weight(q_weight, k_weight, head < H, col, in_half)
-        w2 = _head_weight(q_weight, k_weight, head < H, col + D // 2, in_half)
-        y1 = ((y1 * scale).to(x1.dtype).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
-        y2 = ((y2 * scale).to(x1.dtype).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
-    angles = cos_sin + tl.load(positions + token) * D + col
-    cos = tl.load(angles, mask=in_half, other=0.0)
-    sin = tl.load(angles + D // 2, mask=in_half, other=0.0)
-    z1 = (y1 * cos - y2 * sin).to(x1.dtype)
-    z2 = (y2 * cos + y1 * sin).to(x1.dtype)
+        w1 = _head_weight(q_weight, k_weight, head < H, col1, in_half)
+        w2 = _head_weight(q_weight, k_weight, head < H, col2, in_half)
+        if ZERO_CENTERED:
+            y1 = (y1 * scale * (1.0 + w1)).to(x1.dtype).to(tl.float32)
+            y2 = (y2 * scale * (1.0 + w2)).to(x1.dtype).to(tl.float32)
+        else:
+            y1 = ((y1 * scale).to(x1.dtype).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
+            y2 = ((y2 * scale).to(x1.dtype).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
+    z1, z2 = y1.to(x1.dtype), y2.to(x1.dtype)
+    if R > 0:
+        angles = cos_sin + tl.load(positions + token) * R + pair
+        cos = tl.load(angles, mask=pair < R // 2, other=1.0)
+        sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
+        z1 = (y1 * cos - y2 * sin).to(x1.dtype)
+        z2 = (y2 * cos + y1 * sin).to(x1.dtype)
     rotates = inside & (head < H + G)
-    tl.store(at, z1, mask=rotates)
-    tl.store(at + D // 2, z2, mask=rotates)
+    tl.store(at + col1, z1, mask=rotates)
+    tl.store(at + col2, z2, mask=rotates)
     if STORE:
         slot = tl.load(slots + token)
         if slot >= 0:
-            k_at = k_cache + (slot * G + head - H) * D + col
-            tl.store(k_at, z1, mask=rotates & (head >= H))
-            tl.store(k_at + D // 2, z2, mask=rotates & (head >= H))
-            v_at = v_cache + (slot * G + head - H - G) * D + col
-            tl.store(v_at, x1, mask=inside & (head >= H + G))
-            tl.store(v_at + D // 2, x2, mask=inside & (head >= H + G))
+            k_at = k_cache + (slot * G + head - H) * D
+            tl.store(k_at + col1, z1, mask=rotates & (head >= H))
+            tl.store(k_at + col2, z2, mask=rotates & (head >= H))
+            v_at = v_cache + (slot * G + head - H - G) * D
+            tl.store(v_at + col1, x1, mask=inside & (head >= H + G))
+            tl.store(v_at + col2, x2, mask=inside & (head >= H + G))
+
+
+@triton.jit
+def _columns(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where the two elements of a head's pairs stand: of R / 2 that turn, then of all others."""
+    if INTERLEAVED:
+        col1 = tl.where(pair < R // 2, 2 * pair, pair + R // 2)
+        col2 = tl.where(pair < R // 2, 2 * pair + 1, pair + D // 2)
+    elif R == D:
+        col1, col2 = pair, pair + D // 2
+    else:
+        col1 = tl.where(pair < R // 2, pair, pair + R // 2)
+        col2 = tl.where(pair < R // 2, pair + R // 2, pair + D // 2)
+    return col1, col2
 
 
 @triton.jit

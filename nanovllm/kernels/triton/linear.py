@@ -5,7 +5,7 @@ cuBLAS.
 from torch import Tensor
 
 from nanovllm.kernels.triton import decode_gemm, gemv
-from nanovllm.kernels.triton.elementwise import silu_and_mul
+from nanovllm.kernels.triton.elementwise import activate_and_mul
 
 
 def linear(
@@ -20,11 +20,13 @@ def linear(
     return gemv.linear(x, weight, bias, spare)
 
 
-def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up of x [M, K] -> [M, N].
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False
+) -> Tensor:
+    """silu(gate) * up of x [M, K] -> [M, N]; gelu(gate), by tanh, if that is asked for.
 
     weight [2 N, K] and bias [2 N] hold gate and then up.
     """
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
-        return decode_gemm.gated_linear(x, weight, tiling)
-    return silu_and_mul(linear(x, weight, bias))
+        return decode_gemm.gated_linear(x, weight, tiling, gelu)
+    return activate_and_mul(linear(x, weight, bias), gelu)

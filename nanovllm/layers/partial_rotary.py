@@ -1,0 +1,42 @@
+"""Rotary embeddings that leave a part of each head as it is, or all of it, or that pair neighbours.
+
+Knows which elements turn. By how much they turn, and the table of that, layers/rotary.py knows.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.layers.rotary import RotaryEmbedding
+
+
+class PartialRotaryEmbedding(RotaryEmbedding):
+    """Turn the first R elements of a head; `cos_sin` is [positions, R]."""
+
+    turns_whole_heads = False
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        turning, rest = x.tensor_split([self.cos_sin.shape[1]], dim=-1)
+        return torch.cat((self.turn(turning, positions), rest), dim=-1)
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, heads, R] -> x, rotated."""
+        return super().forward(x, positions)
+
+
+class InterleavedRotaryEmbedding(PartialRotaryEmbedding):
+    """The same, but elements 2 i and 2 i + 1 are a pair."""
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # the evens, then the odds
+        turned = super().turn(halves, positions)
+        return turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+class NoRotaryEmbedding(RotaryEmbedding):
+    """Leave heads as they are: a layer without positions (NoPE; Kazemnejad et al. 2023)."""
+
+    def __init__(self):
+        super().__init__(torch.empty(0), 0)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return x

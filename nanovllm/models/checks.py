@@ -1,0 +1,125 @@
+"""Refuse, by the field's name, what a configuration says that makes no model, or no model that runs
+here.
+"""
+
+from typing import Any
+
+from nanovllm.models.transformer import CausalLM, head_size
+from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
+
+# Far above what any model has. With more layers Python is busy for minutes, and the product of two
+# larger sizes does not fit into 64 bits.
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+LAYER_KINDS = ("full_attention", "sliding_attention")
+LARGEST = 3e38  # of a number that is no count: models compute in float32
+
+
+def check_sizes(hf_config) -> None:
+    """Refuse a configuration that describes no model."""
+    for name in SIZES:
+        check_count(hf_config, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads is {heads}, num_key_value_heads is {kv_heads}: it "
+            "must divide that"
+        )
+    if getattr(hf_config, "head_dim", None) is not None:
+        check_count(hf_config, "head_dim", MAX_SIZE)
+    if (head_dim := head_size(hf_config)) < 2 or head_dim % 2:
+        raise ValueError(
+            f"config.json: head_dim is {head_dim} (or hidden_size / num_attention_heads): it must "
+            "be even"
+        )
+    eps: Any = getattr(hf_config, "rms_norm_eps", None)
+    if type(eps) not in (int, float) or not 0 <= eps < 1:
+        raise ValueError(f"config.json: rms_norm_eps is {eps!r}: it must be a number from 0 to 1")
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        check_flag(hf_config, name)
+
+
+def check_experts(hf_config) -> None:
+    """Refuse sizes that make no mixture of experts."""
+    for name in OF_EXPERTS:
+        check_count(hf_config, name, MAX_SIZE)
+    if hf_config.num_experts_per_tok > hf_config.num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {hf_config.num_experts_per_tok}, more than "
+            f"num_experts, which is {hf_config.num_experts}: check both"
+        )
+    check_flag(hf_config, "norm_topk_prob")
+    dense = getattr(hf_config, "mlp_only_layers", None)
+    if dense is not None and not (
+        isinstance(dense, list) and all(type(index) is int for index in dense)
+    ):
+        raise ValueError(
+            f"config.json: mlp_only_layers is {dense!r}: it must be a list of layers' numbers"
+        )
+
+
+def check_count(hf_config, name: str, most: int) -> None:
+    value = getattr(hf_config, name, None)
+    if type(value) is not int or not 1 <= value <= most:
+        raise ValueError(
+            f"config.json: {name} is {value!r}: it must be an integer from 1 to {most}"
+        )
+
+
+def check_flag(hf_config, name: str) -> None:
+    """Refuse what is neither true nor false: the text "false" would count as true."""
+    value = getattr(hf_config, name, None)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"config.json: {name} is {value!r}: it must be true or false")
+
+
+def check_number(hf_config, name: str) -> None:
+    value: Any = getattr(hf_config, name, None)
+    if type(value) not in (int, float) or not 0 < value < LARGEST:
+        raise ValueError(f"config.json: {name} is {value!r}: it must be a finite number above 0")
+
+
+def check_supported(hf_config, model_class: type[CausalLM]) -> None:
+    """Refuse the options that the model does not implement."""
+    activation = getattr(hf_config, "hidden_activation", None)  # Gemma's name, which wins there
+    if activation is None:
+        activation = getattr(hf_config, "hidden_act", "silu")
+    if activation not in model_class.activations:
+        known = ", ".join(map(repr, model_class.activations))
+        raise ValueError(
+            f"config.json: hidden_act is {activation!r}: {model_class.__name__} has {known}"
+        )
+    if getattr(hf_config, "quantization_config", None):
+        raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
+    check_windows(hf_config, model_class)
+
+
+def check_windows(hf_config, model_class: type[CausalLM]) -> None:
+    """Refuse windows that the model does not have, and kinds of layers that none here has."""
+    layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "layer_types", None)
+    if kinds is not None and (
+        not isinstance(kinds, list)
+        or len(kinds) < layers
+        or not all(kind in LAYER_KINDS for kind in kinds)
+    ):
+        raise ValueError(
+            f"config.json: layer_types is {kinds!r}: it must say for each of {layers} layers "
+            f"which one of {', '.join(LAYER_KINDS)} it is; choose another model if it has others"
+        )
+    window = getattr(hf_config, "sliding_window", None)
+    if not window or not getattr(hf_config, "use_sliding_window", True):
+        if "sliding_attention" in (kinds or ()):
+            raise ValueError(
+                "config.json: layer_types has sliding_attention, but sliding_window is "
+                f"{window!r}, or use_sliding_window false: give the window's size"
+            )
+        return
+    if type(window) is not int or window < 1:
+        raise ValueError(
+            f"config.json: sliding_window is {window!r}: it must be an integer, 1 or more"
+        )
+    if window < hf_config.max_position_embeddings and not model_class.has_windows:
+        raise ValueError(
+            f"sliding_window is {window!r}: {model_class.__name__} has no windows here, choose a "
+            "model without one"
+        )

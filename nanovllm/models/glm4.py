@@ -1,0 +1,24 @@
+"""GLM-4: a Llama that turns half of each head, in pairs of neighbours, and whose checkpoints stack
+gate and up. The models of 2025 (GLM-4-0414) also norm what attention and the MLP add.
+"""
+
+from nanovllm.layers.partial_rotary import InterleavedRotaryEmbedding
+from nanovllm.models.post_norm import SandwichNormLayer
+from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
+
+
+class GlmForCausalLM(CausalLM):
+    rotary = InterleavedRotaryEmbedding
+    layer: type[DecoderLayer] = DecoderLayer
+
+    def build_layer(self, config, index, rotary, group):
+        attention = build_attention(config, index, rotary, group, qkv_bias=config.attention_bias)
+        return self.layer(config, attention, build_mlp(config, group, stacked=True))
+
+
+class Glm4ForCausalLM(GlmForCausalLM):
+    layer = SandwichNormLayer
+    checkpoint_names = {
+        "attention_output_norm": "post_self_attn_layernorm",
+        "mlp_output_norm": "post_mlp_layernorm",
+    }

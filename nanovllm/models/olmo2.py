@@ -1,0 +1,22 @@
+"""OLMo 2: a Llama that norms what attention and the MLP add, not what they read, and all heads of q
+together, and of k.
+"""
+
+from nanovllm.layers.norm import ShardedRMSNorm
+from nanovllm.models.post_norm import PostNormLayer
+from nanovllm.models.transformer import CausalLM, build_attention, build_mlp
+
+
+class Olmo2ForCausalLM(CausalLM):
+    checkpoint_names = {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    }
+
+    def build_layer(self, config, index, rotary, group):
+        bias = config.attention_bias
+        attention = build_attention(config, index, rotary, group, qkv_bias=bias, output_bias=bias)
+        q, k, _ = attention.qkv_proj.shards
+        attention.q_norm = ShardedRMSNorm(q, config.rms_norm_eps, group)
+        attention.k_norm = ShardedRMSNorm(k, config.rms_norm_eps, group)
+        return PostNormLayer(config, attention, build_mlp(config, group))

@@ -1,0 +1,34 @@
+"""Layers that norm what attention and the MLP add to the residual stream."""
+
+from torch import Tensor, nn
+
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.models.transformer import DecoderLayer
+
+
+class PostNormLayer(nn.Module):
+    """Norms what they add, and not what they read (OLMo 2)."""
+
+    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm] = RMSNorm):
+        super().__init__()
+        self.self_attn = self_attn
+        self.attention_output_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+        self.mlp_output_norm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.attention_output_norm(self.self_attn(x, positions))
+        return x + self.mlp_output_norm(self.mlp(x))
+
+
+class SandwichNormLayer(DecoderLayer):
+    """Norms what they read and what they add (GLM-4, Gemma 2)."""
+
+    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm] = RMSNorm):
+        super().__init__(config, self_attn, mlp, norm)
+        self.attention_output_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_output_norm = norm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), positions))
+        return x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))

@@ -1,0 +1,170 @@
+"""`LLM.on_step`: what its records say, and that a callback may do what it likes."""
+
+import threading
+
+import pytest
+from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
+from test_bench import bench
+
+from nanovllm import LLM
+from nanovllm.engine.metrics import StepRecord
+
+
+@pytest.fixture(params=[False, True], ids=["", "overlap"])
+def llm(make_llm, request):
+    # So few blocks that sequences are preempted, and so few tokens that prompts go in chunks.
+    return make_llm(
+        num_kvcache_blocks=9, max_num_seqs=6, max_num_batched_tokens=32, overlap=request.param
+    )
+
+
+def recorded(llm: LLM, prompts=PROMPTS, max_tokens=24) -> list[StepRecord]:
+    steps: list[StepRecord] = []
+    remove = llm.on_step(steps.append)
+    llm.generate(prompts, greedy(max_tokens), use_tqdm=False)
+    remove()
+    return steps
+
+
+def test_records_add_up_to_what_is_known_of_the_call(llm):
+    steps = recorded(llm)
+    call = llm.metrics()["last_call"]
+    assert call["preemptions"] == sum(step.preemptions for step in steps) > 0
+    assert call["requests"] == sum(len(step.finished) for step in steps) == len(PROMPTS)
+    assert call["kv_cache_use"] == max(step.blocks_in_use for step in steps) / 9
+    assert llm.engine.num_prefill_tokens == sum(step.prefill_tokens for step in steps)
+    assert llm.engine.num_decode_tokens == sum(step.decode_tokens for step in steps)
+
+
+def test_a_record_says_what_a_step_ran_and_for_how_long(make_llm):
+    steps = recorded(make_llm(overlap=False), [[1] * 20, [2] * 10], 6)
+    assert [step.number for step in steps] == list(range(6))
+    assert [step.prefill_tokens for step in steps] == [30, 0, 0, 0, 0, 0]
+    assert [step.decode_tokens for step in steps] == [0, 2, 2, 2, 2, 2]
+    assert [(step.running, step.waiting, step.blocks_in_use) for step in steps] == [(2, 0, 3)] * 6
+    assert {step.num_blocks for step in steps} == {96}
+    assert [len(step.finished) for step in steps] == [0] * 5 + [2]
+    ends = [step.time + step.seconds for step in steps]
+    assert all(end <= step.time for end, step in zip(ends, steps[1:]))
+    assert all(step.seconds > 0 for step in steps)
+
+
+def test_the_ids_of_finished_requests_are_those_of_add_request(llm):
+    steps: list[StepRecord] = []
+    llm.on_step(steps.append)
+    ids = [llm.add_request(prompt, greedy(n)) for n, prompt in enumerate(PROMPTS[:4], 1)]
+    returned = []
+    while llm.has_unfinished():
+        returned += [output["id"] for output in llm.step()]
+    assert [id for step in steps for id in step.finished] == returned
+    assert sorted(returned) == ids
+
+
+def test_a_callback_is_called_until_it_is_removed(llm):
+    calls: list[str] = []
+    removes = [llm.on_step(lambda step, name=name: calls.append(name)) for name in "abb"]
+    llm.generate([PROMPTS[0]], greedy(1), use_tqdm=False)
+    once = calls[:3]
+    assert once == ["a", "b", "b"]
+    removes[1]()
+    removes[1]()  # again changes nothing
+    calls.clear()
+    llm.generate([PROMPTS[0]], greedy(1), use_tqdm=False)
+    assert set(zip(calls[::2], calls[1::2])) == {("a", "b")}
+    removes[0]()
+    removes[2]()
+    calls.clear()
+    llm.generate([PROMPTS[0]], greedy(1), use_tqdm=False)
+    assert calls == []
+
+
+def test_a_callback_may_remove_itself(llm):
+    calls = []
+
+    def once(step: StepRecord) -> None:
+        calls.append(step)
+        remove()
+
+    remove = llm.on_step(once)
+    last = []
+    llm.on_step(last.append)
+    llm.generate([PROMPTS[0]], greedy(4), use_tqdm=False)
+    assert len(calls) == 1 and len(last) >= 4  # the other one missed none
+
+
+def test_what_a_callback_raises_leaves_the_call_and_an_empty_usable_llm(llm, checkpoint):
+    def fail(step: StepRecord) -> None:
+        if step.decode_tokens:
+            raise RuntimeError("enough")
+
+    remove = llm.on_step(fail)
+    with pytest.raises(RuntimeError, match="enough"):
+        llm.generate(PROMPTS, greedy(9), use_tqdm=False)
+    assert_empty(llm)
+    with pytest.raises(RuntimeError, match="enough"):
+        list(llm.stream(PROMPTS, greedy(9)))
+    assert_empty(llm)
+    remove()
+    assert_greedy(llm, checkpoint)
+
+
+def test_a_callback_may_use_the_llm(llm, checkpoint):
+    """It aborts one request, adds another, and reads the metrics, between two steps."""
+    ids = [llm.add_request(prompt, greedy(24)) for prompt in PROMPTS[:3]]
+    added = []
+
+    def change(step: StepRecord) -> None:
+        if step.number == 2:
+            llm.abort(ids[1])
+            added.append(llm.add_request(PROMPTS[5], greedy(5)))
+        assert llm.metrics()["total"]["kv_cache_use"] >= step.blocks_in_use / step.num_blocks
+
+    llm.on_step(change)
+    outputs = {}
+    while llm.has_unfinished():
+        outputs |= {output["id"]: output["token_ids"] for output in llm.step()}
+    expected = {ids[0]: (PROMPTS[0], 24), ids[2]: (PROMPTS[2], 24), added[0]: (PROMPTS[5], 5)}
+    assert outputs == {id: checkpoint.expected(*what) for id, what in expected.items()}
+    assert_empty(llm)
+
+
+def test_a_callback_may_close_the_llm(llm):
+    llm.on_step(lambda step: llm.close())
+    with pytest.raises(ValueError, match="closed"):
+        llm.generate(PROMPTS, greedy(9), use_tqdm=False)
+
+
+def test_a_callback_runs_in_the_thread_of_the_step(llm):
+    threads = set()
+    llm.on_step(lambda step: threads.add(threading.current_thread()))
+    caller = threading.Thread(target=llm.generate, args=([PROMPTS[0]], greedy(3), False))
+    caller.start()
+    caller.join()
+    assert threads == {caller}
+
+
+def test_what_cannot_be_called_is_refused(llm):
+    with pytest.raises(TypeError, match="callback is 3: give a function"):
+        llm.on_step(3)
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.on_step(print)
+
+
+def test_the_progress_of_a_call_leaves_no_observer(llm):
+    llm.generate(PROMPTS, greedy(3), use_tqdm=True)
+    assert llm._session._observers == []
+
+
+def test_progress_counts_the_requests_of_its_call_alone(llm, capfd):
+    other = llm.add_request(PROMPTS[0], greedy(1))
+    llm.generate(PROMPTS[1:4], greedy(5), use_tqdm=True)
+    shown = capfd.readouterr().err
+    assert "3/3" in shown and "4/3" not in shown
+    assert [output["id"] for output in llm.step()] == [other]
+
+
+def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
+    pytest.importorskip("matplotlib")
+    bench.plot(recorded(llm), tmp_path / "run.png", "a run")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,469 @@
+"""A trace: its events tell what the engine did, and the page in a browser shows what they tell."""
+
+import gc
+import html
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
+from test_bench import bench, run
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.trace.__main__ import main
+from nanovllm.trace.events import KINDS, Added, Committed, Event, Finished, Launched, Preempted, Run
+from nanovllm.trace.files import PAGE, PLACE, make_page, read_jsonl, write
+from nanovllm.trace.replay import Replay
+
+ROOT = Path(nanovllm.__file__).parent.parent
+TIGHT = dict(num_kvcache_blocks=14, max_num_seqs=6, max_num_batched_tokens=40)
+
+
+class Watched:
+    """An LLM, and a replay of its trace that follows behind it and is compared at every step."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.replay = Replay(llm.engine.recorder.events[0])
+        self._num_applied = 1
+        llm.on_step(lambda step: self.compare())
+
+    def compare(self) -> None:
+        events = self.llm.engine.recorder.events
+        for event in events[self._num_applied :]:
+            self.replay.apply(event)
+        self._num_applied = len(events)
+        replay, scheduler = self.replay, self.llm.engine.scheduler
+        blocks = scheduler.blocks
+        held = {id: seq.block_table for id, seq in scheduler.sequences.items() if seq.block_table}
+        assert replay.tables == held
+        assert replay.ref_counts == blocks.ref_counts
+        # A block is free, or held by as many sequences as it says: not one is lost.
+        references = Counter(block for table in replay.tables.values() for block in table)
+        assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
+        assert replay.ref_counts.count(0) == blocks.num_free
+        assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
+
+
+def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
+    prompt = rng.choice(beginnings)[: rng.randrange(60)]
+    prompt = prompt + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 30))]
+    params = SamplingParams(
+        max_tokens=rng.choice((1, 30, 60)),
+        n=rng.choice((1, 1, 3)),
+        seed=rng.randrange(100),
+        stop_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))],
+    )
+    return prompt, params
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_events_replay_to_the_blocks_of_every_step(make_llm, tmp_path, seed, overlap):
+    llm = make_llm(trace=tmp_path / "run.jsonl", overlap=overlap, **TIGHT)
+    watched, rng = Watched(llm), random.Random(seed)
+    beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
+    ids: list[int] = []
+    for _ in range(40):
+        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        for _ in range(rng.randrange(4)):
+            done = {output["id"] for output in llm.step()}
+            ids = [id for id in ids if id not in done]
+        if ids and rng.random() < 0.25:
+            llm.abort(ids.pop(rng.randrange(len(ids))))
+    while llm.has_unfinished():
+        llm.step()
+    watched.compare()
+    assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
+    assert not watched.replay.tables and not any(watched.replay.ref_counts)
+    assert_empty(llm)
+
+
+def test_a_replay_refuses_what_cannot_have_happened(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    for left_out in ("Released", "Evicted", "Started"):
+        one = next(event for event in events if type(event).__name__ == left_out)
+        replay = Replay(events[0])
+        with pytest.raises((ValueError, KeyError)):
+            for event in events[1:]:
+                if event is not one:
+                    replay.apply(event)
+
+
+def trace_of(make_llm, tmp_path: Path, **options) -> list[Event]:
+    """A run with shared prefixes, preemptions and several completions, closed; its events."""
+    path = tmp_path / "run.jsonl"
+    llm = make_llm(trace=path, **TIGHT | options)
+    rng = random.Random(5)
+    beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
+    requests = [random_request(rng, beginnings) for _ in range(30)]
+    llm.generate([r[0] for r in requests], [r[1] for r in requests], use_tqdm=False)
+    llm.abort(llm.add_request(*requests[0]))
+    (tmp_path / "metrics.json").write_text(json.dumps(llm.metrics()["total"]))
+    llm.close()
+    return read_jsonl(path)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_the_events_count_what_metrics_counts(make_llm, tmp_path, overlap):
+    _, *events = trace_of(make_llm, tmp_path, overlap=overlap)
+    total = json.loads((tmp_path / "metrics.json").read_text())
+    ended = [event for event in events if isinstance(event, Finished)]
+    assert [event.reason for event in ended if event.reason not in ("stop", "length")] == ["abort"]
+    assert sum(event.output_tokens for event in ended) == total["output_tokens"]
+    assert sum(isinstance(event, Preempted) for event in events) == total["preemptions"] > 0
+    steps = [event for event in events if isinstance(event, Launched)]
+    assert max(step.blocks_in_use for step in steps) / 14 == total["kv_cache_use"]
+    assert [step.step for step in steps] == list(range(len(steps)))
+    times = [event.time for event in events if isinstance(event, Launched)]
+    assert times == sorted(times)
+
+
+def test_a_step_that_only_decodes_adds_two_events_however_many_sequences_run(make_llm, tmp_path):
+    llm = make_llm(trace=tmp_path / "run.jsonl", kvcache_block_size=256, num_kvcache_blocks=40)
+    counts: list[int] = []
+    llm.on_step(lambda step: counts.append(len(llm.engine.recorder.events)))
+    llm.generate([[i] for i in range(32)], greedy(20), use_tqdm=False)
+    added = {after - before for before, after in zip(counts, counts[1:-1])}
+    assert added == {2}
+    last = llm.engine.recorder.events[counts[-3] : counts[-2]]
+    assert [event.decode_tokens for event in last if isinstance(event, Launched)] == [32]
+
+
+def test_a_trace_changes_no_token(make_llm, checkpoint, tmp_path):
+    for overlap in (False, True):
+        llm = make_llm(trace=str(tmp_path / "run.html"), overlap=overlap, **TIGHT)
+        assert_greedy(llm, checkpoint)
+
+
+def test_without_a_trace_nothing_of_it_is_there(make_llm):
+    llm = make_llm()
+    assert type(llm.engine) is LLMEngine and type(llm.engine.scheduler) is Scheduler
+    assert "launch" not in vars(llm.engine.runner)
+
+
+def test_after_an_error_the_trace_goes_on(make_llm, tmp_path):
+    llm = make_llm(trace=tmp_path / "run.jsonl", overlap=True, **TIGHT)
+    watched = Watched(llm)
+
+    def fail(step) -> None:
+        if step.number == 9:
+            raise RuntimeError("enough")
+
+    llm.on_step(fail)
+    with pytest.raises(RuntimeError, match="enough"):
+        llm.generate(PROMPTS, greedy(24), use_tqdm=False)
+    llm.generate(PROMPTS, greedy(24), use_tqdm=False)
+    watched.compare()
+    kinds = Counter(type(event).__name__ for event in llm.engine.recorder.events)
+    assert kinds["Reset"] == 1 and kinds["Finished"] == len(PROMPTS)
+    launched = -1
+    for event in llm.engine.recorder.events:
+        if isinstance(event, Launched):
+            launched = event.step
+        elif isinstance(event, Committed):  # of the step before, or at the end of this
+            assert launched - event.step in (0, 1)
+
+
+def test_a_page_of_json_lines_is_the_page_of_the_run(make_llm, tmp_path, monkeypatch):
+    events = trace_of(make_llm, tmp_path)
+    names = [str(tmp_path / name) for name in ("run.jsonl", "run.html")]
+    monkeypatch.setattr(sys, "argv", ["nanovllm.trace", *names])
+    main()
+    assert (tmp_path / "run.html").read_text() == make_page(events)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    kinds = {kind.__name__: kind for kind in KINDS}
+    for line in lines:
+        assert list(line) == ["event", *kinds[line["event"]]._fields]
+
+
+SCRIPT = """
+import os, signal, sys
+from nanovllm import LLM, SamplingParams
+llm = LLM({folder!r}, device="cpu", kvcache_block_size=16, num_kvcache_blocks=8, trace="run.jsonl")
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+os.mkdir("elsewhere"); os.chdir("elsewhere")
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "raise RuntimeError",
+        "os.kill(os.getpid(), signal.SIGINT)",
+        "pid = os.fork()\nif pid == 0: sys.exit()\nos.waitpid(pid, 0); os._exit(0)",
+    ],
+    ids=["error", "interrupt", "fork"],
+)
+def test_the_file_is_written_whatever_ends_the_process(checkpoint, tmp_path, end):
+    """But a forked process does not write its parent's."""
+    script = SCRIPT.format(folder=str(checkpoint.folder), end=end)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL
+    )
+    if "fork" in end:
+        assert not (tmp_path / "run.jsonl").exists()
+        return
+    _, *events = read_jsonl(tmp_path / "run.jsonl")
+    assert [type(event).__name__ for event in events[-2:]] == ["Committed", "Finished"]
+    assert [path.name for path in tmp_path.iterdir()] in (
+        ["run.jsonl", "elsewhere"],
+        ["elsewhere", "run.jsonl"],
+    )
+
+
+def test_an_llm_that_nobody_closes_leaves_its_trace(checkpoint, tmp_path):
+    llm = LLM(checkpoint.folder, device="cpu", trace=tmp_path / "run.html")
+    llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
+    assert not (tmp_path / "run.html").exists()
+    del llm
+    gc.collect()
+    assert "Finished" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "trace, error",
+    [(3, TypeError), (True, TypeError), ("run.txt", ValueError), (Path("run.png"), ValueError)],
+)
+def test_a_wrong_name_is_refused(checkpoint, trace, error):
+    with pytest.raises(error, match="trace is .*: give a file name that ends in .html or"):
+        LLM(checkpoint.folder, trace=trace)
+
+
+def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="there is no folder .*nowhere: make it first"):
+        LLM(checkpoint.folder, trace=tmp_path / "nowhere" / "run.html", start_timeout=1)
+
+
+def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
+    common = list(range(40))
+    small = [([*common, 50, 51], 5), ([*common, 52], 3)]
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
+    monkeypatch.setattr(bench, "refresh", lambda work, *how: work)  # the prefix stays cached
+    options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
+    path = tmp_path / "run.jsonl"
+    arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]
+    run(monkeypatch, *arguments, "--trace", str(path))
+    assert "replayed in" in capsys.readouterr().out
+    first, *events = read_jsonl(path)
+    assert isinstance(first, Run) and len(first.cached_blocks) >= 2
+    replay = Replay(first)
+    for event in events:
+        replay.apply(event)
+    assert [e.output_tokens for e in events if isinstance(e, Finished)] == [3, 5]
+    assert not replay.tables
+    known = {event.seq for event in events if isinstance(event, Added)}
+    assert all(known.issuperset(event.left) for event in events if isinstance(event, Launched))
+    for wrong in (["--workload", "laptop,small"], ["--engine", "transformers"]):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, *arguments, *wrong, "--trace", str(path))
+
+
+def test_the_page_asks_for_nothing_from_outside():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.count(PLACE) == 1
+    assert not re.search(r"https?:|\bsrc=|@import|url\(|fetch\(|XMLHttp|import\(", page)
+
+
+def test_a_name_cannot_end_the_pages_script(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    page = make_page([events[0]._replace(model="</script><script>alert(1)"), *events[1:]])
+    assert page.count("</script>") == PAGE.read_text(encoding="utf-8").count("</script>")
+
+
+# In a browser.
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+
+
+def browse(path: Path, address: str = "", script: str = "") -> str:
+    """What a browser makes of a page: its DOM once `script` has run. No error may be logged."""
+    if script:
+        text = path.read_text(encoding="utf-8")
+        end = text.rindex("</body>")
+        path = path.with_name("scripted.html")
+        text = text[:end].replace("const EVERY = 128", "const EVERY = 8")
+        path.write_text(f"{text}<script>{{{script}}}</script></body></html>", encoding="utf-8")
+    browser = subprocess.run(
+        [
+            *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+            *("--enable-logging=stderr", "--v=0", "--window-size=1280,1000"),
+            *(f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=1000"),
+            f"{path.as_uri()}#{address}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    logged = [line for line in browser.stderr.splitlines() if "CONSOLE" in line]
+    assert browser.returncode == 0 and not logged, logged
+    return browser.stdout
+
+
+def shown(dom: str, id: str) -> str:
+    """The text of an element."""
+    found = re.search(rf'<(\w+)[^>]*\bid="{id}"[^>]*>(.*?)</\1>', dom, flags=re.DOTALL)
+    assert found, id
+    return html.unescape(re.sub(r"<[^>]*>", "", found[2])).strip()
+
+
+def number(dom: str, id: str) -> float:
+    return float(re.search(rf'id="{id}" data-value="([^"]*)"', dom)[1])
+
+
+@needs_chromium
+def test_the_page_counts_what_metrics_counts(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path, overlap=True)
+    total = json.loads((tmp_path / "metrics.json").read_text())
+    write(events, tmp_path / "run.html")
+    dom = browse(tmp_path / "run.html")
+    assert number(dom, "count-requests") == total["requests"] == 30
+    assert number(dom, "count-prompt") == total["prompt_tokens"]
+    assert number(dom, "count-cached") == pytest.approx(total["prefix_cache_hit_rate"])
+    assert number(dom, "count-output") == total["output_tokens"]
+    assert number(dom, "count-preemptions") == total["preemptions"]
+    assert number(dom, "count-peak") == pytest.approx(total["kv_cache_use"])
+    assert number(dom, "count-steps") == sum(isinstance(event, Launched) for event in events)
+    replay = Replay(events[0])
+    for event in events[1:]:
+        replay.apply(event)
+    assert number(dom, "count-evictions") == replay.num_evictions
+    assert shown(dom, "count-output") == f"{total['output_tokens']:,}"
+    assert 'id="error" hidden' in dom
+
+
+# What the page's own replay holds after steps taken forwards, backwards and at random.
+STATES = """
+const found = [];
+for (const p of PLACES) {
+  seek(p);
+  found.push([p, [...state.refs], [...state.known], [...state.lengths], state.cachedFree]);
+}
+document.body.dataset.states = JSON.stringify(found);
+"""
+
+
+@needs_chromium
+def test_the_page_replays_to_the_same_blocks_from_wherever_one_comes(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path, overlap=True)
+    write(events, tmp_path / "run.html")
+    replay, expected = Replay(events[0]), []
+    for event in events[1:]:
+        replay.apply(event)
+        if isinstance(event, Launched):
+            expected.append(snapshot(replay))
+    expected.append(snapshot(replay))
+    rng = random.Random(0)
+    places = [0, 1, 2, len(expected) - 1, *(rng.randrange(len(expected)) for _ in range(40))]
+    dom = browse(tmp_path / "run.html", script=STATES.replace("PLACES", str(places)))
+    found = json.loads(html.unescape(re.search(r'data-states="([^"]*)"', dom)[1]))
+    assert [place for place, *_ in found] == places
+    for place, *have in found:
+        assert have == expected[place], place
+
+
+def snapshot(replay: Replay) -> list:
+    blocks = range(replay.run.num_blocks)
+    return [
+        replay.ref_counts.copy(),
+        [int(block in replay.known) for block in blocks],
+        [[seq, length] for seq, length in replay.lengths.items()],
+        sum(replay.ref_counts[block] == 0 for block in replay.known),
+    ]
+
+
+CONTROLS = """
+const told = [];
+const tell = (what) => told.push([what, position, followed && {...followed}, playing, theme()]);
+const key = (key, shiftKey = false) =>
+  document.body.dispatchEvent(new KeyboardEvent("keydown", {key, shiftKey, bubbles: true}));
+const press = (id) => { $(id).click(); tell(id); };
+const at = (id, type, x, y) => {
+  const box = $(id).getBoundingClientRect();
+  const where = {clientX: box.left + x, clientY: box.top + y, bubbles: true, pointerId: 1};
+  $(id).setPointerCapture = () => {};
+  $(id).dispatchEvent(new PointerEvent(type, where));
+};
+for (const id of ["first", "next", "next", "back", "last"]) press(id);
+for (const name of ["Home", "ArrowRight", "ArrowLeft", "End"]) { key(name); tell(name); }
+key("Home"); key("ArrowRight", true); tell("shift");
+key("ArrowDown"); tell("down"); key("ArrowDown"); key("ArrowUp"); tell("up");
+key("Escape"); tell("escape");
+at("map", "click", 3, 3); tell("block"); press("unfollow");
+at("rows", "click", 400, 8); tell("row"); key("Escape");
+at("steps", "pointerdown", 5000, 5); tell("timeline end");
+at("steps", "pointerdown", 0, 5); tell("timeline begin");
+$("scrub").value = 7; $("scrub").dispatchEvent(new Event("input")); tell("scrub");
+press("theme"); key("t"); tell("t");
+const before = $("steps").toDataURL();
+$("axis").value = "step"; $("axis").dispatchEvent(new Event("change"));
+const rows = $("rows").toDataURL();
+$("order").value = "arrival"; $("order").dispatchEvent(new Event("change"));
+told.push([before !== $("steps").toDataURL(), rows !== $("rows").toDataURL()]);
+at("map", "pointermove", 3, 3); told.push([$("tip").textContent, $("tip").hidden]);
+key(" "); tell("play");
+$("speed").value = "600"; $("speed").dispatchEvent(new Event("change"));
+tick(0); tick(50); tell("playing"); tick(1e6); tell("played");
+document.body.dataset.told = JSON.stringify(told);
+"""
+
+
+@needs_chromium
+def test_every_control_of_the_page_does_what_it_says(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    write(events, tmp_path / "run.html")
+    last = sum(isinstance(event, Launched) for event in events)
+    dom = browse(tmp_path / "run.html", "theme=light", CONTROLS)
+    told = json.loads(html.unescape(re.search(r'data-told="([^"]*)"', dom)[1]))
+    axis_and_order, (tip, hidden) = [entry for entry in told if len(entry) == 2]
+    assert axis_and_order == [True, True] and tip.startswith("block 0:") and not hidden
+    said = [entry for entry in told if len(entry) == 5]
+    assert [(what, position) for what, position, *_ in said[:10]] == [
+        *(("first", 0), ("next", 1), ("next", 2), ("back", 1), ("last", last)),
+        *(("Home", 0), ("ArrowRight", 1), ("ArrowLeft", 0), ("End", last), ("shift", 10)),
+    ]
+    by_name = {what: rest for what, *rest in said}
+    first = by_name["down"][1]
+    assert "seq" in first and by_name["up"][1] == first and by_name["escape"][1] is None
+    assert by_name["block"][1] == {"block": 0} and by_name["unfollow"][1] is None
+    assert by_name["row"][1] == first
+    assert by_name["timeline end"][0] == last and by_name["timeline begin"][0] == 0
+    assert by_name["scrub"][0] == 7
+    assert by_name["theme"][3] == "dark" and by_name["t"][3] == "light"
+    assert by_name["play"][2] is True and by_name["playing"][0] == 7 + 30
+    assert by_name["played"][0] == last and by_name["played"][2] is False
+
+
+@needs_chromium
+def test_an_address_leads_to_a_step_and_a_sequence(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    write(events, tmp_path / "run.html")
+    started = next(e for e in events if type(e).__name__ == "Started" and e.cached_tokens)
+    dom = browse(tmp_path / "run.html", f"step=12&sequence={started.seq}&theme=dark")
+    assert shown(dom, "now-title") == "Step 12" and 'data-theme="dark"' in dom
+    assert f"{started.cached_tokens} found in the prefix cache" in shown(dom, "follow")
+    dom = browse(tmp_path / "run.html", "step=99999&sequence=x&block=-1")  # nonsense is left out
+    assert 'id="follow-card" hidden' in dom
+
+
+@needs_chromium
+def test_a_trace_without_a_step_or_with_unfinished_requests_is_shown(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    write(events[:1], tmp_path / "run.html")
+    assert shown(browse(tmp_path / "run.html"), "count-steps") == "0"
+    write(events[: len(events) // 2], tmp_path / "run.html")
+    dom = browse(tmp_path / "run.html", "step=99")
+    assert number(dom, "count-steps") > 0 and 'id="error" hidden' in dom
