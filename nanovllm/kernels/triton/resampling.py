@@ -103,7 +103,9 @@ def resample(
     launch(_chunks_kernel, grid, *row, *filters, *chunks, *sizes, num_warps=4, **options)
     widest = triton.next_power_of_2(space.chunks)
     left = *chunks, space.between, step.tokens, state.last_tokens
-    launch(_resample_kernel, (rows,), *row, *filters, *left, *sizes, widest, num_warps=8, **options)
+    # With more registers only one program would run on a multiprocessor.
+    options |= dict(num_warps=8, maxnreg=128)
+    launch(_resample_kernel, (rows,), *row, *filters, *left, *sizes, widest, **options)
 
 
 def logprobs(
