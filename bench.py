@@ -58,8 +58,18 @@ WORKLOADS = {
     "lognormal": "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
+    "qwen-sampling": "256 requests of bench, with top_p 0.95 and top_k 20: Qwen3's own settings",
+    "logprobs": "256 requests of bench, with logprobs 1",
+    "penalties": "256 requests of bench, with presence_penalty 1",
 }
 GREEDY = ("laptop", "small")
+# What the requests of a workload ask for beside a temperature, which is 0.6 unless it is greedy.
+# Their prompts are those of bench.
+ASKED = {
+    "qwen-sampling": dict(top_p=0.95, top_k=20),
+    "logprobs": dict(logprobs=1),
+    "penalties": dict(presence_penalty=1.0),
+}
 ROUNDS = {"conversations": 5}  # calls one after the other; of others 1
 NEW_TOKENS = 64  # of each further round
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
@@ -112,16 +122,21 @@ def workload(name: str, vocab: int) -> Work:
             for _ in range(768)
         ]
     else:
-        work = next(work for key, work in workloads() if key == name)
+        drawn_as = "bench" if name in ASKED else name
+        work = next(work for key, work in workloads() if key == drawn_as)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
 
 
 def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
     """Change the first token of each prompt.
 
-    So a prefix cache helps inside a workload, but not between repeats.
+    So a prefix cache helps inside a workload, but not between repeats, nor between workloads with
+    the same prompts.
     """
-    first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
+    begin = 20000 + 300 * repeat
+    if name in ASKED:
+        begin += 30000 * (1 + list(ASKED).index(name))
+    first = [begin + (0 if name == "shared" else i % 256) for i in range(len(work))]
     return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
 
 
@@ -199,12 +214,10 @@ class NanovllmEngine:
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, temperature: float) -> list[list[int]]:
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
         from nanovllm import SamplingParams
 
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
-        ]
+        params = [SamplingParams(**sampling, max_tokens=n, ignore_eos=True) for _, n in work]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
         return [output["token_ids"] for output in outputs]
 
@@ -223,11 +236,11 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, temperature: float) -> list[list[int]]:
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+            SamplingParams(**sampling, max_tokens=n, ignore_eos=True, detokenize=False)
             for _, n in work
         ]
         outputs = self.llm.generate(
@@ -253,8 +266,8 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, temperature: float) -> list[list[int]]:
-        torch, outputs = self.torch, []
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
+        torch, outputs, random = self.torch, [], sampling["temperature"] > 0
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -263,11 +276,6 @@ class TransformersEngine:
             for i, (prompt, _) in enumerate(batch):
                 ids[i, width - len(prompt) :] = torch.tensor(prompt)
                 mask[i, width - len(prompt) :] = 1
-            sampling = (
-                dict(do_sample=True, temperature=temperature)
-                if temperature
-                else dict(do_sample=False)
-            )
             with torch.inference_mode():
                 rows = self.model.generate(
                     ids.to(self.device),
@@ -275,7 +283,7 @@ class TransformersEngine:
                     min_new_tokens=length,
                     max_new_tokens=length,
                     pad_token_id=0,
-                    **sampling,
+                    **(sampling | dict(do_sample=True) if random else dict(do_sample=False)),
                 )
             # The rest of each row was made for nothing.
             outputs += [row[width : width + n] for row, (_, n) in zip(rows.tolist(), batch)]
@@ -360,7 +368,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     limits = ceilings() if args.model in SHAPES else None
     begin = time.perf_counter()
     engine = ENGINES[args.engine](folder, dummy, args)
-    engine.run([([1, 2, 3], 16)], 0.0)
+    engine.run([([1, 2, 3], 16)], dict(temperature=0.0))
     common = dict(
         engine=args.engine,
         model=args.model,
@@ -411,13 +419,14 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     count = 2 if args.policy else args.repeat
     print(f"{name}: run {repeat + 1} of {count}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
+    sampling = dict(temperature=0.0 if name in GREEDY else 0.6) | ASKED.get(name, {})
     outputs: list[list[int]] = []
     tokens, seconds = 0, 0.0
     for round in range(ROUNDS.get(name, 1)):
         if outputs:
             fresh = next_round(fresh, outputs, round, engine.vocab)
         begin = time.perf_counter()
-        outputs = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+        outputs = engine.run(fresh, sampling)
         seconds += time.perf_counter() - begin
         tokens += sum(map(len, outputs))
     wanted = num_output_tokens(work, name)
@@ -731,8 +740,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what is wrong."""
-    if unknown := [name for name in args.workload.split(",") if name not in WORKLOADS]:
+    names = set(args.workload.split(","))
+    if unknown := sorted(names - WORKLOADS.keys()):
         raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
+    if "transformers" in (args.engine, args.compare) and {"logprobs", "penalties"} & names:
+        raise ValueError("--workload: transformers has no logprobs and no presence_penalty")
     if args.repeat < 1:
         raise ValueError(f"--repeat is {args.repeat}: use 1 or more")
     try:

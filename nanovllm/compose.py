@@ -94,8 +94,7 @@ def build_runner(
     """One rank's runner, with what makes it fast on its device."""
     device = choose_device(config.device, group.rank)
     options: dict[str, Any] = dict(device=device, group=group, **sizes)
-    if resampler := room("sampling.resampler"):
-        options["make_resampler"] = resampler.Resampler
+    options["make_resampler"] = choose_resampler(config, device)
     runner_class = ModelRunner
     if device.type == "cuda" and (gpu := room("gpu.runner")):
         runner_class = gpu.CUDAModelRunner
@@ -118,6 +117,14 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
     if config.kernels == "auto" and device.type == "cpu" and (cpu := room("cpu.layers")):
         return cpu.speed_up
     return None
+
+
+def choose_resampler(config: Config, device: torch.device) -> Callable[[ModelRunner], Any] | None:
+    """What makes the sampler for requests that ask for more than temperature and seed."""
+    if device.type == "cuda" and config.kernels == "auto" and (gpu := room("gpu.resampler")):
+        return gpu.make_resampler
+    plain = room("sampling.resampler")
+    return plain.Resampler if plain else None
 
 
 def check_kernels(config: Config, device: torch.device) -> None:

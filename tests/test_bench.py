@@ -33,6 +33,9 @@ TOTALS = {  # requests, tokens in, tokens out
     "lognormal": (768, 177876, 199419),
     "laptop": (64, 9474, 8491),
     "small": (8, 569, 256),
+    "qwen-sampling": (256, 142827, 133966),
+    "logprobs": (256, 142827, 133966),
+    "penalties": (256, 142827, 133966),
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
@@ -89,6 +92,16 @@ def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
             (prompt[1:], n) for prompt, n in work[name]
         ]
     assert len({tuple(prompt[:2048]) for prompt, _ in second}) == 1
+
+
+def test_workloads_with_the_same_prompts_share_no_prefix(work):
+    names = ("bench", *bench.ASKED)
+    begins = [
+        {prompt[0] for prompt, _ in bench.refresh(work[name], name, repeat, bench.VOCAB)}
+        for name in names
+        for repeat in range(10)
+    ]
+    assert len(set().union(*begins)) == sum(map(len, begins))
 
 
 def test_each_round_of_a_conversation_begins_with_all_that_was_said(monkeypatch, capsys):

@@ -53,7 +53,8 @@ ROOMS = {
     "trace": set(),
     "cpu": set(),
     "kernels": set(),
-    "gpu": {"kernels"},  # fused layers and graphs launch them
+    # Fused layers and graphs launch kernels, and so does what samples in the sampling room's way.
+    "gpu": {"kernels", "sampling"},
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel

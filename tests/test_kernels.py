@@ -259,6 +259,19 @@ def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
     torch.testing.assert_close(values, expected_values)
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_sample_passes_over_rows_of_a_temperature_below_0(rows):
+    logits = randn(rows, 3000)
+    temperatures = torch.full((rows,), 0.8, device=DEVICE)
+    at = torch.arange(rows, device=DEVICE)
+    whole, _ = triton_sampling.sample(logits, temperatures, at, at)
+    temperatures[1] = -1
+    logits[1] = torch.nan
+    tokens, values = triton_sampling.sample(logits, temperatures, at, at)
+    assert tokens[1] == 0 and values[1] == 0 and whole[1] != 0
+    assert tokens[0] == whole[0] and tokens[2:].tolist() == whole[2:].tolist()
+
+
 def test_sample_gives_a_tie_to_the_lowest_token():
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [300, 299, 1030, 8888]] = 1.0

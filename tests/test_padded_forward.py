@@ -187,15 +187,15 @@ def test_the_larger_a_layer_the_fewer_tokens_are_padded(monkeypatch):
 
 
 def test_an_outline_has_a_layer_of_each_kind_and_the_last():
+    class Layer:
+        def __init__(self, window, mlp):
+            self.self_attn = SimpleNamespace(window=window, softcap=None, rotary=None)
+            self.mlp = mlp
+
     def found(*kinds):
         """Of layers whose attention sees a window, or which have another kind of MLP."""
-        layers = [
-            SimpleNamespace(
-                self_attn=SimpleNamespace(window=window, softcap=None, rotary=None), mlp=mlp, at=i
-            )
-            for i, (window, mlp) in enumerate(kinds)
-        ]
-        return [layer.at for layer in outlined(layers)]
+        layers = [Layer(window, mlp) for window, mlp in kinds]
+        return [layers.index(layer) for layer in outlined(layers)]
 
     dense, sparse, local = (None, 1), (None, "experts"), (8, 1)
     assert found(dense, dense, dense) == [0, 2]

@@ -35,6 +35,7 @@ class StepOutput(NamedTuple):
     # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
     logits: Tensor
     positions: Tensor  # [B] int32, where the tokens will stand
+    slots: Tensor  # [B] int64, the sequences' batch slots
 
 
 class PrefillInputs(NamedTuple):
@@ -172,7 +173,7 @@ class ModelRunner:
         logprobs = []
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
-            logprobs = self.resampler.resample(sampled, output, self.state)
+            logprobs = self.resampler.resample(sampled, output)
         return self._answer(output.tokens, logprobs)
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
@@ -285,8 +286,7 @@ class ModelRunner:
                 raise ValueError("temperature, max_tokens and seed are all that can be asked for")
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
-            for seq in sequences:
-                self.resampler.start(seq.batch_slot, seq.sampling)
+            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
@@ -313,7 +313,7 @@ class ModelRunner:
         tokens, values = self._sample_tokens(logits, temperatures, seeds, positions.long(), start)
         tokens = best_over_ranks(tokens, values, self.group)
         self.state.last_tokens[slots] = tokens
-        return StepOutput(tokens, logits, positions)
+        return StepOutput(tokens, logits, positions, slots)
 
     # What a device may do in its own way.
 

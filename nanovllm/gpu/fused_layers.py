@@ -327,8 +327,10 @@ def add_summed_and_norm(
 
 def outlined(layers: list[FusedLayer]) -> list[FusedLayer]:
     """The first layer of each kind, and the last of all, in their order."""
-    kinds = {(kind_of(layer.self_attn), type(layer.mlp)): layer for layer in reversed(layers)}
-    return list(dict.fromkeys([*reversed(kinds.values()), layers[-1]]))
+    first: dict[tuple, FusedLayer] = {}
+    for layer in layers:
+        first.setdefault((kind_of(layer.self_attn), type(layer.mlp)), layer)
+    return list(dict.fromkeys([*first.values(), layers[-1]]))
 
 
 def kind_of(attention: SelfAttention) -> tuple:

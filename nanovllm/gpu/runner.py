@@ -124,6 +124,8 @@ class CUDAModelRunner(ModelRunner):
         pool = ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,))
         with pool, torch.cuda.stream(self._stream):
             self._bind_cache(1)
+            if self.make_resampler is not None:
+                self.resampler = self.make_resampler(self)
             # One that does not compile says so when it is launched.
             for compile_kernel in find_uncompiled(self._run_small_steps):
                 pool.submit(compile_kernel)
@@ -135,7 +137,9 @@ class CUDAModelRunner(ModelRunner):
         # Some kernels are made for a few rows' number.
         with self._outline():
             for size in (3, *self.decode_sizes):
-                self._run_decode(self._slots[: min(size, self.max_num_seqs)])
+                output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
+        if self.resampler is not None:
+            self.resampler.rehearse(output)
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
             self._run_attention(layer)
 
