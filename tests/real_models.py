@@ -102,8 +102,7 @@ def make_folder(model: str, folder: Path) -> None:
                 file.write(part.read_bytes())
         how = dict(gguf_file="model.gguf")
         read = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32, **how)
-        # Newer releases of transformers do not save what they read. A fresh model takes its
-        # weights.
+        # Newer releases do not save what they read so: a fresh model takes its weights.
         config = AutoConfig.from_pretrained(whole, **how)
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         plain.load_state_dict(read.state_dict())

@@ -267,8 +267,8 @@ def test_the_other_names_it_gives_exist():
 
 
 def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
-    seed_oss = pytest.importorskip("transformers.models.seed_oss")
-    config = seed_oss.SeedOssConfig(
+    ernie = pytest.importorskip("transformers.models.ernie4_5")
+    config = ernie.Ernie4_5Config(
         vocab_size=101,
         hidden_size=32,
         intermediate_size=48,
@@ -277,9 +277,7 @@ def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=64,
-        attention_bias=True,
-        attention_out_bias=False,
-        mlp_bias=True,
+        use_bias=True,
         pad_token_id=0,
     )
     reference = make_checkpoint(tmp_path, config)

@@ -20,7 +20,14 @@ import pytest
 import torch
 from model_helpers import make_checkpoint
 from rank_faults import EchoRunner, StarvedRunner, set_fault
-from transformers import LlamaConfig, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
@@ -162,8 +169,14 @@ def test_rows_that_need_all_logits_draw_the_same_on_any_number_of_ranks(llms, si
         LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)),
         Phi3Config(**SMALL | dict(hidden_size=128), pad_token_id=0),
         Olmo2Config(**SMALL | dict(head_dim=8), pad_token_id=0),
+        Gemma3TextConfig(
+            **SMALL,
+            pad_token_id=0,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
     ],
-    ids=["qwen3-moe", "llama", "phi3", "olmo2"],
+    ids=["qwen3-moe", "llama", "phi3", "olmo2", "gemma3"],
 )
 def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
     make_checkpoint(tmp_path, config)

@@ -42,8 +42,8 @@ class Gemma3ForCausalLM(CausalLM):
     def __init__(self, config, group, max_model_len=None):
         super().__init__(config, group, max_model_len)
         embedding: Any = self.model.embed_tokens
-        rounded = torch.tensor(config.hidden_size**0.5, dtype=embedding.weight.dtype)
-        embedding.scale = float(rounded)
+        scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu")
+        embedding.scale = scale.item()
         self.softcap = config.final_logit_softcapping
 
     def build_layer(self, config, index, rotary, group):

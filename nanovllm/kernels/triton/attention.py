@@ -157,26 +157,28 @@ def _prefill_kernel(
         begin, unmasked = 0, (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N
         end = tl.minimum(len_k, len_k - len_q + first + BLOCK_M)
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if WINDOW:
-            # So do the first ones, from where the first row's window begins to where the last
-            # row's does. What was before may belong to another sequence by now, and is not read. A
-            # row may see none of a tile: its peak stays low, and no infinity.
-            peak = tl.full([BLOCK_M], LOW, tl.float32)
+        total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if WINDOW:  # nor do all rows see the first keys
             opening = len_k - len_q + first + 1 - WINDOW
-            first_tile = tl.maximum(opening, 0) // BLOCK_N * BLOCK_N
-            begin = tl.cdiv(tl.maximum(opening + BLOCK_M - 1, 0), BLOCK_N) * BLOCK_N
-            begin = tl.minimum(begin, unmasked)
-            for start in tl.range(first_tile, begin, BLOCK_N):
-                token = start + tl.arange(0, BLOCK_N)
-                slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
-                held = token >= opening
-                key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, BLOCK_D)
-                scores, factor = _score(query, key, scale, cap)
-                seen = token[None, :] > position[:, None] - WINDOW
-                scores = tl.where(seen, scores, float("-inf"))
-                peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
+            begin, peak, total, acc = _open_windows(
+                query,
+                k,
+                v,
+                tables,
+                position,
+                opening,
+                unmasked,
+                start_k,
+                len_k,
+                scale,
+                cap,
+                k_stride,
+                v_stride,
+                WINDOW,
+                D,
+                PAGE,
+                BLOCK_N,
+            )
         for start in range(begin, unmasked, BLOCK_N):
             if k_tiles is not None:
                 slot = _slot(tables, start, start_k, PAGE)
@@ -193,16 +195,64 @@ def _prefill_kernel(
             slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
             held = token < len_k
             if WINDOW:
-                held &= token > len_k - len_q + first - WINDOW
+                held &= token >= opening
             key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, BLOCK_D)
             scores, factor = _score(query, key, scale, cap)
-            seen = token[None, :] <= position[:, None]
-            if WINDOW:
-                seen &= token[None, :] > position[:, None] - WINDOW
-            scores = tl.where(seen, scores, float("-inf"))
+            scores = tl.where(_sees(position, token, WINDOW), scores, float("-inf"))
             peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + q_row * out_stride + head * D + dim[None, :], result, mask=inside)
+
+
+@triton.jit
+def _open_windows(
+    query,
+    k,
+    v,
+    tables,
+    position,
+    opening,
+    most,
+    start_k,
+    len_k,
+    scale,
+    cap,
+    k_stride,
+    v_stride,
+    WINDOW: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Attention of a tile of queries over the tokens from `opening`, where the first one's window
+    begins, to where all have begun or to `most`, in whole tiles; and where that is.
+
+    What was before may belong to another sequence by now, and is not read. A row may see
+    none of a tile: its peak stays low, and no infinity.
+    """
+    begin = tl.cdiv(tl.maximum(opening + query.shape[0] - 1, 0), BLOCK_N) * BLOCK_N
+    begin = tl.minimum(begin, most)
+    peak = tl.full([query.shape[0]], LOW, tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    acc = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
+    for start in tl.range(tl.maximum(opening, 0) // BLOCK_N * BLOCK_N, begin, BLOCK_N):
+        token = start + tl.arange(0, BLOCK_N)
+        slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
+        held = token >= opening
+        key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, query.shape[1])
+        scores, factor = _score(query, key, scale, cap)
+        scores = tl.where(_sees(position, token, WINDOW), scores, float("-inf"))
+        peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
+    return begin, peak, total, acc
+
+
+@triton.jit
+def _sees(position, token, WINDOW: tl.constexpr):
+    """Which queries see which keys."""
+    sees = token[None, :] <= position[:, None]
+    if WINDOW:
+        sees &= token[None, :] > position[:, None] - WINDOW
+    return sees
 
 
 @triton.jit
@@ -286,8 +336,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    if window is not None:
-        shared = None  # a prefix is not seen by all alike
+    shared = shared if window is None else None  # windows do not see a prefix alike
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
@@ -297,11 +346,7 @@ def decode_attention(
     factors = _factors(scale, softcap)
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_n)
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
-    prefix_splits = block_m = tiles = 0
-    if shared is not None:
-        block_m = min(128, max(16, triton.next_power_of_2(batch * group)))
-        tiles = triton.cdiv(batch * group, block_m)
-        prefix_splits = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
+    block_m, tiles, prefix_splits = _cut_prefix(q, groups) if shared is not None else (0, 0, 0)
     parts = part_lse = None
     if splits + prefix_splits > 1:
         rows = (batch, groups, splits + prefix_splits, group)
@@ -342,6 +387,14 @@ def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) 
     if is_one_of_few and block_n == 64 and has_large_shared_memory(q.device):
         block_n = 128
     return block_n, splits
+
+
+def _cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int]:
+    """Rows of a tile of queries, such tiles of a group, and programs that share a tile."""
+    rows = q.shape[0] * q.shape[1] // groups
+    block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    tiles = triton.cdiv(rows, block_m)
+    return block_m, tiles, max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:

@@ -227,23 +227,13 @@ def qk_norm_rope_store(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     if heads.shape[0]:
         heads_per_program = 8
+        sizes = num_heads, num_kv_heads, head_dim, cos_sin.shape[1]
         launch(
             _qk_norm_rope_store_kernel,
             (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
-            qkv,
-            q_weight,
-            k_weight,
-            eps,
-            cos_sin,
-            positions,
-            slots,
-            k_cache,
-            v_cache,
+            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache),
             qkv.stride(0),
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            cos_sin.shape[1],
+            *sizes,
             interleaved,
             zero_centered,
             heads_per_program,
