@@ -1,14 +1,12 @@
 """The facade users import: text in, text out."""
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from os import PathLike
-from threading import RLock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checks import as_integer, shown
+from nanovllm.checks import shown
 from nanovllm.compose import build_engine, describe_device, prepare_process, share_cores
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -18,6 +16,7 @@ from nanovllm.inputs import Inputs, Request, refuse_completions
 from nanovllm.log import say_ready, show_unless_configured
 from nanovllm.outputs import Progress, make_outputs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.session import Session
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,13 +27,6 @@ Params = SamplingParams | list[SamplingParams] | None
 TemplateOptions = dict[str, Any] | None
 Outputs = list[dict[str, Any]]  # of requests, as `generate` describes them
 Piece = tuple[int, str, list[int], str | None]  # of a stream, as `stream` describes it
-
-
-class ClosedError(ValueError):
-    """The LLM was used after `close`, or closed while the call ran."""
-
-    def __init__(self) -> None:
-        super().__init__("this LLM is closed: make a new one")
 
 
 class LLM:
@@ -58,24 +50,14 @@ class LLM:
     def __init__(self, model: str | PathLike, **options: Any) -> None:
         begin = perf_counter()
         prepare_process()
-        self._pid = os.getpid()
-        # Held while the engine works. A call may come within another of the same thread.
-        self._lock = RLock()
-        self._is_closed = False
-        self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
-        # Requests added one by one, their outputs not yet returned by `step`; those that ended.
-        self._requests: dict[int, Sequence] = {}
-        self._finished: list[Sequence] = []
-        self._observers: list[Callable[[StepRecord], Any]] = []
-        self.engine: LLMEngine | None = None
         config = Config.from_options(model, options)
         show_unless_configured()
-        self.engine, self._tokenizer = build_engine(config)
-        info = self.engine.runner.info
+        engine, self._tokenizer = build_engine(config)
+        info = engine.runner.info
         self.num_kvcache_blocks = info.num_blocks
-        self.max_model_len = self.engine.max_model_len
-        self._inputs = Inputs(config, self.engine, self._tokenizer)
-        self._computing = share_cores(self.engine, config)
+        self.max_model_len = engine.max_model_len
+        self._inputs = Inputs(config, engine, self._tokenizer)
+        self._session = Session(engine, computing=share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, self.max_model_len, perf_counter() - begin)
 
@@ -138,25 +120,27 @@ class LLM:
     ) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         ((token_ids, params),) = self._prompt_requests([prompt], sampling_params)
-        with self._lock, self._running():
-            request = self._settled_engine().add(token_ids, params, interactive=True)
-            self._requests[request.id] = request
+        session = self._session
+        with session.lock, session.running():
+            request = session.settled_engine().add(token_ids, params, interactive=True)
+            session.requests[request.id] = request
         return request.id
 
     def step(self) -> Outputs:
         """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
-        self._open_engine()
-        with self._lock:
-            with self._running():
-                self._step()
-            finished = [seq for seq in self._finished if self._requests.pop(seq.id, None)]
-            self._finished.clear()
+        session = self._session
+        session.open_engine()
+        with session.lock:
+            with session.running():
+                session.step()
+            finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
+            session.finished.clear()
         return [{"id": seq.id, **out} for seq, out in zip(finished, self._outputs(finished))]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
-        with self._request(request_id) as (engine, request):
-            del self._requests[request.id]
+        with self._session.request(request_id) as (engine, request):
+            del self._session.requests[request.id]
             engine.abort(request)
 
     def pause(self, request_id: int) -> None:
@@ -165,17 +149,17 @@ class LLM:
         It keeps its KV blocks until others need them; then it is computed anew. If the step that
         runs already brings its last token, it ends. `step` returns at once where all are paused.
         """
-        with self._request(request_id) as (engine, request):
+        with self._session.request(request_id) as (engine, request):
             engine.pause(request)
 
     def resume(self, request_id: int) -> None:
         """Let a paused request go on. One that is not paused is left alone."""
-        with self._request(request_id) as (engine, request):
+        with self._session.request(request_id) as (engine, request):
             engine.resume(request)
 
     def has_unfinished(self) -> bool:
         """Whether there is a request, paused or not, whose output `step` has yet to return."""
-        return bool(self._requests)
+        return bool(self._session.requests)
 
     def metrics(self) -> dict[str, Any]:
         """What has been served, and what runs now.
@@ -188,7 +172,7 @@ class LLM:
         running, waiting, paused: requests; of one that has started, each completion counts.
         kv_cache_use: from 0 to 1.
         """
-        engine = self._open_engine()
+        engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
         return {
             "total": engine.total.summary(blocks.num_blocks),
@@ -205,19 +189,15 @@ class LLM:
         Returns a function that ends this. The callback runs in the thread of the step and may use
         the LLM, for example to abort a request. What it raises leaves the call as any error does.
         """
-        self._open_engine()
+        self._session.open_engine()
         if not callable(callback):
             raise TypeError(f"callback is {shown(callback)}: give a function of a StepRecord")
+        return self._session.observe(callback)
 
-        def observe(record: StepRecord) -> None:  # one's own: a callback may be given twice
-            callback(record)
-
-        def remove() -> None:
-            with suppress(ValueError):  # it was removed before
-                self._observers.remove(observe)
-
-        self._observers.append(observe)
-        return remove
+    @property
+    def engine(self) -> LLMEngine | None:
+        """What runs the requests: for those who look inside. None once this is closed."""
+        return self._session.engine
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
@@ -236,13 +216,7 @@ class LLM:
         ClosedError after the step it is in, and this one waits for that. In a forked process it
         does nothing: the memory is its parent's.
         """
-        if os.getpid() != self._pid:
-            return
-        self._is_closed = True  # which a call in another thread sees before its next step
-        with self._lock:
-            if self.engine is not None:
-                self.engine.close()
-                self.engine = None
+        self._session.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -250,67 +224,25 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _open_engine(self) -> LLMEngine:
-        """The engine, if it may be used. Takes no lock: in a forked process nobody may hold it."""
-        if os.getpid() != self._pid:
-            raise ValueError(
-                f"this LLM belongs to process {self._pid}, which forked this one, {os.getpid()}: "
-                "call it there, or make an LLM in a process that multiprocessing's 'spawn' starts"
-            )
-        engine = self.engine
-        if engine is None or self._is_closed:
-            raise ClosedError
-        return engine
-
-    def _settled_engine(self) -> LLMEngine:
-        """The engine, reset if an error or interrupt has left a step unfinished. Needs the lock.
-
-        An interrupt may come in here too: the next call resets the engine then.
-        """
-        engine = self._open_engine()
-        if self._is_unsettled:
-            self._requests.clear()
-            self._finished.clear()
-            engine.reset()
-            self._is_unsettled = False
-        return engine
-
-    @contextmanager
-    def _request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
-        """The engine, and the request of `add_request` that has this id, if `step` has not
-        returned it. Holds the lock.
-        """
-        self._open_engine()
-        with self._lock:
-            self._settled_engine()
-            number = as_integer(request_id)
-            request = None if number is None else self._requests.get(number)
-            if request is None:
-                raise ValueError(
-                    f"request_id is {shown(request_id)}, which no unfinished request has: "
-                    "use what add_request returned"
-                )
-            with self._running() as (engine, _):
-                yield engine, request
-
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
-        self._open_engine()
+        self._session.open_engine()
         return self._inputs.from_prompts(prompts, params)
 
     def _chat_requests(self, messages: Any, params: Any, options: TemplateOptions) -> list[Request]:
-        self._open_engine()
+        self._session.open_engine()
         return self._inputs.from_chats(messages, params, options or {})
 
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
-        with self._lock, self._running() as (engine, ours):
-            self._settled_engine().last_call = Metrics()
+        session = self._session
+        with session.lock, session.running() as (engine, ours):
+            session.settled_engine().last_call = Metrics()
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
             with closing(Progress(list(ours), self.on_step, use_tqdm)):
                 while ours:
-                    finished = [request for request in self._step() if ours.pop(request.id, None)]
+                    finished = [request for request in session.step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.
                     outputs |= zip([request.id for request in finished], self._outputs(finished))
         return [outputs[request.id] for request in added]
@@ -320,10 +252,11 @@ class LLM:
         return self._pieces(requests)  # a generator, which would refuse only when it is read
 
     def _pieces(self, requests: list[Request]) -> Iterator[Piece]:
-        with self._running() as (engine, ours):
+        session = self._session
+        with session.running() as (engine, ours):
             # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
-            with self._lock:
-                self._settled_engine().last_call = Metrics()
+            with session.lock:
+                session.settled_engine().last_call = Metrics()
                 sequences = [
                     engine.add(token_ids, params, streams=True, interactive=True)
                     for token_ids, params in requests
@@ -331,9 +264,9 @@ class LLM:
                 ours.update(enumerate(sequences))
             num_seen = [seq.num_prompt_tokens for seq in sequences]
             while ours:
-                self._open_engine()
-                with self._lock:
-                    self._step()
+                session.open_engine()
+                with session.lock:
+                    session.step()
                 for i, seq in list(ours.items()):
                     new_ids = seq.token_ids[num_seen[i] :]
                     if not new_ids and seq.finish_reason is None:
@@ -343,56 +276,6 @@ class LLM:
                         del ours[i]
                     text = seq.text.take() if seq.text is not None else ""
                     yield i, text, new_ids, seq.finish_reason
-
-    @contextmanager
-    def _running(self) -> Iterator[tuple[LLMEngine, dict[int, Sequence]]]:
-        """The engine, and a dict for a call's unfinished sequences.
-
-        Those still there when the call is closed are aborted. An error or Ctrl-C resets the engine,
-        since nobody knows how far the step has come.
-        """
-        engine = self._open_engine()
-        ours: dict[int, Sequence] = {}
-        try:
-            yield engine, ours
-        except GeneratorExit:
-            if os.getpid() == self._pid:
-                with self._lock, suppress(ClosedError):
-                    engine = self._settled_engine()
-                    for seq in ours.values():
-                        engine.abort(seq)
-            raise
-        except BaseException as error:
-            if os.getpid() == self._pid:
-                with self._lock, suppress(ClosedError):
-                    self._is_unsettled = True
-                    self._settled_engine()
-            if self._is_closed and isinstance(error, Exception):
-                # If a signal handler closed the LLM in the middle of a step, it may be any error.
-                if not isinstance(error, ClosedError):
-                    raise ClosedError from error
-            raise
-
-    def _step(self) -> list[Sequence]:
-        """Run one step; returns the requests whose last completion has ended. Needs the lock."""
-        engine = self._settled_engine()
-        self._is_unsettled = True  # until the step is done
-        with self._computing():
-            _, ended = engine.step()
-        self._is_unsettled = False
-        requests = dict.fromkeys(seq.request for seq in ended)  # each once, in order
-        finished = [request for request in requests if request.has_ended]
-        self._finished += [request for request in finished if request.id in self._requests]
-        if self._observers:
-            self._tell_observers(engine, tuple([request.id for request in finished]))
-        return finished
-
-    def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> None:
-        assert engine.last_step is not None, "a step has just been recorded"
-        seconds = perf_counter() - engine.last_step.time
-        record = engine.last_step._replace(seconds=seconds, finished=finished)
-        for observe in self._observers.copy():  # one may remove itself
-            observe(record)
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

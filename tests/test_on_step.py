@@ -153,7 +153,7 @@ def test_what_cannot_be_called_is_refused(llm):
 
 def test_the_progress_of_a_call_leaves_no_observer(llm):
     llm.generate(PROMPTS, greedy(3), use_tqdm=True)
-    assert llm._observers == []
+    assert llm._session._observers == []
 
 
 def test_progress_counts_the_requests_of_its_call_alone(llm, capfd):

@@ -147,7 +147,7 @@ def test_its_fields_of_a_step_are_those_of_a_record(users):
     said, *_ = section(USERS_TEXT, "### on_step").split("```")
     named = re.findall(r"`(\w+)`", said)
     assert sorted(set(named) - {"callback"}) == sorted(StepRecord._fields)
-    assert users["steps"] and users["llm"]._observers == []
+    assert users["steps"] and users["llm"]._session._observers == []
 
 
 def test_its_seeds_hold_as_the_example_says(users):

@@ -1,0 +1,166 @@
+"""The rules of using an engine: by one caller at a time, in the process that made it, until it is
+closed, and from an empty state after an error.
+
+Knows the requests under way. Knows nothing of prompts and texts.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from threading import RLock
+from time import perf_counter
+from typing import Any
+
+from nanovllm.checks import as_integer, shown
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.metrics import StepRecord
+from nanovllm.engine.sequence import Sequence
+
+
+class ClosedError(ValueError):
+    """The LLM was used after `close`, or closed while the call ran."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is closed: make a new one")
+
+
+class Session:
+    """An engine, and who uses it.
+
+    `computing`: what each step runs inside.
+
+    lock: held while the engine works. A call may come within another of the same thread.
+    requests: those added one by one, their outputs not yet returned by `LLM.step`, by id.
+    finished: those of them that have ended.
+    """
+
+    def __init__(
+        self, engine: LLMEngine, computing: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.engine: LLMEngine | None = engine  # None once it is closed
+        self.lock = RLock()
+        self.requests: dict[int, Sequence] = {}
+        self.finished: list[Sequence] = []
+        self._computing = computing
+        self._observers: list[Callable[[StepRecord], Any]] = []
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
+
+    def open_engine(self) -> LLMEngine:
+        """The engine, if it may be used. Takes no lock: in a forked process nobody may hold it."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"this LLM belongs to process {self._pid}, which forked this one, {os.getpid()}: "
+                "call it there, or make an LLM in a process that multiprocessing's 'spawn' starts"
+            )
+        engine = self.engine
+        if engine is None or self._is_closed:
+            raise ClosedError
+        return engine
+
+    def settled_engine(self) -> LLMEngine:
+        """The engine, reset if an error or interrupt has left a step unfinished. Needs the lock.
+
+        An interrupt may come in here too: the next call resets the engine then.
+        """
+        engine = self.open_engine()
+        if self._is_unsettled:
+            self.requests.clear()
+            self.finished.clear()
+            engine.reset()
+            self._is_unsettled = False
+        return engine
+
+    @contextmanager
+    def running(self) -> Iterator[tuple[LLMEngine, dict[int, Sequence]]]:
+        """The engine, and a dict for a call's unfinished sequences.
+
+        Those still there when the call is closed are aborted. An error or Ctrl-C resets the engine,
+        since nobody knows how far the step has come.
+        """
+        engine = self.open_engine()
+        ours: dict[int, Sequence] = {}
+        try:
+            yield engine, ours
+        except GeneratorExit:
+            if os.getpid() == self._pid:
+                with self.lock, suppress(ClosedError):
+                    engine = self.settled_engine()
+                    for seq in ours.values():
+                        engine.abort(seq)
+            raise
+        except BaseException as error:
+            if os.getpid() == self._pid:
+                with self.lock, suppress(ClosedError):
+                    self._is_unsettled = True
+                    self.settled_engine()
+            if self._is_closed and isinstance(error, Exception):
+                # If a signal handler closed the LLM in the middle of a step, it may be any error.
+                if not isinstance(error, ClosedError):
+                    raise ClosedError from error
+            raise
+
+    @contextmanager
+    def request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
+        """The engine, and the request of `add_request` that has this id, if `step` has not
+        returned it. Holds the lock.
+        """
+        self.open_engine()
+        with self.lock:
+            self.settled_engine()
+            number = as_integer(request_id)
+            request = None if number is None else self.requests.get(number)
+            if request is None:
+                raise ValueError(
+                    f"request_id is {shown(request_id)}, which no unfinished request has: "
+                    "use what add_request returned"
+                )
+            with self.running() as (engine, _):
+                yield engine, request
+
+    def step(self) -> list[Sequence]:
+        """Run one step; returns the requests whose last completion has ended. Needs the lock."""
+        engine = self.settled_engine()
+        self._is_unsettled = True  # until the step is done
+        with self._computing():
+            _, ended = engine.step()
+        self._is_unsettled = False
+        requests = dict.fromkeys(seq.request for seq in ended)  # each once, in order
+        finished = [request for request in requests if request.has_ended]
+        self.finished += [request for request in finished if request.id in self.requests]
+        if self._observers:
+            self._tell_observers(engine, tuple([request.id for request in finished]))
+        return finished
+
+    def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> None:
+        assert engine.last_step is not None, "a step has just been recorded"
+        seconds = perf_counter() - engine.last_step.time
+        record = engine.last_step._replace(seconds=seconds, finished=finished)
+        for observe in self._observers.copy():  # one may remove itself
+            observe(record)
+
+    def observe(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
+        """Call `callback` after each step. Returns a function that ends this."""
+
+        def observe(record: StepRecord) -> None:  # one's own: a callback may be given twice
+            callback(record)
+
+        def remove() -> None:
+            with suppress(ValueError):  # it was removed before
+                self._observers.remove(observe)
+
+        self._observers.append(observe)
+        return remove
+
+    def close(self) -> None:
+        """Close the engine, once the step that another thread may be in has ended. A forked process
+        leaves it alone.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._is_closed = True  # which a call in another thread sees before its next step
+        with self.lock:
+            if self.engine is not None:
+                self.engine.close()
+                self.engine = None
