@@ -398,7 +398,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         rows.append(row)
         print_row(row)
         if args.plot:
-            draw_run(args, name, steps)
+            plot_run(steps, name, common["device"], args)
     if args.trace:
         events = engine.llm.engine.recorder.events
         engine.llm.close()
@@ -415,14 +415,6 @@ def print_trace(events: list, path: Path) -> dict:
     for line in summary.lines():
         print(f"              {line}", flush=True)
     return summary.figures()
-
-
-def draw_run(args: argparse.Namespace, name: str, steps: list) -> None:
-    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
-    path = args.plot.with_stem(stem)
-    setting = f"{device_name()}, {options_name(args.options)}"
-    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
-    print(f"              drawn in {path}")
 
 
 def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
@@ -553,6 +545,15 @@ def print_policies(
 
 def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
+
+
+def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> None:
+    """Draw a workload's run, in a file of its own if there are several workloads."""
+    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+    path = args.plot.with_stem(stem)
+    setting = f"{device}, {options_name(args.options)}"
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
+    print(f"              drawn in {path}")
 
 
 def plot(steps: list, path: Path, title: str) -> None:

@@ -21,7 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.trace.__main__ import main
-from nanovllm.trace.events import KINDS, Event, Finished, Launched, Preempted, Run
+from nanovllm.trace.events import KINDS, Added, Committed, Event, Finished, Launched, Preempted, Run
 from nanovllm.trace.files import PAGE, PLACE, make_page, read_jsonl, write
 from nanovllm.trace.replay import Replay
 
@@ -167,6 +167,12 @@ def test_after_an_error_the_trace_goes_on(make_llm, tmp_path):
     watched.compare()
     kinds = Counter(type(event).__name__ for event in llm.engine.recorder.events)
     assert kinds["Reset"] == 1 and kinds["Finished"] == len(PROMPTS)
+    launched = -1
+    for event in llm.engine.recorder.events:
+        if isinstance(event, Launched):
+            launched = event.step
+        elif isinstance(event, Committed):  # of the step before, or at the end of this
+            assert launched - event.step in (0, 1)
 
 
 def test_a_page_of_json_lines_is_the_page_of_the_run(make_llm, tmp_path, monkeypatch):
@@ -258,6 +264,8 @@ def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
         replay.apply(event)
     assert [e.output_tokens for e in events if isinstance(e, Finished)] == [3, 5]
     assert not replay.tables
+    known = {event.seq for event in events if isinstance(event, Added)}
+    assert all(known.issuperset(event.left) for event in events if isinstance(event, Launched))
     for wrong in (["--workload", "laptop,small"], ["--engine", "transformers"]):
         with pytest.raises(SystemExit):
             run(monkeypatch, *arguments, *wrong, "--trace", str(path))

@@ -76,6 +76,7 @@ class Summary:
             seconds=sum(self.step_seconds),
             steps=len(self.step_seconds),
             step_seconds=percentiles(self.step_seconds),
+            longest_step=max(self.step_seconds, default=0.0),
             schedule_seconds=self.schedule_seconds,
             launch_seconds=self.launch_seconds,
             wait_seconds=self.wait_seconds,
@@ -94,7 +95,8 @@ class Summary:
         """The figures, for people."""
         found, run = self.figures(), self.run
         return [
-            f"{found['steps']:,} steps in {found['seconds']:.3f} s: {shown(found['step_seconds'])}",
+            f"{found['steps']:,} steps in {found['seconds']:.3f} s: "
+            f"{shown(found['step_seconds'])}, longest {found['longest_step'] * 1e3:.2f} ms",
             f"of the host: scheduler {self.schedule_seconds:.3f} s, launches "
             f"{self.launch_seconds:.3f} s, waiting {self.wait_seconds:.3f} s",
             f"{found['requests']:,} requests, {found['prompt_tokens']:,} tokens in, "
