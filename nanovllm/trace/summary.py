@@ -6,7 +6,16 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.metrics import percentiles
-from nanovllm.trace.events import Added, Committed, Event, Finished, Launched, Run, Started
+from nanovllm.trace.events import (
+    Added,
+    Committed,
+    Event,
+    Evicted,
+    Finished,
+    Launched,
+    Run,
+    Started,
+)
 from nanovllm.trace.replay import Replay
 
 
@@ -21,17 +30,19 @@ class Summary:
     def __init__(self, events: Iterable[Event]) -> None:
         self._added: dict[int, Added] = {}
         self._launched: dict[int, Launched] = {}
-        self.first_tokens: dict[int, float] = {}  # sequence -> time to its first token
+        self.first_tokens: dict[int, float] = {}  # request -> time to its first token
         self._cached: dict[int, int] = {}  # sequence -> tokens of its prompt that were cached
         self.step_seconds: list[float] = []
         self.slots = self.unused_slots = 0  # of the blocks in use, summed over the steps
-        self.most_blocks = self.output_tokens = 0
+        self.most_blocks = self.output_tokens = self.evictions = 0
         self.schedule_seconds = self.launch_seconds = self.wait_seconds = 0.0  # of the host
         self._last_commit = 0.0
         run, *rest = events
         assert isinstance(run, Run)
         self.run, self._replay = run, Replay(run)
         for event in rest:
+            if isinstance(event, Evicted):  # else its holder is about to register it anew, longer
+                self.evictions += sum(not self._replay.ref_counts[b] for b in event.blocks)
             self._replay.apply(event)
             self._read(event)
 
@@ -64,8 +75,10 @@ class Summary:
         self.step_seconds.append(event.time - max(launched.time, self._last_commit))
         self._last_commit = event.time
         for seq, _, end in launched.prefills:
-            if end >= self._added[seq].prompt_tokens:  # the last chunk samples the first token
-                self.first_tokens.setdefault(seq, event.time - self._added[seq].time)
+            added = self._added[seq]
+            # A prompt's last chunk samples the first token, of all completions.
+            if added.seq == added.request and end >= added.prompt_tokens:
+                self.first_tokens.setdefault(seq, event.time - added.time)
 
     def figures(self) -> dict[str, Any]:
         """By name. Of times the median and the p99, or None if there are none."""
@@ -85,7 +98,7 @@ class Summary:
             output_tokens=self.output_tokens,
             time_to_first_token=percentiles(self.first_tokens.values()),
             prefix_cache_hit_rate=cached_tokens / max(prompt_tokens, 1),
-            evictions=self._replay.num_evictions,
+            evictions=self.evictions,
             blocks_in_use=self.most_blocks,
             unused_slots=self.unused_slots / max(self.slots, 1),
             preemptions=self._replay.num_preemptions,
