@@ -37,6 +37,14 @@ class Inputs:
         self, messages: Any, sampling_params: Any, options: dict[str, Any]
     ) -> list[Request]:
         """One conversation or several; `options` go to the chat template."""
+        return self._requests("messages", self.encode_chats(messages, options), sampling_params)
+
+    def encode(self, texts: Any) -> list[list[int]]:
+        """The token ids of one text or several."""
+        return self._encode(_split_prompts(texts))
+
+    def encode_chats(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
+        """The token ids of one conversation or several, as the chat template writes them."""
         chats = _split_chats(messages)
         tokenizer = self.tokenizer
         if tokenizer is None or not (tokenizer.has_chat_template or "chat_template" in options):
@@ -44,7 +52,7 @@ class Inputs:
                 "the model has no chat template: use generate, "
                 "or give one in chat_template_kwargs['chat_template']"
             )
-        return self._requests("messages", tokenizer.encode_chats(chats, options), sampling_params)
+        return tokenizer.encode_chats(chats, options)
 
     def _encode(self, prompts: list[Any]) -> list[list[int]]:
         if self.tokenizer is None:

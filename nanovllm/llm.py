@@ -115,6 +115,18 @@ class LLM:
         """Take what `chat` takes, yield what `stream` yields."""
         return self._stream(self._chat_requests(messages, sampling_params, chat_template_kwargs))
 
+    def encode(self, prompts: str | list[str]) -> list[list[int]]:
+        """The token ids that `generate` makes of each prompt."""
+        self._session.open_engine()
+        return self._inputs.encode(prompts)
+
+    def encode_chat(
+        self, messages: Messages, chat_template_kwargs: TemplateOptions = None
+    ) -> list[list[int]]:
+        """The token ids that `chat` makes of each conversation: a prompt for `add_request`."""
+        self._session.open_engine()
+        return self._inputs.encode_chats(messages, chat_template_kwargs or {})
+
     def add_request(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> int:

@@ -275,7 +275,10 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
         (["--requests", "0"], "--requests is 0"),
         (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
         (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
-        (["--policy", "fcfs", "--compare", "vllm"], "leave --compare, --engine and --plot out"),
+        (
+            ["--policy", "fcfs", "--compare", "vllm"],
+            "--policy compares nanovllm with itself: leave",
+        ),
         (["--policy", "fcfs", "--workload", "latency"], "workload latency has one request"),
     ],
 )

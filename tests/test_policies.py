@@ -15,6 +15,7 @@ from nanovllm import LLM, SamplingParams, compose
 from nanovllm.config import SCHEDULING_POLICIES
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.policies import POLICIES
+from nanovllm.policies.rolling import RollingPolicy
 from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
 from nanovllm.policies.throughput import GROUP_TOKENS, ThroughputPolicy
 
@@ -191,6 +192,27 @@ def test_a_sequence_that_took_anothers_slot_is_not_taken_for_it():
     first.batch_slot, second.batch_slot, third.batch_slot = 0, 1, 1
     assert policy.shared_prefix_blocks([first, second]) == 2
     assert policy.shared_prefix_blocks([first, third]) == 1
+
+
+def test_a_job_starts_the_longest_of_each_window_first_so_that_none_waits_for_later_ones():
+    policy = RollingPolicy(window=3)
+    server = Server(make_scheduler(policy=policy, max_num_seqs=1))
+    for id, max_tokens in enumerate([2, 9, 5, 3, 9, 9, 8]):
+        server.add(id, [id], max_tokens, interactive=True)
+    server.run()
+    assert server.scheduler.first_starts == [1, 2, 0, 4, 5, 3, 6]
+
+
+def test_a_job_is_paced_when_its_last_request_has_come():
+    for more_to_come, expected in ((True, 40), (False, 11)):
+        policy = RollingPolicy(window=100)
+        policy.min_running, policy.more_to_come = 8, more_to_come
+        server = Server(make_scheduler(policy=policy, num_blocks=400, max_num_seqs=64))
+        for id in range(40):
+            server.add(id, [id % VOCABULARY], 40 if id == 0 else 10, interactive=True)
+        server.step()
+        assert server.scheduler.num_running == expected
+        server.run()
 
 
 # By name, or by an object of the user's own

@@ -1,0 +1,23 @@
+"""The command line: `python -m nanovllm`."""
+
+import argparse
+import sys
+
+from nanovllm.jobs.command import add_command
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm", description="Offline LLM inference."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    add_command(commands)
+    args = parser.parse_args(argv)
+    if not hasattr(args, "function"):
+        parser.print_help()
+        return 0
+    return args.function(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

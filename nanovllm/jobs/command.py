@@ -1,0 +1,179 @@
+"""The command line of a job: its flags, its signals, its messages and its exit codes."""
+
+import argparse
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from nanovllm.compose import room
+from nanovllm.config import Config
+from nanovllm.jobs.errors import JobError, RefusedError
+from nanovllm.jobs.job import Job, run_job
+from nanovllm.jobs.loop import num_ahead
+from nanovllm.jobs.options import add_flags, given_flags
+from nanovllm.jobs.worker import Worker
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+FILES = "JSON Lines; or Parquet, if it is called .parquet"
+FAILED, REFUSED = 1, 2  # exit codes
+DESCRIPTION = """\
+Do a job: each line of INPUT is a request, and each line of OUTPUT its result, in the same order.
+
+Stop it as you like, by Ctrl-C, kill -9 or the loss of power, and run the same command again: it
+goes on, and computes nothing twice but what it was just at. Until it is done, all results are in
+OUTPUT.journal; then OUTPUT appears, complete, and the journal keeps only what the job was.
+
+A line of INPUT is a JSON object with one of "prompt" (text), "prompt_token_ids" and "messages" (a
+conversation). It may have an "id", which is copied, "chat_template_kwargs", and any sampling
+field; the flags below say what holds for lines that do not. Or it is a line of OpenAI's batch
+format, with custom_id, method, url and body; then OUTPUT is in that format too. A line that cannot
+be done, such as an empty one, gets a result that says why. Of a Parquet file, each row is a line.
+"""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="do a job: a file of requests in, a file of results out",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(function=run)
+    parser.add_argument("input", metavar="INPUT", type=Path, help=FILES)
+    parser.add_argument("-o", "--output", metavar="OUTPUT", type=Path, required=True, help=FILES)
+    parser.add_argument("--model", required=True, help="a folder in Hugging Face form, or a hub id")
+    parser.add_argument("--strict", action="store_true", help="stop at a line that cannot be done")
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="FIELD",
+        help="let lines have this field too, and copy it to the result; repeat it for several",
+    )
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json.loads,
+        metavar="JSON",
+        help="for the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    llm = parser.add_argument_group("options of the LLM")
+    add_flags(llm, Config, leave_out={"model"})
+    sampling = parser.add_argument_group(
+        "sampling",
+        "where a line does not say it. A line without a seed draws by one that is made of --seed "
+        "and the line's number.",
+    )
+    add_flags(sampling, SamplingParams, leave_out={"seed"})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit code."""
+    try:
+        with interrupts() as stop:
+            job = make_job(args)
+            print(run_job(job, lambda: local_engine(job), stop))
+    except Interrupted as interrupt:
+        say(f"{interrupt}: what is done is kept. The same command goes on from there.")
+        return 128 + interrupt.number
+    except RefusedError as error:
+        say(str(error))
+        return REFUSED
+    except (JobError, OSError) as error:
+        say(str(error))
+        return FAILED
+    except Exception as error:  # of the engine: whoever puts it right needs all of it
+        traceback.print_exc()
+        say(f"{type(error).__name__}: {error}. What is done is kept: the same command goes on.")
+        return FAILED
+    return 0
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    with refusing():
+        config = Config.from_options(args.model, given_flags(args, Config))
+        params = SamplingParams(**given_flags(args, SamplingParams))
+    return Job(
+        input=args.input,
+        output=args.output,
+        config=config,
+        params=params,
+        template_options=args.chat_template_kwargs,
+        keep=tuple(args.keep),
+        strict=args.strict,
+        show_progress=not args.quiet,
+    )
+
+
+@contextmanager
+def local_engine(job: Job) -> Iterator[Worker]:
+    options: dict[str, Any] = {
+        field.name: getattr(job.config, field.name) for field in fields(Config)
+    }
+    policy = None
+    if job.config.scheduling_policy == "throughput" and (rolling := room("policies.rolling")):
+        policy = rolling.RollingPolicy(num_ahead(job.config.max_num_seqs))
+        options["scheduling_policy"] = policy
+    with refusing():
+        llm = LLM(options.pop("model"), **options)
+    with llm:
+        yield Worker(llm, policy)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What the library refuses inside, the job refuses in the same words."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise RefusedError(str(error)) from error
+
+
+class Interrupted(BaseException):
+    """A signal asks the job to end. No `except Exception` catches it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], None]]:
+    """Let Ctrl-C and SIGTERM end what runs inside.
+
+    Yields a function to call between two steps, when nothing is half done. Until its first call a
+    signal ends all at once. After that the function does it, or a second signal.
+    """
+    is_patient = False
+    asked: list[int] = []
+
+    def between_steps() -> None:
+        nonlocal is_patient
+        is_patient = True
+        if asked:
+            raise Interrupted(asked[0])
+
+    def handle(number: int, _: object) -> None:
+        asked.append(number)
+        if len(asked) > 1 or not is_patient:
+            raise Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handle) for number in numbers]
+    try:
+        yield between_steps
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+
+def say(message: str) -> None:
+    print(f"nanovllm run: {message}", file=sys.stderr)

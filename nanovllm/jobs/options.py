@@ -1,0 +1,86 @@
+"""Options of the command line, made from the fields of the classes that check them.
+
+A new field of `Config` or `SamplingParams` is a new flag, described by the class's docstring.
+"""
+
+import argparse
+import inspect
+import re
+import types
+from collections.abc import Callable
+from dataclasses import Field, fields
+from typing import Any, Union, get_args, get_origin
+
+NONE = "none"  # how a flag says None
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def add_flags(parser: argparse._ArgumentGroup, options: type, leave_out: set[str]) -> None:
+    """A flag for each field: --max-tokens for max_tokens. One that is not given sets nothing."""
+    described = descriptions(options)
+    for field in fields(options):
+        if field.name in leave_out:
+            continue
+        text = described.get(field.name, "")
+        if field.default != ():
+            text += f" (default: {str(field.default).lower()})"
+        # As Python writes the name, too; the help says it once.
+        spellings = {
+            "--" + field.name: argparse.SUPPRESS,
+            "--" + field.name.replace("_", "-"): text.replace("%", "%%"),
+        }
+        for flag, shown in spellings.items():
+            parser.add_argument(
+                flag,
+                dest=f"{options.__name__}.{field.name}",
+                default=argparse.SUPPRESS,
+                help=shown,
+                **how_to_read(field),
+            )
+
+
+def given_flags(args: argparse.Namespace, options: type) -> dict[str, Any]:
+    """The fields that were given, by name."""
+    begin = options.__name__ + "."
+    return {
+        name.removeprefix(begin): value
+        for name, value in vars(args).items()
+        if name.startswith(begin)
+    }
+
+
+def descriptions(options: type) -> dict[str, str]:
+    """What a class's docstring says of each field: "name: text", further lines indented."""
+    found = re.findall(
+        r"^(\w+): (.+(?:\n +.+)*)", inspect.cleandoc(options.__doc__ or ""), flags=re.MULTILINE
+    )
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+def how_to_read(field: Field) -> dict[str, Any]:
+    """What argparse must know to read a field of this type."""
+    members = _members(field.type)
+    kinds = members - {types.NoneType}
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    if lists := [kind for kind in kinds if get_origin(kind) is list]:
+        (item,) = get_args(lists[0])
+        return {"action": "append", "type": item, "metavar": METAVARS[item]}
+    kind = int if int in kinds else float if float in kinds else str
+    return {
+        "type": _or_none(kind) if types.NoneType in members else kind,
+        "metavar": METAVARS[kind],
+    }
+
+
+def _members(annotation: Any) -> set[Any]:
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    return set(get_args(annotation)) if is_union else {annotation}
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text.lower() == NONE else kind(text)
+
+    read.__name__ = getattr(kind, "__name__", "value")  # argparse names it in its errors
+    return read
