@@ -106,7 +106,7 @@ def readers(tmp_path_factory):
 
 
 def test_it_is_short():
-    assert USERS.stat().st_size <= 17_000
+    assert USERS.stat().st_size <= 15_000
 
 
 def test_its_examples_run_and_none_downloads(users):
