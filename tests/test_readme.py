@@ -340,7 +340,7 @@ def test_each_command_of_an_experiment_runs(number, monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(bench, "ROUNDS", {"conversations": 2})
     for line in bench_commands(experiment(number, "bash")):
         arguments = shlex.split(line.replace("run.html", str(tmp_path / "run.html")))
-        few = ["--model", "tiny", "--requests", "4", "--repeat", "1"]
+        few = ["--model", "tiny", "--requests", "2", "--repeat", "1"]
         run(monkeypatch, *arguments, *few)
         out = capsys.readouterr().out
         assert ("slots unused" in out) == ("--trace" in line) == (tmp_path / "run.html").exists()
@@ -366,8 +366,8 @@ def test_the_changes_of_the_experiments_make_a_library_that_runs(tmp_path):
         path, diff = experiment(number, "diff").removeprefix("--- ").split("\n", 1)
         code = (tmp_path / path).read_text() + experiment(number, "python")
         (tmp_path / path).write_text(changed(code, diff))
-    command = [sys.executable, "bench.py", "--model", "tiny", "--workload", "laptop"]
-    command += ["--requests", "6", "--repeat", "2", "--options", '{"kernels": "plain"}']
+    command = [sys.executable, "bench.py", "--model", "tiny", "--workload", "small"]
+    command += ["--requests", "2", "--repeat", "1", "--options", '{"kernels": "plain"}']
     done = subprocess.run(
         command,
         cwd=tmp_path,
@@ -376,7 +376,7 @@ def test_the_changes_of_the_experiments_make_a_library_that_runs(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "laptop" in done.stdout
+    assert "small" in done.stdout
 
 
 # Both.
