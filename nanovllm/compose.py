@@ -115,24 +115,18 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
     check_kernels(config, device)
     if config.kernels == "compile":
         return import_module("nanovllm.kernels.compile").compile_layers
-    if config.kernels == "cpp":
-        return import_module("nanovllm.cpu.cpp_layers").speed_up_by_cpp
     if config.kernels == "auto" and device.type == "cpu" and (cpu := room("cpu.layers")):
         return cpu.speed_up
     return None
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Refuse kernels that do not suit the device or each other."""
+    """Refuse an attention backend that does not suit the kernels or the device."""
     kernels, attention = config.kernels, config.attention_backend
     if kernels != "auto" and attention not in ("auto", "torch"):
         raise ValueError(
             f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is "
             f"{attention!r}: use 'auto' for one of them"
-        )
-    if kernels == "cpp" and device.type != "cpu":
-        raise ValueError(
-            f"kernels is 'cpp', but device is {device}: use kernels='auto', or device='cpu'"
         )
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
         raise ValueError(

@@ -88,7 +88,7 @@ ACCELERATORS = re.compile(
     re.I,
 )
 # What a user types, so that config.py must say it.
-OPTIONS = {"cuda", "triton", "flash", "cpp", "symmetric_memory"}
+OPTIONS = {"cuda", "triton", "flash", "symmetric_memory"}
 
 MOST_COLUMNS = 100
 MOST_LINES = 50

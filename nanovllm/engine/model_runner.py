@@ -75,7 +75,7 @@ class ModelRunner:
     of this runner.
     """
 
-    attention_name = "plain"
+    attention_name = SelfAttention.attention_name
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class ModelRunner:
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
         self.model = self._build_model(hf_config)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
@@ -117,7 +118,7 @@ class ModelRunner:
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             attention=self.attention_name,
-            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
         )
 
@@ -133,6 +134,7 @@ class ModelRunner:
             load_weights(self.model, folder)
         if self.transform is not None:
             self.transform(self.model)
+            self.attention_name = self.attention_layers[0].attention_name
 
     @torch.inference_mode()
     def _allocate(self) -> None:
