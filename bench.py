@@ -7,7 +7,8 @@
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
     python bench.py --policy fcfs,shortest-first    who waits how long under which scheduling policy
-    python bench.py --trace run.html                a page that replays it, block by block
+    python bench.py --trace run.html                its figures, and a page that replays every step
+    python bench.py --workload conversations --requests 24    a part of a workload
     python bench.py --host                          what a step costs the host, without the device
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
@@ -385,7 +386,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     if args.plot:
         engine.llm.on_step(steps.append)
     for name in args.workload.split(","):
-        work = workload(name, engine.vocab)
+        work = workload(name, engine.vocab)[: args.requests]
         seconds = []
         for repeat in range(args.repeat):
             steps.clear()  # a picture is of the last run, and so is a trace
@@ -396,6 +397,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
             workload=name,
+            requests=len(work),
             seconds=best,
             first_seconds=seconds[0],
             runs=seconds,
@@ -409,9 +411,21 @@ def measure(args: argparse.Namespace) -> list[dict]:
         if args.plot:
             plot_run(steps, name, common["device"], args)
     if args.trace:
+        events = engine.llm.engine.recorder.events
         engine.llm.close()
-        print(f"              replayed in {args.trace}")
+        rows[-1]["trace"] = print_trace(events, args.trace)
     return rows
+
+
+def print_trace(events: list, path: Path) -> dict:
+    """What the last run was like; returns its figures."""
+    from nanovllm.trace.summary import Summary
+
+    summary = Summary(events)
+    print(f"              the last run, replayed in {path}:")
+    for line in summary.lines():
+        print(f"              {line}", flush=True)
+    return summary.figures()
 
 
 def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
@@ -467,7 +481,7 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
     engine = NanovllmEngine(folder, dummy, args)
     rows = []
     for name in args.workload.split(","):
-        work = workload(name, engine.vocab)
+        work = workload(name, engine.vocab)[: args.requests]
         if len(work) < 2:
             raise ValueError(f"--policy: workload {name} has one request, which waits for no other")
         # The first run compiles and captures.
@@ -640,6 +654,8 @@ def compare(args: argparse.Namespace) -> list[dict]:
             options = {"engine": engine, "json": file.name}
             for name in ("model", "workload", "repeat", "max_model_len", "tensor_parallel_size"):
                 options[name] = getattr(args, name)
+            if args.requests:
+                options["requests"] = args.requests
             if engine == "nanovllm":
                 options["options"] = args.options
             command = [sys.executable, "-u", __file__]
@@ -722,6 +738,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
     help = "one or several, separated by commas; default: bench on a GPU, laptop without one"
     add("--workload", help=help)
+    add("--requests", metavar="N", type=int, help="run the first N requests of each workload alone")
     add("--repeat", type=int, default=2)
     add("--max-model-len", type=int, default=4096)
     add("--tensor-parallel-size", type=int, default=1)
@@ -732,7 +749,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--plot", metavar="PNG", type=Path, help=help)
     help = "compare scheduling policies, by name or as module:Class, separated by commas"
     add("--policy", metavar="NAMES", help=help)
-    help = "write what the engine did in the last run: a page (.html) or its events (.jsonl)"
+    help = "print and write what the last run did: a page (.html) or its events (.jsonl)"
     add("--trace", metavar="HTML", type=Path, help=help)
     add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     return parser
@@ -745,8 +762,9 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
     if "transformers" in (args.engine, args.compare) and {"logprobs", "penalties"} & names:
         raise ValueError("--workload: transformers has no logprobs and no presence_penalty")
-    if args.repeat < 1:
-        raise ValueError(f"--repeat is {args.repeat}: use 1 or more")
+    for option in ("repeat", "requests"):
+        if (count := getattr(args, option)) is not None and count < 1:
+            raise ValueError(f"--{option} is {count}: use 1 or more")
     try:
         options = json.loads(args.options)
     except ValueError as error:

@@ -191,6 +191,19 @@ def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
     ]
 
 
+def test_a_part_of_a_workload_is_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], i) for i in (2, 3, 4)])
+    few = ["--model", "tiny", "--workload", "small", "--requests", "2", "--repeat", "1"]
+    run(monkeypatch, *few, "--json", f"{tmp_path}/out")
+    (row,) = json.loads((tmp_path / "out").read_text())
+    assert (row["requests"], row["output_tokens"]) == (2, 5)
+    served = []
+    serve = bench.serve
+    monkeypatch.setattr(bench, "serve", lambda *args: served.append(args[2]) or serve(*args))
+    run(monkeypatch, *few, "--policy", "fcfs")
+    assert [len(work) for work in served] == [2]
+
+
 def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, capsys):
     monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 5)])
     made = []
@@ -295,6 +308,7 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
     [
         (["--workload", "nope"], "the workloads are"),
         (["--repeat", "0"], "--repeat is 0"),
+        (["--requests", "0"], "--requests is 0"),
         (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
         (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
         (
