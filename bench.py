@@ -378,9 +378,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         options=json.loads(args.options),
         versions=versions(args.engine),
     )
-    start = f"ready after {common['startup_seconds']:.1f} s"
-    about = ", ".join((common["device"], options_name(args.options), start))
-    print(f"{args.engine:>12}  on {about}", flush=True)
+    print_start(common, args)
     rows: list[dict] = []
     steps: list = []
     if args.plot:
@@ -629,6 +627,12 @@ def versions(engine: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+def print_start(common: dict, args: argparse.Namespace) -> None:
+    start = f"ready after {common['startup_seconds']:.1f} s"
+    about = ", ".join((common["device"], options_name(args.options), start))
+    print(f"{common['engine']:>12}  on {about}", flush=True)
 
 
 def print_row(row: dict) -> None:
