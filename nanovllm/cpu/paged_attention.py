@@ -84,11 +84,15 @@ def decode_attention(
     tables: Tensor,
     scale: float,
     window: int | None = None,
+    contain_nan: bool = False,
 ) -> Tensor:
     """Each page of each sequence is an attention problem of its own: q [B, H, D] -> [B, H, D].
 
     Their results are merged by the weight that each page's log-sum-exp gives it, as split-KV
     decoding does (Dao et al. 2023).
+
+    A weight of 0 does not hide a NaN. So where there is one, all is computed again with
+    `contain_nan`, more slowly: it stays with the sequences whose tokens it came from.
     """
     groups, dim = k_cache.shape[2:]
     # The query heads of a group share their K and V: let them be the rows of one small attention
@@ -101,6 +105,9 @@ def decode_attention(
         cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache)
     )
     k, v = (row.view(-1, page, groups, dim).transpose(1, 2) for row in rows)  # [N, G, page, D]
+    if contain_nan:
+        unused = mask.view(-1, 1, page, 1) != 0
+        k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
     # [N, G, H / G, D], [N, G, H / G]
     parts, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         grouped.index_select(0, owner), k, v, attn_mask=mask.to(q.dtype), scale=scale
@@ -111,9 +118,17 @@ def decode_attention(
     weights = (lse - peak.index_select(0, owner)).exp_()
     # Sums over a sequence's pages are products with the matrix of which page is whose: adding up by
     # index is slower.
-    total = members @ weights  # [B, H]
-    merged = members @ (parts.float() * weights.view(*parts.shape[:-1], 1)).flatten(1)  # [B, H D]
-    return (merged.view(*total.shape, dim) / total.unsqueeze(-1)).to(q.dtype).view(q.shape)
+    weighted = (parts.float() * weights.view(*parts.shape[:-1], 1)).flatten(1)  # [N, H D]
+    if contain_nan:
+        total, merged = (
+            x.new_zeros(len(q), x.shape[1]).index_add_(0, owner, x) for x in (weights, weighted)
+        )
+    else:
+        total, merged = members @ weights, members @ weighted  # [B, H], [B, H D]
+    out = merged.view(*total.shape, dim) / total.unsqueeze(-1)
+    if not contain_nan and out.isnan().any():
+        return decode_attention(q, k_cache, v_cache, lens, tables, scale, window, True)
+    return out.to(q.dtype).view(q.shape)
 
 
 # Of the last step, for each window: all layers that have it ask for the same one.
