@@ -101,10 +101,7 @@ def decode_attention(
     page = math.gcd(k_cache.shape[1], PAGE)
     # N pages in all
     owner, pages, mask, members = _split_into_pages(lens, tables, k_cache.shape[1], page, window)
-    rows = (
-        cache.view(-1, page * groups * dim).index_select(0, pages) for cache in (k_cache, v_cache)
-    )
-    k, v = (row.view(-1, page, groups, dim).transpose(1, 2) for row in rows)  # [N, G, page, D]
+    k, v = (_read_pages(cache, pages, page) for cache in (k_cache, v_cache))
     if contain_nan:
         unused = mask.view(-1, 1, page, 1) != 0
         k, v = k.masked_fill(unused, 0), v.masked_fill(unused, 0)
@@ -116,19 +113,26 @@ def decode_attention(
     peak = lse.new_full((q.shape[0], lse.shape[1]), float("-inf"))
     peak = peak.scatter_reduce_(0, owner.unsqueeze(1).expand_as(lse), lse, "amax")
     weights = (lse - peak.index_select(0, owner)).exp_()
-    # Sums over a sequence's pages are products with the matrix of which page is whose: adding up by
-    # index is slower.
     weighted = (parts.float() * weights.view(*parts.shape[:-1], 1)).flatten(1)  # [N, H D]
     if contain_nan:
         total, merged = (
             x.new_zeros(len(q), x.shape[1]).index_add_(0, owner, x) for x in (weights, weighted)
         )
     else:
+        # Sums over a sequence's pages are products with the matrix of which page is whose: adding
+        # up by index is slower.
         total, merged = members @ weights, members @ weighted  # [B, H], [B, H D]
     out = merged.view(*total.shape, dim) / total.unsqueeze(-1)
     if not contain_nan and out.isnan().any():
         return decode_attention(q, k_cache, v_cache, lens, tables, scale, window, True)
     return out.to(q.dtype).view(q.shape)
+
+
+def _read_pages(cache: Tensor, pages: Tensor, page: int) -> Tensor:
+    """[N, G, page, D] of N pages of the cache."""
+    groups, dim = cache.shape[2:]
+    rows = cache.view(-1, page * groups * dim).index_select(0, pages)
+    return rows.view(-1, page, groups, dim).transpose(1, 2)
 
 
 # Of the last step, for each window: all layers that have it ask for the same one.
