@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 import torch
-from call_helpers import check_empty, completed, generate, make_folder, make_llm, random_prompts
+from call_helpers import check_empty, completed, generate, make_folder, random_prompts
+from call_helpers import make_llm as make_llm_anywhere
 from job_helpers import arguments, read_lines, write_lines
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,12 @@ from nanovllm.engine.scheduler import InvalidLogitsError
 from nanovllm.layers.attention import SelfAttention
 
 PROMPTS = random_prompts(7, seed=3)
+
+
+def make_llm(folder, **options):
+    return make_llm_anywhere(folder, device="cpu", **options)
+
+
 # Half of the texts are read as they grow.
 PARAMS = [
     SamplingParams(
@@ -143,8 +150,11 @@ def test_a_tokenizer_that_fails_to_encode_says_so_and_nothing_is_queued(
 
 @pytest.fixture(scope="module")
 def poisoned(folder, tmp_path_factory):
-    """The same model, but one token makes NaN of all that follows it."""
-    copy = shutil.copytree(folder, tmp_path_factory.mktemp("poisoned"), dirs_exist_ok=True)
+    return poison(shutil.copytree(folder, tmp_path_factory.mktemp("x") / "poisoned"))
+
+
+def poison(copy):
+    """Let one token of the model in a folder make NaN of all that follows it."""
     index = json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"]
     path = copy / index["model.embed_tokens.weight"]
     tensors = load_file(path)
