@@ -7,13 +7,14 @@
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
     python bench.py --policy fcfs,shortest-first    who waits how long under which scheduling policy
-    python bench.py --trace run.html                a page that replays it, block by block
+    python bench.py --trace run.html                its figures, and a page that replays every step
+    python bench.py --workload conversations --requests 24    a part of a workload
     python bench.py --host                          what a step costs the host, without the device
 
 Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
 weights, so that nothing is downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b.
-Times are the best of --repeat runs. The library's default options are measured, those that every
-user gets, but for what --options says.
+Times are the first and the best of --repeat runs. The library's default options are measured, those
+that every user gets, but for what --options says.
 """
 
 import argparse
@@ -58,8 +59,18 @@ WORKLOADS = {
     "lognormal": "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
     "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
     "small": "8 requests, 16-128 in, 32 out, greedy",
+    "qwen-sampling": "256 requests of bench, with top_p 0.95 and top_k 20: Qwen3's own settings",
+    "logprobs": "256 requests of bench, with logprobs 1",
+    "penalties": "256 requests of bench, with presence_penalty 1",
 }
 GREEDY = ("laptop", "small")
+# What the requests of a workload ask for beside a temperature, which is 0.6 unless it is greedy.
+# Their prompts are those of bench.
+ASKED = {
+    "qwen-sampling": dict(top_p=0.95, top_k=20),
+    "logprobs": dict(logprobs=1),
+    "penalties": dict(presence_penalty=1.0),
+}
 ROUNDS = {"conversations": 5}  # calls one after the other; of others 1
 NEW_TOKENS = 64  # of each further round
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
@@ -112,16 +123,21 @@ def workload(name: str, vocab: int) -> Work:
             for _ in range(768)
         ]
     else:
-        work = next(work for key, work in workloads() if key == name)
+        drawn_as = "bench" if name in ASKED else name
+        work = next(work for key, work in workloads() if key == drawn_as)
     return [([token % vocab for token in prompt], length) for prompt, length in work]
 
 
 def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
     """Change the first token of each prompt.
 
-    So a prefix cache helps inside a workload, but not between repeats.
+    So a prefix cache helps inside a workload, but not between repeats, nor between workloads with
+    the same prompts.
     """
-    first = [20000 + 300 * repeat + (0 if name == "shared" else i % 256) for i in range(len(work))]
+    begin = 20000 + 300 * repeat
+    if name in ASKED:
+        begin += 30000 * (1 + list(ASKED).index(name))
+    first = [begin + (0 if name == "shared" else i % 256) for i in range(len(work))]
     return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
 
 
@@ -199,12 +215,10 @@ class NanovllmEngine:
         )
         self.vocab = self.llm.engine.vocab_size
 
-    def run(self, work: Work, temperature: float) -> list[list[int]]:
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
         from nanovllm import SamplingParams
 
-        params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True) for _, n in work
-        ]
+        params = [SamplingParams(**sampling, max_tokens=n, ignore_eos=True) for _, n in work]
         outputs = self.llm.generate([prompt for prompt, _ in work], params, use_tqdm=SHOWN)
         return [output["token_ids"] for output in outputs]
 
@@ -223,11 +237,11 @@ class VllmEngine:
         )
         self.vocab = self.llm.llm_engine.model_config.get_vocab_size()
 
-    def run(self, work: Work, temperature: float) -> list[list[int]]:
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+            SamplingParams(**sampling, max_tokens=n, ignore_eos=True, detokenize=False)
             for _, n in work
         ]
         outputs = self.llm.generate(
@@ -253,8 +267,8 @@ class TransformersEngine:
         self.model = loaded.to(self.device, dtype).eval()
         self.vocab = self.model.config.vocab_size
 
-    def run(self, work: Work, temperature: float) -> list[list[int]]:
-        torch, outputs = self.torch, []
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
+        torch, outputs, random = self.torch, [], sampling["temperature"] > 0
         for start in range(0, len(work), 16):
             batch = work[start : start + 16]
             width, length = max(len(prompt) for prompt, _ in batch), max(n for _, n in batch)
@@ -263,11 +277,6 @@ class TransformersEngine:
             for i, (prompt, _) in enumerate(batch):
                 ids[i, width - len(prompt) :] = torch.tensor(prompt)
                 mask[i, width - len(prompt) :] = 1
-            sampling = (
-                dict(do_sample=True, temperature=temperature)
-                if temperature
-                else dict(do_sample=False)
-            )
             with torch.inference_mode():
                 rows = self.model.generate(
                     ids.to(self.device),
@@ -275,7 +284,7 @@ class TransformersEngine:
                     min_new_tokens=length,
                     max_new_tokens=length,
                     pad_token_id=0,
-                    **sampling,
+                    **(sampling | dict(do_sample=True) if random else dict(do_sample=False)),
                 )
             # The rest of each row was made for nothing.
             outputs += [row[width : width + n] for row, (_, n) in zip(rows.tolist(), batch)]
@@ -360,7 +369,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     limits = ceilings() if args.model in SHAPES else None
     begin = time.perf_counter()
     engine = ENGINES[args.engine](folder, dummy, args)
-    engine.run([([1, 2, 3], 16)], 0.0)
+    engine.run([([1, 2, 3], 16)], dict(temperature=0.0))
     common = dict(
         engine=args.engine,
         model=args.model,
@@ -369,13 +378,15 @@ def measure(args: argparse.Namespace) -> list[dict]:
         options=json.loads(args.options),
         versions=versions(args.engine),
     )
-    print(f"{args.engine:>12}  on {common['device']}, {options_name(args.options)}", flush=True)
+    start = f"ready after {common['startup_seconds']:.1f} s"
+    about = ", ".join((common["device"], options_name(args.options), start))
+    print(f"{args.engine:>12}  on {about}", flush=True)
     rows: list[dict] = []
     steps: list = []
     if args.plot:
         engine.llm.on_step(steps.append)
     for name in args.workload.split(","):
-        work = workload(name, engine.vocab)
+        work = workload(name, engine.vocab)[: args.requests]
         seconds = []
         for repeat in range(args.repeat):
             steps.clear()  # a picture is of the last run, and so is a trace
@@ -386,7 +397,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
         limit = roofline(args.model, work, name, *limits) if limits else None
         row = common | dict(
             workload=name,
+            requests=len(work),
             seconds=best,
+            first_seconds=seconds[0],
             runs=seconds,
             output_tokens=tokens,
             output_tokens_per_second=tokens / best,
@@ -398,9 +411,21 @@ def measure(args: argparse.Namespace) -> list[dict]:
         if args.plot:
             plot_run(steps, name, common["device"], args)
     if args.trace:
+        events = engine.llm.engine.recorder.events
         engine.llm.close()
-        print(f"              replayed in {args.trace}")
+        rows[-1]["trace"] = print_trace(events, args.trace)
     return rows
+
+
+def print_trace(events: list, path: Path) -> dict:
+    """What the last run was like; returns its figures."""
+    from nanovllm.trace.summary import Summary
+
+    summary = Summary(events)
+    print(f"              the last run, replayed in {path}:")
+    for line in summary.lines():
+        print(f"              {line}", flush=True)
+    return summary.figures()
 
 
 def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
@@ -408,13 +433,14 @@ def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespac
     count = 2 if args.policy else args.repeat
     print(f"{name}: run {repeat + 1} of {count}", file=sys.stderr, flush=True)
     fresh = refresh(work, name, repeat, engine.vocab)
+    sampling = dict(temperature=0.0 if name in GREEDY else 0.6) | ASKED.get(name, {})
     outputs: list[list[int]] = []
     tokens, seconds = 0, 0.0
     for round in range(ROUNDS.get(name, 1)):
         if outputs:
             fresh = next_round(fresh, outputs, round, engine.vocab)
         begin = time.perf_counter()
-        outputs = engine.run(fresh, 0.0 if name in GREEDY else 0.6)
+        outputs = engine.run(fresh, sampling)
         seconds += time.perf_counter() - begin
         tokens += sum(map(len, outputs))
     wanted = num_output_tokens(work, name)
@@ -455,7 +481,7 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
     engine = NanovllmEngine(folder, dummy, args)
     rows = []
     for name in args.workload.split(","):
-        work = workload(name, engine.vocab)
+        work = workload(name, engine.vocab)[: args.requests]
         if len(work) < 2:
             raise ValueError(f"--policy: workload {name} has one request, which waits for no other")
         # The first run compiles and captures.
@@ -610,23 +636,29 @@ def print_row(row: dict) -> None:
         f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
     )
     print(
-        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} {row['seconds']:8.3f} s  "
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} first "
+        f"{row['first_seconds']:8.3f} s, best of {len(row['runs'])} {row['seconds']:8.3f} s  "
         f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
         flush=True,
     )
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
-    """Run nanovllm and the other engine in processes of their own, and print one table."""
+    """Run nanovllm and the other engine in processes of their own, and print one table.
+
+    Each prints its rows as they come.
+    """
     results: dict[str, dict[str, dict]] = {}
     for engine in ("nanovllm", args.compare):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             options = {"engine": engine, "json": file.name}
             for name in ("model", "workload", "repeat", "max_model_len", "tensor_parallel_size"):
                 options[name] = getattr(args, name)
+            if args.requests:
+                options["requests"] = args.requests
             if engine == "nanovllm":
                 options["options"] = args.options
-            command = [sys.executable, __file__]
+            command = [sys.executable, "-u", __file__]
             for name, value in options.items():
                 command += [f"--{name.replace('_', '-')}", str(value)]
             if subprocess.run(command).returncode:
@@ -640,15 +672,17 @@ def compare(args: argparse.Namespace) -> list[dict]:
 def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
     """Two engines' rows, by workload, as a table in Markdown."""
     one = next(iter(ours.values()))
-    setting = f"{args.model} on {one['device']}; seconds, best of {args.repeat}"
-    print(f"\n{setting}; nanovllm: {options_name(args.options)}\n")
+    setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
+    print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(args.options)}\n")
     titles = ("workload", "nanovllm", args.compare, f"{args.compare} / nanovllm")
     print(f"| {' | '.join(titles)} | nanovllm of roofline |")
     print("| --- | --- | --- | --- | --- |")
     for name, row in ours.items():
         fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
-        own, other = row["seconds"], theirs[name]["seconds"]
-        print(f"| {name} | {own:.3f} | {other:.3f} | {other / own:.2f} | {fraction} |")
+        pairs = [(each["first_seconds"], each["seconds"]) for each in (row, theirs[name])]
+        times = [f"{first:.3f}, {best:.3f}" for first, best in pairs]
+        ratio = ", ".join(f"{other / own:.2f}" for own, other in zip(*pairs))
+        print(f"| {name} | {' | '.join(times)} | {ratio} | {fraction} |")
     start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
     print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
 
@@ -704,6 +738,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
     help = "one or several, separated by commas; default: bench on a GPU, laptop without one"
     add("--workload", help=help)
+    add("--requests", metavar="N", type=int, help="run the first N requests of each workload alone")
     add("--repeat", type=int, default=2)
     add("--max-model-len", type=int, default=4096)
     add("--tensor-parallel-size", type=int, default=1)
@@ -714,7 +749,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--plot", metavar="PNG", type=Path, help=help)
     help = "compare scheduling policies, by name or as module:Class, separated by commas"
     add("--policy", metavar="NAMES", help=help)
-    help = "write what the engine did in the last run: a page (.html) or its events (.jsonl)"
+    help = "print and write what the last run did: a page (.html) or its events (.jsonl)"
     add("--trace", metavar="HTML", type=Path, help=help)
     add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
     return parser
@@ -722,10 +757,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what is wrong."""
-    if unknown := [name for name in args.workload.split(",") if name not in WORKLOADS]:
+    names = set(args.workload.split(","))
+    if unknown := sorted(names - WORKLOADS.keys()):
         raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")
-    if args.repeat < 1:
-        raise ValueError(f"--repeat is {args.repeat}: use 1 or more")
+    if "transformers" in (args.engine, args.compare) and {"logprobs", "penalties"} & names:
+        raise ValueError("--workload: transformers has no logprobs and no presence_penalty")
+    for option in ("repeat", "requests"):
+        if (count := getattr(args, option)) is not None and count < 1:
+            raise ValueError(f"--{option} is {count}: use 1 or more")
     try:
         options = json.loads(args.options)
     except ValueError as error:

@@ -94,8 +94,7 @@ def build_runner(
     """One rank's runner, with what makes it fast on its device."""
     device = choose_device(config.device, group.rank)
     options: dict[str, Any] = dict(device=device, group=group, **sizes)
-    if resampler := room("sampling.resampler"):
-        options["make_resampler"] = resampler.Resampler
+    options["make_resampler"] = choose_resampler(config, device)
     runner_class = ModelRunner
     if device.type == "cuda" and (gpu := room("gpu.runner")):
         runner_class = gpu.CUDAModelRunner
@@ -115,24 +114,26 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
     check_kernels(config, device)
     if config.kernels == "compile":
         return import_module("nanovllm.kernels.compile").compile_layers
-    if config.kernels == "cpp":
-        return import_module("nanovllm.cpu.cpp_layers").speed_up_by_cpp
     if config.kernels == "auto" and device.type == "cpu" and (cpu := room("cpu.layers")):
         return cpu.speed_up
     return None
 
 
+def choose_resampler(config: Config, device: torch.device) -> Callable[[ModelRunner], Any] | None:
+    """What makes the sampler for requests that ask for more than temperature and seed."""
+    if device.type == "cuda" and config.kernels == "auto" and (gpu := room("gpu.resampler")):
+        return gpu.make_resampler
+    plain = room("sampling.resampler")
+    return plain.Resampler if plain else None
+
+
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Refuse kernels that do not suit the device or each other."""
+    """Refuse an attention backend that does not suit the kernels or the device."""
     kernels, attention = config.kernels, config.attention_backend
     if kernels != "auto" and attention not in ("auto", "torch"):
         raise ValueError(
             f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is "
             f"{attention!r}: use 'auto' for one of them"
-        )
-    if kernels == "cpp" and device.type != "cpu":
-        raise ValueError(
-            f"kernels is 'cpp', but device is {device}: use kernels='auto', or device='cpu'"
         )
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
         raise ValueError(
@@ -152,6 +153,12 @@ def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractConte
     if computes_here and (threads := room("cpu.threads")):
         return threads.SharedCores().step
     return nullcontext
+
+
+def collect_rarely() -> Callable[[], AbstractContextManager]:
+    """What each call runs inside, so that collecting garbage holds it up less."""
+    garbage = room("cpu.garbage")
+    return garbage.full_collections_are_rare if garbage else nullcontext
 
 
 def describe_device(name: str, count: int) -> str:

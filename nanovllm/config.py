@@ -37,7 +37,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False, None),
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "load_format": ("auto", "dummy"),
-    "kernels": ("auto", "plain", "compile", "cpp"),
+    "kernels": ("auto", "plain", "compile"),
     "attention_backend": ("auto", "flash-attn", "triton", "torch"),
 }
 
@@ -68,9 +68,9 @@ class Config:
         and "longest-first", by max_tokens; "priority", by SamplingParams'; or an object with the
         methods of nanovllm.engine.policy.SchedulingPolicy.
     attention_backend: "auto", "flash-attn", "triton" or "torch".
-    kernels: what the model's layers compute with. "auto": what is made by hand for the device;
-        "plain": PyTorch alone; "compile": torch.compile makes them of the plain layers; "cpp": on a
-        CPU, C++, compiled at the start by g++ or clang++, for float32.
+    kernels: what the model's layers compute with. "auto": what is made by hand for the device (on
+        a CPU and where g++ is, C++ that the first start compiles); "plain": PyTorch alone;
+        "compile": torch.compile makes them of the plain layers.
     overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a
         CPU no.
     seed: seed of the noise for requests that bring none; None: a fresh one each run.

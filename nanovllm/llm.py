@@ -7,7 +7,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import shown
-from nanovllm.compose import build_engine, describe_device, prepare_process, share_cores
+from nanovllm.compose import (
+    build_engine,
+    collect_rarely,
+    describe_device,
+    prepare_process,
+    share_cores,
+)
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics, StepRecord
@@ -57,7 +63,7 @@ class LLM:
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = engine.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
-        self._session = Session(engine, computing=share_cores(engine, config))
+        self._session = Session(engine, collect_rarely(), share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, self.max_model_len, perf_counter() - begin)
 
@@ -247,7 +253,7 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
-        with session.lock, session.running() as (engine, ours):
+        with session.lock, session.calling(), session.running() as (engine, ours):
             session.settled_engine().last_call = Metrics()
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)

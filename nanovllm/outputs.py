@@ -5,6 +5,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from nanovllm.engine.metrics import StepRecord
@@ -49,9 +50,21 @@ def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[
         text = text_of[seq.id] if seq.text is None else seq.text.text
         completion = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
         if seq.params.logprobs is not None:
-            completion["logprobs"] = seq.logprobs
+            completion["logprobs"] = read_logprobs(seq.logprobs)
         completions.append(completion)
     return completions
+
+
+def read_logprobs(records: list[bytes]) -> list[dict[int, float]]:
+    """Of each token a record: int32 token ids, each before its log-probability, a float32.
+
+    Steps leave records, because a step has no time to make a dict for each of its tokens.
+    """
+    if not records:
+        return []
+    ids = np.frombuffer(b"".join(records), dtype=np.int32).reshape(len(records), -1, 2)
+    values = ids.view(np.float32)
+    return [dict(zip(*row)) for row in zip(ids[..., 0].tolist(), values[..., 1].tolist())]
 
 
 class Progress:

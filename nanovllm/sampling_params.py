@@ -123,9 +123,14 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether temperature and seed alone decide, and nothing but the token is asked for."""
+        return self.logprobs is None and self.samples_plainly
+
+    @property
+    def samples_plainly(self) -> bool:
+        """Whether temperature and seed alone decide which token is sampled."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
-        return no_filter and self.min_tokens == 0 and self.logprobs is None and not self.penalizes
+        return no_filter and self.min_tokens == 0 and not self.penalizes
 
 
 @dataclass(frozen=True, slots=True)

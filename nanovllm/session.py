@@ -27,7 +27,7 @@ class ClosedError(ValueError):
 class Session:
     """An engine, and who uses it.
 
-    `computing`: what each step runs inside.
+    `calling`: what each call runs inside; `computing`: what each step does.
 
     lock: held while the engine works. A call may come within another of the same thread.
     requests: those added one by one, their outputs not yet returned by `LLM.step`, by id.
@@ -35,12 +35,16 @@ class Session:
     """
 
     def __init__(
-        self, engine: LLMEngine, computing: Callable[[], AbstractContextManager[Any]]
+        self,
+        engine: LLMEngine,
+        calling: Callable[[], AbstractContextManager[Any]],
+        computing: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.engine: LLMEngine | None = engine  # None once it is closed
         self.lock = RLock()
         self.requests: dict[int, Sequence] = {}
         self.finished: list[Sequence] = []
+        self.calling = calling
         self._computing = computing
         self._observers: list[Callable[[StepRecord], Any]] = []
         self._pid = os.getpid()

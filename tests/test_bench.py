@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ TOTALS = {  # requests, tokens in, tokens out
     "lognormal": (768, 177876, 199419),
     "laptop": (64, 9474, 8491),
     "small": (8, 569, 256),
+    "qwen-sampling": (256, 142827, 133966),
+    "logprobs": (256, 142827, 133966),
+    "penalties": (256, 142827, 133966),
 }
 # Seconds, at 4.3 TB/s and 790 TFLOP/s.
 LIMITS = {
@@ -88,6 +92,16 @@ def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
             (prompt[1:], n) for prompt, n in work[name]
         ]
     assert len({tuple(prompt[:2048]) for prompt, _ in second}) == 1
+
+
+def test_workloads_with_the_same_prompts_share_no_prefix(work):
+    names = ("bench", *bench.ASKED)
+    begins = [
+        {prompt[0] for prompt, _ in bench.refresh(work[name], name, repeat, bench.VOCAB)}
+        for name in names
+        for repeat in range(10)
+    ]
+    assert len(set().union(*begins)) == sum(map(len, begins))
 
 
 def test_each_round_of_a_conversation_begins_with_all_that_was_said(monkeypatch, capsys):
@@ -163,16 +177,31 @@ def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
             row["output_tokens"] == 8
             and len(row["runs"]) == 3
             and row["seconds"] == min(row["runs"]) > 0
+            and row["first_seconds"] == row["runs"][0]
         )
         assert row["output_tokens_per_second"] == pytest.approx(8 / row["seconds"])
         assert row["startup_seconds"] > 0 and row["roofline_seconds"] is None and row["device"]
         assert {"python", "torch", "nanovllm"} <= row["versions"].keys()
         assert row["options"] == json.loads(options)
     out, err = capsys.readouterr()
-    assert re.search(r"nanovllm +tiny +laptop +\d+\.\d+ s", out) and f"options {options}" in out
+    row = r"nanovllm +tiny +laptop +first +\d+\.\d+ s, best of 3 +\d+\.\d+ s"
+    assert re.search(row, out) and f"options {options}" in out
     assert err.splitlines() == [
         f"{name}: run {i} of 3" for name in ("laptop", "bench") for i in (1, 2, 3)
     ]
+
+
+def test_a_part_of_a_workload_is_run(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], i) for i in (2, 3, 4)])
+    few = ["--model", "tiny", "--workload", "small", "--requests", "2", "--repeat", "1"]
+    run(monkeypatch, *few, "--json", f"{tmp_path}/out")
+    (row,) = json.loads((tmp_path / "out").read_text())
+    assert (row["requests"], row["output_tokens"]) == (2, 5)
+    served = []
+    serve = bench.serve
+    monkeypatch.setattr(bench, "serve", lambda *args: served.append(args[2]) or serve(*args))
+    run(monkeypatch, *few, "--policy", "fcfs")
+    assert [len(work) for work in served] == [2]
 
 
 def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, capsys):
@@ -187,6 +216,26 @@ def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, c
         Config.from_options("model", {name: made[0][name]}) == Config("model") for name in made[0]
     )
     assert "the library's default options" in capsys.readouterr().out
+
+
+def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, capsys, tmp_path):
+    runs = {"nanovllm": [2.0, 1.0], "vllm": [3.0, 1.5]}
+    commands = []
+
+    def run_bench(command):
+        engine, path = (command[command.index(name) + 1] for name in ("--engine", "--json"))
+        commands.append(command)
+        row = dict(engine=engine, workload="many", seconds=min(runs[engine]), startup_seconds=5.0)
+        row |= dict(first_seconds=runs[engine][0], device="a GPU", roofline_fraction=0.5)
+        Path(path).write_text(json.dumps([row]))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(bench.subprocess, "run", run_bench)
+    run(monkeypatch, "--model", "qwen3-0.6b", "--workload", "many", "--compare", "vllm")
+    out = capsys.readouterr().out
+    assert "| many | 2.000, 1.000 | 3.000, 1.500 | 1.50, 1.50 | 50% |" in out
+    assert "the library's default options" in out
+    assert all("-u" in command for command in commands), "rows are shown as they come"
 
 
 class LastFirst(SchedulingPolicy):
@@ -259,6 +308,7 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
     [
         (["--workload", "nope"], "the workloads are"),
         (["--repeat", "0"], "--repeat is 0"),
+        (["--requests", "0"], "--requests is 0"),
         (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
         (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
         (

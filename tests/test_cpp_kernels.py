@@ -2,17 +2,21 @@
 transformers.
 """
 
+import os
+import subprocess
+
 import plain_layers as plain
 import pytest
 import torch
-from engine_helpers import PROMPTS, assert_greedy
+from engine_helpers import PROMPTS, assert_greedy, greedy
 
 from nanovllm import LLM
-from nanovllm.cpu import cpp_ops
+from nanovllm.cpu import cpp_ops, layers
 
-# What these kernels do not do is left to others: windows, caps, heads that turn in part.
+KERNELS = ["auto", "plain"]
+# In part these kernels': windows and caps are, other norms and heads that turn in part are not.
 ODD = ["mistral-window", "gemma2", "phi3"]
-needs_compiler = pytest.mark.skipif(cpp_ops.find_compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(cpp_ops.find_compiler() is None, reason="needs g++")
 
 
 @needs_compiler
@@ -46,59 +50,153 @@ def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim
 @needs_compiler
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 24), (4, 4, 64), (6, 1, 16)])
 @pytest.mark.parametrize("rows", [1, 12])
-def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows):
+@pytest.mark.parametrize("options", [(None, None), (20, None), (16, 2.0), (None, 0.7)])
+def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options):
     lens = torch.tensor([1, 15, 16, 17, 40, 64, 3, 33, 5, 48, 2, 63], dtype=torch.int32)[-rows:]
     tables = torch.randperm(64)[: rows * 4].view(rows, 4).int()
     caches = torch.randn(2, 64, 16, kv_heads, dim)
     q = torch.randn(rows, heads + 2 * kv_heads, dim)[:, :heads]  # as a view of projected q, k and v
-    expected = plain.decode_attention(q.contiguous(), *caches, lens, tables, dim**-0.5)
-    torch.testing.assert_close(
-        cpp_ops.decode_attention(q, *caches, lens, tables, dim**-0.5), expected
-    )
+    args = *caches, lens, tables, dim**-0.5
+    expected = plain.decode_attention(q.contiguous(), *args, None, *options)
+    torch.testing.assert_close(cpp_ops.decode_attention(q, *args, *options), expected)
 
 
 @needs_compiler
 @pytest.mark.parametrize("model", ["gqa-2", "gqa-4", "attention-bias", "experts", "llama", *ODD])
 def test_greedy_output_with_cpp_kernels_equals_transformers(get_checkpoint, make_llm, model):
     checkpoint = get_checkpoint(model)
-    assert_greedy(make_llm(checkpoint.folder, kernels="cpp"), checkpoint)
+    llm = make_llm(checkpoint.folder)
+    assert llm.engine.runner.info.attention == "C++"
+    assert_greedy(llm, checkpoint)
 
 
 @needs_compiler
 def test_preemption_and_chunks_do_not_change_greedy_output_with_cpp_kernels(checkpoint, make_llm):
-    llm = make_llm(kernels="cpp", num_kvcache_blocks=9, max_num_batched_tokens=16, overlap=True)
+    llm = make_llm(num_kvcache_blocks=9, max_num_batched_tokens=16, overlap=True)
     assert_greedy(llm, checkpoint, max_tokens=60)
     assert_greedy(llm, checkpoint, PROMPTS[:1])
 
 
-def test_without_a_compiler_the_option_is_refused(checkpoint, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
+@needs_compiler
+def test_an_mlp_that_is_computed_in_parts_computes_the_same(checkpoint, make_llm, monkeypatch):
+    monkeypatch.setattr(layers, "ROWS", 7)
+    assert_greedy(make_llm(), checkpoint)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A user at whose first start nothing is compiled yet; returns the folder of his cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cpp_ops.load.cache_clear()
-    message = "kernels is 'cpp', but CXX is 'no-such-compiler', which names no program: install g"
-    with pytest.raises(ValueError, match=message):
-        LLM(checkpoint.folder, device="cpu", kernels="cpp")
+    yield tmp_path / "cache" / "nanovllm"
+    cpp_ops.load.cache_clear()
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The programs that are run, in their order."""
+    run, seen = subprocess.run, []
+
+    def spy(command, **options):
+        seen.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", spy)
+    return seen
 
 
 @needs_compiler
-def test_the_compiler_may_come_with_options_as_in_make(monkeypatch):
+def test_only_the_first_start_compiles(fresh, commands):
+    assert cpp_ops.load()
+    (kept,) = fresh.iterdir()
+    assert kept.suffix == ".so"
+    cpp_ops.load.cache_clear()
+    assert cpp_ops.load()
+    assert len(commands) == 1 and list(fresh.iterdir()) == [kept]
+
+
+@needs_compiler
+def test_what_is_kept_is_for_one_source_one_command_and_one_cpu(fresh, monkeypatch, tmp_path):
+    places = [cpp_ops.cached_library(["g++", "-O1"]), cpp_ops.cached_library(["g++", "-O2"])]
+    monkeypatch.setattr(cpp_ops, "this_cpu", lambda: "another one")
+    places.append(cpp_ops.cached_library(["g++", "-O2"]))
+    monkeypatch.setattr(cpp_ops, "SOURCE", tmp_path / "newer.cpp")
+    (tmp_path / "newer.cpp").write_text("// another version")
+    places.append(cpp_ops.cached_library(["g++", "-O2"]))
+    assert len({*places}) == 4
+
+
+@needs_compiler
+def test_where_nothing_can_be_kept_each_start_compiles(fresh, commands):
+    fresh.parent.write_text("no folder")
+    for _ in range(2):
+        assert cpp_ops.load()
+        cpp_ops.load.cache_clear()
+    assert len(commands) == 2
+
+
+@needs_compiler
+def test_a_cache_of_another_user_is_not_used(fresh, monkeypatch):
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert cpp_ops.load()
+    assert not list(fresh.iterdir())
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "g++ '", "false", "true"])
+def test_without_a_compiler_that_works_plain_layers_compute(
+    fresh, checkpoint, make_llm, monkeypatch, compiler
+):
+    monkeypatch.setenv("CXX", compiler)
+    llm = make_llm()
+    assert llm.engine.runner.info.attention == "plain"
+    assert_greedy(llm, checkpoint)
+    assert not fresh.exists() or not list(fresh.iterdir())
+
+
+def test_without_onednn_pytorchs_own_products_compute(checkpoint, make_llm, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    llm = make_llm()
+    assert {parameter.layout for parameter in llm.engine.runner.model.parameters()} == {
+        torch.strided
+    }
+    assert_greedy(llm, checkpoint)
+
+
+def test_packing_changes_neither_the_embedding_nor_how_many_parameters_are_told(
+    get_checkpoint, make_llm
+):
+    folder = get_checkpoint("tied").folder
+    packed, plain = (make_llm(folder, kernels=kernels).engine.runner for kernels in KERNELS)
+    assert packed.model.lm_head.weight.layout != torch.strided
+    assert torch.equal(packed.model.model.embed_tokens.weight, plain.model.lm_head.weight)
+    assert packed.info.num_parameters == plain.info.num_parameters
+
+
+@needs_compiler
+def test_the_compiler_may_come_with_options_as_in_make(fresh, monkeypatch):
     monkeypatch.setenv("CXX", "g++ -O2 -DNAME='a b'")
     assert cpp_ops.find_compiler() == ["g++", "-O2", "-DNAME=a b"]
-    cpp_ops.load.cache_clear()
-    cpp_ops.load()
+    assert cpp_ops.load()
 
 
-def test_a_compiler_whose_name_cannot_be_parsed_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("CXX", "g++ '")
-    cpp_ops.load.cache_clear()
-    with pytest.raises(ValueError, match="CXX is .*, which names no program: install"):
-        cpp_ops.load()
+@needs_compiler
+def test_the_kernels_run_on_pytorchs_threads(fresh):
+    """A second OpenMP library would have threads of its own, which spin beside PyTorch's."""
+    assert cpp_ops.load()
+    (library,) = fresh.iterdir()
+    assert b"GOMP_parallel" in library.read_bytes()
+    assert b"libgomp" not in library.read_bytes()
 
 
 def test_another_attention_backend_is_refused(checkpoint):
-    with pytest.raises(ValueError, match="kernels is 'cpp', .* attention_backend is 'triton'"):
-        LLM(checkpoint.folder, device="cpu", kernels="cpp", attention_backend="triton")
+    with pytest.raises(ValueError, match="kernels is 'plain', .* attention_backend is 'triton'"):
+        LLM(checkpoint.folder, device="cpu", kernels="plain", attention_backend="triton")
 
 
-def test_other_dtypes_are_refused(checkpoint):
-    with pytest.raises(ValueError, match="kernels is 'cpp', but dtype is torch.bfloat16"):
-        LLM(checkpoint.folder, device="cpu", kernels="cpp", dtype="bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_other_dtypes_attention_is_plain(make_llm, dtype):
+    llm = make_llm(dtype=dtype)
+    assert llm.engine.runner.info.attention == "plain"
+    (output,) = llm.generate(PROMPTS[:1], greedy(4), use_tqdm=False)
+    assert len(output["token_ids"]) == 4

@@ -211,6 +211,71 @@ def test_any_max_num_seqs_decodes_in_graphs(small, max_num_seqs):
         assert outputs[-1] == tokens(llm.generate(prompts[-1], GREEDY, use_tqdm=False))[0]
 
 
+def forward_graphs(llm):
+    """The graphs of steps with prompts that were captured so far, but for the one that every start
+    captures: tokens, decoding sequences.
+    """
+    keys = llm.engine.runner.graphs._graphs
+    largest = llm.engine.runner._padded.sizes[-1]
+    return {key[1:] for key in keys if key[0] == "forward" and key[1] < largest}
+
+
+def test_a_step_with_prompts_is_replayed_for_other_prompts(small):
+    folder, model = small
+    first = prompts_of((40, 5, 17))
+    second = [prompt[::-1] for prompt in prompts_of((30, 12, 20))]
+    expected = [[greedy(model, prompt, 24) for prompt in prompts] for prompts in (first, second)]
+    with LLM(folder, dtype="float32", num_kvcache_blocks=64) as llm:
+        found = [tokens(llm.generate(first, GREEDY, use_tqdm=False))]
+        captured = forward_graphs(llm)
+        found.append(tokens(llm.generate(second, GREEDY, use_tqdm=False)))
+        assert captured and forward_graphs(llm) == captured
+    assert found == expected
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_prompts_that_come_while_others_decode_join_them_in_a_graph(small, count):
+    """Chunks with a cached part and without, beside few decoding sequences and beside many."""
+    folder, model = small
+    common, own = prompts_of((300, *[i % 30 + 1 for i in range(count)]))[0], prompts_of([9, 40, 1])
+    early = prompts_of([i % 30 + 1 for i in range(count)])
+    late = own + [common + own[0], common + own[1]]
+    with LLM(folder, dtype="float32", num_kvcache_blocks=200) as llm:
+        llm.generate(common, GREEDY, use_tqdm=False)
+        ids = [llm.add_request(prompt, GREEDY) for prompt in early]
+        done = {output["id"]: output for _ in range(8) for output in llm.step()}
+        ids += [llm.add_request(prompt, GREEDY) for prompt in late]
+        while llm.has_unfinished():
+            done |= {output["id"]: output for output in llm.step()}
+        rows = {decodes for _, decodes in forward_graphs(llm)}
+    assert 0 in rows and (32 in rows if count <= 32 else max(rows) > 32)
+    for prompt, request in zip(early + late, ids):
+        assert done[request]["token_ids"] == greedy(model, prompt, 24)
+
+
+def test_the_graphs_fit_beside_a_cache_of_all_memory(large):
+    """Those of steps with prompts are captured when they come: room was left for them."""
+    with LLM(large[0], max_model_len=2048) as llm:
+        assert llm.engine.runner._padded.sizes[-1] > 4000
+        for count in (60, 30, 12, 5, 1):
+            prompts = prompts_of([64 + i % 9 for i in range(count)])
+            assert len(llm.generate(prompts, GREEDY, use_tqdm=False)) == count
+        assert len(forward_graphs(llm)) >= 3
+
+
+def test_prompts_and_decodes_in_windows_run_in_graphs(tmp_path):
+    """Of two layers that see 20 tokens, and one that sees all."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = make_model(
+        tmp_path, use_sliding_window=True, sliding_window=20, max_window_layers=0, layer_types=kinds
+    )
+    prompts = prompts_of([50, 7, 300, *[i % 30 + 1 for i in range(20)]])
+    expected = [greedy(model, prompt, 24) for prompt in prompts]
+    with LLM(tmp_path, dtype="float32", num_kvcache_blocks=64, max_num_seqs=16) as llm:
+        assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+        assert {decodes > 0 for _, decodes in forward_graphs(llm)} == {False, True}
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_experts_decode_in_graphs(get_checkpoint, eager):
     checkpoint = get_checkpoint("experts")

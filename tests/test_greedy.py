@@ -52,6 +52,14 @@ def test_nothing_that_the_engine_does_changes_a_familys_greedy_output(
         assert completion["token_ids"] == checkpoint.expected(LONG, 24)
 
 
+@pytest.mark.parametrize("kernels", ["plain", "compile"])
+def test_layers_of_pytorch_alone_and_of_torch_compile_give_the_same_tokens(
+    checkpoint, make_llm, kernels
+):
+    """In chunks, so that one compiled layer sees many numbers of tokens."""
+    assert_greedy(make_llm(kernels=kernels, max_num_batched_tokens=64), checkpoint)
+
+
 @overlapped
 def test_greedy_output_is_the_same_in_any_batch(checkpoint, make_llm, overlap):
     llm = make_llm(overlap=overlap)

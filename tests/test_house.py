@@ -53,7 +53,8 @@ ROOMS = {
     "trace": set(),
     "cpu": set(),
     "kernels": set(),
-    "gpu": {"kernels"},  # fused layers and graphs launch them
+    # Fused layers and graphs launch kernels, and so does what samples in the sampling room's way.
+    "gpu": {"kernels", "sampling"},
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel
@@ -88,7 +89,7 @@ ACCELERATORS = re.compile(
     re.I,
 )
 # What a user types, so that config.py must say it.
-OPTIONS = {"cuda", "triton", "flash", "cpp", "symmetric_memory"}
+OPTIONS = {"cuda", "triton", "flash", "symmetric_memory"}
 
 MOST_COLUMNS = 100
 MOST_LINES = 50

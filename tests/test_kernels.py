@@ -259,6 +259,19 @@ def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
     torch.testing.assert_close(values, expected_values)
 
 
+@pytest.mark.parametrize("rows", [3, 20])
+def test_sample_passes_over_rows_of_a_temperature_below_0(rows):
+    logits = randn(rows, 3000)
+    temperatures = torch.full((rows,), 0.8, device=DEVICE)
+    at = torch.arange(rows, device=DEVICE)
+    whole, _ = triton_sampling.sample(logits, temperatures, at, at)
+    temperatures[1] = -1
+    logits[1] = torch.nan
+    tokens, values = triton_sampling.sample(logits, temperatures, at, at)
+    assert tokens[1] == 0 and values[1] == 0 and whole[1] != 0
+    assert tokens[0] == whole[0] and tokens[2:].tolist() == whole[2:].tolist()
+
+
 def test_sample_gives_a_tie_to_the_lowest_token():
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [300, 299, 1030, 8888]] = 1.0
@@ -580,6 +593,57 @@ def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
     given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
     caches = poison_unused(caches, lens_k, tables, block_size, given_back)
     assert_close(triton_attention.prefill_attention(q, k, v, *caches, *args), expected)
+
+
+@pytest.mark.parametrize(
+    "splits, window, softcap",
+    [(1, None, None), (4, None, None), (1, 20, None), (4, 90, 1.5), (4, None, 0.7)],
+)
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, block_size", [(4, 2, 80, 16), (8, 1, 128, 256)]
+)
+def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
+    heads, kv_heads, head_dim, block_size, splits, window, softcap, monkeypatch
+):
+    """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows."""
+    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    lens = torch.tensor([260, 3, 0, 0, 0], dtype=torch.int32, device=DEVICE)
+    lens_q = torch.tensor([1, 17, 150])
+    lens_k = lens_q + torch.tensor([70, 0, 128])
+    starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
+    q, k, v = randn(200, heads + 2 * kv_heads, head_dim, dtype=torch.float16).split(
+        [heads, kv_heads, kv_heads], dim=1
+    )
+    caches, tables = paged_cache(8, 300, kv_heads, head_dim, block_size, torch.float16)
+    meta = PrefillMetadata(starts_q, starts_k, 150, 278, tables[5:])
+    masks = window, softcap
+    decoded = plain.decode_attention(q[:2], *caches, lens[:2], tables[:2], 0.1, None, *masks)
+    chunks = q[2:170], k[2:170], v[2:170]
+    prefilled = plain.prefill_attention(*chunks, *caches, meta, 0.1, *masks)
+    first_lens = torch.cat((lens.cpu(), lens_k - lens_q + 1))  # by the first query of each
+    given_back = behind(first_lens, window or 1000)
+    all_lens = torch.cat((lens.cpu(), lens_k))
+    caches = poison_unused(caches, all_lens, tables, block_size, given_back)
+
+    padded_q, padded_k = (F.pad(x, (0, 3)) for x in (starts_q + 2, starts_k))
+    padded_q[4:] = padded_q[3]
+    query_tiles = triton_attention.tile_queries(padded_q, 9)
+    padded = triton_attention.TiledPrefill(
+        padded_q, padded_k, 0, 0, F.pad(tables[5:], (0, 0, 0, 3)), query_tiles
+    )
+    out = torch.full_like(q, 7.0)
+    rows = q[:5], *caches, lens, tables[:5]
+    triton_attention.decode_attention(*rows, 0.1, None, *masks, out=out[:5])
+    triton_attention.prefill_attention(q, k, v, *caches, padded, 0.1, *masks, out=out)
+    assert_close(out[:170], torch.cat((decoded, prefilled)))
+    assert (out[170:] == 7.0).all()
+
+
+def test_query_tiles_are_all_that_chunks_have_and_the_others_lie_behind_the_end():
+    lens = torch.tensor([64, 1, 0, 129, 0])
+    tiles = triton_attention.tile_queries(F.pad(lens.cumsum(0), (1, 0)).int() + 7, 8).tolist()
+    assert tiles[:5] == [[0, 0], [1, 0], [3, 0], [3, 64], [3, 128]]
+    assert all(first >= lens[chunk] for chunk, first in tiles[5:])
 
 
 @needs_tiles

@@ -11,13 +11,15 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
-from test_bench import bench
+from test_bench import bench, run
 from test_scheduler import Server, make_scheduler, make_sequence
 
 import nanovllm
@@ -44,11 +46,16 @@ def section(text: str, heading: str) -> str:
     return re.split(rf"^#{{1,{level}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
 
 
-def code_blocks(path: Path, language: str) -> list[tuple[int, str]]:
+def code_blocks(path: Path | str, language: str) -> list[tuple[int, str]]:
     """The fenced code of a language, each with the number of the line it begins on."""
-    text = path.read_text()
+    text = path.read_text() if isinstance(path, Path) else path
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+def bench_commands(code: str) -> list[str]:
+    """The arguments of each line that runs bench.py."""
+    return re.findall(r"^python bench\.py(.*)$", code.replace("\\\n", ""), flags=re.MULTILINE)
 
 
 def run_examples(path: Path, names: dict, replacements: dict[str, str]) -> None:
@@ -99,7 +106,7 @@ def readers(tmp_path_factory):
 
 
 def test_it_is_short():
-    assert USERS.stat().st_size <= 17_000
+    assert USERS.stat().st_size <= 15_000
 
 
 def test_its_examples_run_and_none_downloads(users):
@@ -180,16 +187,19 @@ def test_its_choices_of_an_option_are_accepted():
 
 def test_its_policies_are_those_of_the_library():
     policies = section(USERS_TEXT, "### Scheduling policies")
-    for name in (r'`"([\w-]+)"`', r"([a-z-]+)"):  # the table of what they do, and the one measured
-        assert re.findall(rf"^\| {name} \|", policies, flags=re.MULTILINE)[-5:] == [*POLICIES]
+    assert re.findall(r'^\| `"([\w-]+)"` \|', policies, flags=re.MULTILINE) == [*POLICIES]
+    measured = section(READERS_TEXT, "### 3. Scheduling policies: who waits for whom")
+    rows = re.findall(r"^\| ([a-z-]+)[ ,]", measured, flags=re.MULTILINE)
+    assert [*dict.fromkeys(rows)] == ["policy", *POLICIES]
 
 
-def test_its_families_are_in_the_registry():
-    families, _ = section(USERS_TEXT, "## Models and limits").split(", from safetensors")
-    named = re.findall(r"[A-Z][\w-]+", families)
-    assert (
-        named and {f"{name.replace('-MoE', 'Moe')}ForCausalLM" for name in named} <= MODELS.keys()
-    )
+def test_its_families_are_those_of_the_registry():
+    table = section(USERS_TEXT, "## Models")
+    rows = re.findall(r"^\| ([A-Z][^|]*) \|", table, flags=re.MULTILINE)
+    named = {name.replace("-MoE", "Moe") for row in rows for name in row.split(", ")}
+    assert named == {
+        name.removesuffix("ForCausalLM") for name in MODELS if "Conditional" not in name
+    }
 
 
 def test_its_rooflines_are_those_that_bench_works_out():
@@ -306,6 +316,69 @@ def test_the_transform_of_its_example_changes_no_result(readers):
     torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 
 
+# Its experiments.
+
+EXPERIMENTS = re.split(r"^### ", section(READERS_TEXT, "## Experiments"), flags=re.MULTILINE)[1:]
+
+
+def experiment(number: int, language: str) -> str:
+    """All code in a language that an experiment has."""
+    return "".join(code for _, code in code_blocks(EXPERIMENTS[number - 1], language))
+
+
+def test_there_are_six_experiments_each_with_a_command_a_change_and_figures():
+    assert [text.split(".")[0] for text in EXPERIMENTS] == ["1", "2", "3", "4", "5", "6"]
+    for number, text in enumerate(EXPERIMENTS, 1):
+        assert bench_commands(experiment(number, "bash")) and experiment(number, "diff")
+        rows = re.findall(r"^\|.*\|$", text, flags=re.MULTILINE)
+        assert len(rows) > 3 and "H200" in rows[0] and len({row.count("|") for row in rows}) == 1
+
+
+@pytest.mark.parametrize("number", range(1, 7))
+def test_each_command_of_an_experiment_runs(number, monkeypatch, capsys, tmp_path):
+    """On few requests, and two rounds of conversations. Nothing is compiled."""
+    monkeypatch.setattr(bench, "ROUNDS", {"conversations": 2})
+    monkeypatch.setattr(torch._dynamo.config, "disable", True)
+    for line in bench_commands(experiment(number, "bash")):
+        arguments = shlex.split(line.replace("run.html", str(tmp_path / "run.html")))
+        few = ["--model", "tiny", "--requests", "2", "--repeat", "1"]
+        run(monkeypatch, *arguments, *few)
+        out = capsys.readouterr().out
+        assert ("slots unused" in out) == ("--trace" in line) == (tmp_path / "run.html").exists()
+        assert all(f"| {name} |" in out for name in POLICIES if "--policy" in line)
+
+
+def changed(text: str, diff: str) -> str:
+    """`text` after a diff without line numbers, whose old lines stand there once."""
+    old, new = (
+        "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in kinds)
+        for kinds in (" -", " +")
+    )
+    assert text.count(old) == 1, diff
+    return text.replace(old, new)
+
+
+def test_the_changes_of_the_experiments_make_a_library_that_runs(tmp_path):
+    """All of them together; nothing is compiled."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=ignored)
+    shutil.copy(ROOT / "bench.py", tmp_path)
+    for number in range(1, 7):
+        path, diff = experiment(number, "diff").removeprefix("--- ").split("\n", 1)
+        (tmp_path / path).write_text(changed((tmp_path / path).read_text(), diff))
+    command = [sys.executable, "bench.py", "--model", "tiny", "--workload", "small"]
+    command += ["--requests", "2", "--repeat", "1", "--options", '{"kernels": "compile"}']
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_COMPILE_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "small" in done.stdout
+
+
 # Both.
 
 
@@ -327,8 +400,7 @@ def test_every_script_and_link_that_is_named_exists(path):
 
 @pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
 def test_commands_of_bench_have_options_and_workloads_that_it_knows(path):
-    commands = "".join(code for _, code in code_blocks(path, "bash"))
-    lines = re.findall(r"^python bench\.py(.*)$", commands, flags=re.MULTILINE)
+    lines = bench_commands("".join(code for _, code in code_blocks(path, "bash")))
     assert lines
     for line in lines:
         args = bench.make_parser().parse_args(shlex.split(line, comments=True))

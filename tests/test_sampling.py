@@ -3,18 +3,16 @@
 import dataclasses
 import math
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 from call_helpers import END, Plain, make_folder, make_llm
+from sampling_helpers import Draws, draw, process, random_params
 
 from nanovllm import SamplingParams
-from nanovllm.engine.model_runner import StepOutput
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling.resampler import Resampler, keep_likeliest
-from nanovllm.sampling_params import SamplingMetadata
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
 
@@ -37,95 +35,6 @@ def llm(folder):
 
 def token_ids(llm, prompts, params):
     return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-# The plain reference: one row, in the order that vLLM documents.
-
-
-def process(
-    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], stop_ids=()
-) -> list[float]:
-    """Logits / temperature after everything, -inf where a token may not be drawn; by Python's
-    own floats.
-    """
-    logits = list(logits)
-    if len(output) < params.min_tokens:
-        for token in stop_ids:
-            logits[token] = -math.inf
-    for token in set(prompt) | set(output):
-        logits[token] *= (
-            1 / params.repetition_penalty if logits[token] > 0 else params.repetition_penalty
-        )
-    for token in set(output):
-        logits[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
-    if params.temperature == 0:
-        best = logits.index(max(logits))
-        return [x if i == best else -math.inf for i, x in enumerate(logits)]
-    logits = [x / params.temperature for x in logits]
-    kept = set(range(len(logits)))
-    if params.min_p:
-        kept = {i for i in kept if math.exp(logits[i] - max(logits)) >= params.min_p}
-    order = sorted(kept, key=lambda i: -logits[i])
-    if params.top_k > 0:
-        order = order[: params.top_k]
-    total, reached, kept = sum(math.exp(logits[i]) for i in order), 0.0, set()
-    for i in order:
-        if reached >= params.top_p and params.top_p < 1:
-            break
-        kept.add(i)
-        reached += math.exp(logits[i]) / total
-    return [x if i in kept else -math.inf for i, x in enumerate(logits)]
-
-
-def draw(
-    logits, params, seeds, prompt=(), output=(), stop_ids=(), group=ParallelGroup(), vocab_size=None
-):
-    """One token for each of the rows of logits, all at the same position."""
-    rows, vocab_size = len(seeds), vocab_size or logits.shape[1]
-    params = params if isinstance(params, list) else [params] * rows
-    length = len(prompt) + len(output)
-    device = logits.device
-    runner = SimpleNamespace(
-        vocab_size=vocab_size,
-        group=group,
-        max_num_seqs=rows,
-        max_model_len=length + 1,
-        _upload=lambda array: torch.from_numpy(array).to(device),
-        _sample_tokens=sample,
-    )
-    resampler = Resampler(runner)
-    for row in range(rows):
-        metadata = SamplingMetadata(
-            params[row], frozenset(stop_ids), len(prompt), [*prompt, *output]
-        )
-        resampler.start(row, metadata)
-    zeros = torch.zeros(rows, device=device)
-    tokens, _ = sample(logits, zeros, seeds, zeros.long())
-    positions = torch.full((rows,), length, dtype=torch.int32, device=device)
-    state = SimpleNamespace(
-        seeds=seeds, last_tokens=torch.zeros(rows, dtype=torch.int64, device=device)
-    )
-    resampler.resample(tuple(range(rows)), StepOutput(tokens, logits, positions), state)
-    assert torch.equal(state.last_tokens, tokens)
-    return tokens
-
-
-def random_params(r: random.Random, **fixed) -> SamplingParams:
-    def maybe(off, on):
-        return off if r.random() < 0.4 else on
-
-    options = dict(
-        temperature=r.choice([0.0, 0.5, 1.0, 1.7]),
-        top_k=maybe(r.choice([0, -1]), r.randint(1, 60)),
-        top_p=maybe(1.0, r.uniform(0.05, 0.99)),
-        min_p=maybe(0.0, r.uniform(0.01, 0.6)),
-        min_tokens=maybe(0, r.randint(1, 12)),
-        repetition_penalty=maybe(1.0, r.uniform(0.5, 2.0)),
-        presence_penalty=maybe(0.0, r.uniform(-2, 2)),
-        frequency_penalty=maybe(0.0, r.uniform(-2, 2)),
-        logprobs=maybe(None, r.randint(0, 5)),
-    )
-    return SamplingParams(**{**options, **fixed})
 
 
 def test_a_special_draw_is_the_plain_reference_with_the_same_noise():
@@ -194,33 +103,53 @@ def test_rows_drawn_together_do_not_bound_each_other():
         assert len(set(tokens[:: len(some)].tolist())) > 7
 
 
+class AllAtOnce(Resampler):
+    rows_at_once = 5000
+
+
+NO_FILTERS = dict(top_k=0, top_p=1.0, min_p=0.0)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         dict(temperature=0.7),
         dict(top_k=3),
+        dict(top_k=4),  # where two are equally likely: neither goes without the other
         dict(top_p=0.8),
         dict(min_p=0.2),
         dict(temperature=1.6, top_k=6, top_p=0.9, min_p=0.05),
+        dict(presence_penalty=1.5),
+        dict(frequency_penalty=-0.6),
         dict(repetition_penalty=1.8, frequency_penalty=0.4, presence_penalty=0.7, top_p=0.95),
+        dict(min_tokens=60, top_p=0.9),
     ],
     ids=lambda options: "-".join(options),
 )
 def test_draws_follow_the_filtered_distribution(options):
-    """Chi-squared over 6000 draws; its upper 1e-4 quantile by Wilson and Hilferty's
+    """Chi-squared over 100,000 draws; its upper 1e-4 quantile by Wilson and Hilferty's
     approximation.
     """
     params = SamplingParams(**options)
-    logits = [2.0, -1.0, 1.5, 0.3, 0.1, -2.0, 1.0, -0.5, 0.8]
-    prompt, output, count = [0, 1, 1], [2, 2, 6], 6000
-    # A plain row does not come here in the engine; here it does, and must be drawn as
-    # kernels.sample draws.
-    tokens = draw(
-        torch.tensor([logits] * count), params, torch.arange(count) * 7919, prompt, output
-    )
-    scores = process(logits, params, prompt, output)
-    total = sum(map(math.exp, scores))
-    expected = [count * math.exp(score) / total for score in scores]
+    inf = math.inf
+    logits = [2.0, -1.0, 1.5, -inf, 0.3, 0.1, -2.0, 1.0, 0.3, -0.5, -inf, 0.8]
+    context, count = ([0, 1, 1], [2, 2, 7], [0, 5]), 100_000
+    rows, seeds = torch.tensor([logits] * 5000), torch.arange(5000) * 7919
+    draws = Draws(rows, params, seeds, *context, make_resampler=AllAtOnce)
+    table = draws.resampler.slots
+    counts = None if table.counts is None else table.counts.clone()
+    drawn = []
+    for position in range(count // len(rows)):
+        drawn.append(draws.run(position)[0])
+        if counts is not None:  # the token that was just drawn is not there the next time
+            table.counts.copy_(counts)
+    tokens = torch.cat(drawn)
+    scores = process(logits, params, *context)
+    # A token as likely as the last one kept is kept too.
+    least = min(score for score in scores if score > -inf)
+    expected_scores = process(logits, dataclasses.replace(params, **NO_FILTERS), *context)
+    weights = [math.exp(x) if x >= least - 1e-9 else 0.0 for x in expected_scores]
+    expected = [count * weight / sum(weights) for weight in weights]
     observed = torch.bincount(tokens, minlength=len(logits)).tolist()
     assert all(n == 0 for n, e in zip(observed, expected) if e == 0)
     chi_squared = sum((n - e) ** 2 / e for n, e in zip(observed, expected) if e)
@@ -237,9 +166,10 @@ def keep(scores, top_k=0, top_p=1.0, min_p=0.0):
 
     kept = keep_likeliest(
         torch.tensor([scores]),
+        column(1.0),
         column(top_k or vocab),
-        column(top_p if top_p < 1 else math.inf),
-        column(min_p),
+        column(top_p),
+        column(math.log(min_p) if min_p else -math.inf),
         (top_k or vocab) if top_k or top_p < 1 else 0,
     )
     return set(kept[0].nonzero().flatten().tolist())
@@ -410,12 +340,12 @@ def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone
     assert token_ids(llm, [[1, 2, 3]] * 3, params)[0] == before[0]
 
 
-def test_without_penalties_no_history_is_kept(folder):
+def test_without_penalties_no_tokens_are_counted(folder):
     with make_llm(folder) as llm:
         token_ids(llm, [[1, 2]], SamplingParams(top_p=0.5, logprobs=2, min_tokens=3, max_tokens=4))
-        assert llm.engine.runner.resampler._history is None
+        assert llm.engine.runner.resampler.slots.counts is None
         token_ids(llm, [[1, 2]], SamplingParams(presence_penalty=0.5, max_tokens=2))
-        assert llm.engine.runner.resampler._history is not None
+        assert llm.engine.runner.resampler.slots.counts is not None
 
 
 def test_min_tokens_holds_back_every_token_that_would_end_the_output(llm):

@@ -21,9 +21,21 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.trace.__main__ import main
-from nanovllm.trace.events import KINDS, Added, Committed, Event, Finished, Launched, Preempted, Run
+from nanovllm.trace.events import (
+    KINDS,
+    Added,
+    Committed,
+    Event,
+    Finished,
+    Launched,
+    Preempted,
+    Released,
+    Run,
+    Started,
+)
 from nanovllm.trace.files import PAGE, PLACE, make_page, read_jsonl, write
 from nanovllm.trace.replay import Replay
+from nanovllm.trace.summary import Summary
 
 ROOT = Path(nanovllm.__file__).parent.parent
 TIGHT = dict(num_kvcache_blocks=14, max_num_seqs=6, max_num_batched_tokens=40)
@@ -129,6 +141,71 @@ def test_the_events_count_what_metrics_counts(make_llm, tmp_path, overlap):
     assert times == sorted(times)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+def test_the_figures_are_those_of_metrics(make_llm, tmp_path, overlap):
+    events = trace_of(make_llm, tmp_path, overlap=overlap)
+    total = json.loads((tmp_path / "metrics.json").read_text())
+    summary = Summary(events)
+    found = summary.figures()
+    for name in ("output_tokens", "preemptions"):
+        assert found[name] == total[name] > 0
+    assert found["blocks_in_use"] / 14 == total["kv_cache_use"]
+    # One more was added, and aborted before it could start.
+    aborted = next(
+        event for event in events if isinstance(event, Finished) and event.reason == "abort"
+    )
+    assert found["requests"] == total["requests"] + 1
+    last = summary._added[aborted.seq]
+    cached = found["prefix_cache_hit_rate"] * found["prompt_tokens"]
+    assert found["prompt_tokens"] - last.prompt_tokens == total["prompt_tokens"]
+    assert cached == pytest.approx(total["prefix_cache_hit_rate"] * total["prompt_tokens"])
+    assert len(summary.first_tokens) == total["requests"]
+    assert found["evictions"] > 0
+    assert len(summary.lines()) == 5
+
+
+def test_figures_are_worked_out_from_times_and_block_tables():
+    run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
+    step = dict(forked=(), grown=(), waiting=0, schedule_seconds=0.01, launch_seconds=0.5)
+    events = [
+        run,
+        Added(1.0, 0, 0, 6, 2),
+        Added(2.0, 1, 1, 3, 1),
+        Started(0, 0, (0, 1), 0, 0),
+        Launched(0, 3.0, 0, ((0, 0, 4),), joined=(), left=(), running=1, blocks_in_use=2, **step),
+        Committed(0, 4.0, 0, 0.25, 0.02),
+        Started(1, 1, (2,), 0, 0),
+        Launched(
+            1,
+            *(5.0, 0, ((0, 4, 6), (1, 0, 3))),
+            **dict(joined=(), left=(), running=2, blocks_in_use=3),
+            **step,
+        ),
+        Committed(1, 8.0, 2, 0.25, 0.02),
+        Finished(8.0, 1, "length", 1),
+        Released(1),
+        Launched(2, 7.0, 1, (), joined=(0,), left=(), running=1, blocks_in_use=2, **step),
+        Committed(2, 9.0, 1, 0.25, 0.02),
+        Finished(9.0, 0, "length", 2),
+        Released(0),
+    ]
+    summary = Summary(events)
+    assert summary.step_seconds == [1.0, 3.0, 1.0], "of the last, what came after the one before"
+    assert summary.first_tokens == {0: 7.0, 1: 6.0}
+    found = summary.figures()
+    # Of 8, 12 and 8 slots, the sequences had written 4, 6 + 3 and 7.
+    assert found["unused_slots"] == (4 + 3 + 1) / 28
+    assert found["seconds"] == 5.0 and found["longest_step"] == 3.0
+    assert found["schedule_seconds"] == pytest.approx(0.09)
+    assert (found["launch_seconds"], found["wait_seconds"]) == (1.5, 0.75)
+    assert (found["requests"], found["prompt_tokens"], found["output_tokens"]) == (2, 9, 3)
+
+
+def test_a_trace_without_a_step_has_figures():
+    run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
+    assert "first token never" in "".join(Summary([run]).lines())
+
+
 def test_a_step_that_only_decodes_adds_two_events_however_many_sequences_run(make_llm, tmp_path):
     llm = make_llm(trace=tmp_path / "run.jsonl", kvcache_block_size=256, num_kvcache_blocks=40)
     counts: list[int] = []
@@ -175,11 +252,16 @@ def test_after_an_error_the_trace_goes_on(make_llm, tmp_path):
             assert launched - event.step in (0, 1)
 
 
-def test_a_page_of_json_lines_is_the_page_of_the_run(make_llm, tmp_path, monkeypatch):
+def test_json_lines_give_the_figures_and_the_page_of_the_run(
+    make_llm, tmp_path, monkeypatch, capsys
+):
     events = trace_of(make_llm, tmp_path)
     names = [str(tmp_path / name) for name in ("run.jsonl", "run.html")]
-    monkeypatch.setattr(sys, "argv", ["nanovllm.trace", *names])
-    main()
+    for arguments in (names[:1], names):
+        monkeypatch.setattr(sys, "argv", ["nanovllm.trace", *arguments])
+        assert not (tmp_path / "run.html").exists()
+        main()
+        assert capsys.readouterr().out.splitlines() == Summary(events).lines()
     assert (tmp_path / "run.html").read_text() == make_page(events)
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     kinds = {kind.__name__: kind for kind in KINDS}
@@ -256,7 +338,8 @@ def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     path = tmp_path / "run.jsonl"
     arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]
     run(monkeypatch, *arguments, "--trace", str(path))
-    assert "replayed in" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "replayed in" in out and "2 requests, 83 tokens in, 8 out" in out
     first, *events = read_jsonl(path)
     assert isinstance(first, Run) and len(first.cached_blocks) >= 2
     replay = Replay(first)

@@ -82,47 +82,63 @@ extern "C" void qk_norm_rope_store(
     }
 }
 
+// Of one sequence: `heads` queries over tokens [first, end) of the KV head that they share, so that memory is read once.
+// Scores s become softcap tanh(s / softcap) where softcap is not 0. DIM is the head size where it is known when this is
+// compiled, which makes straight vector code of the loops over it, and 0 elsewhere.
+template <int64_t DIM>
+static void attend(const float* query, const float* k_cache, const float* v_cache, const int32_t* table, int64_t first,
+                   int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float softcap,
+                   float* out) {
+    const int64_t D = DIM ? DIM : any_dim, len = end - first;
+    auto for_each_token = [&](const float* cache, auto use) {  // use(t, the K or V of token first + t)
+        for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
+            const int64_t stop = std::min((start / block_size + 1) * block_size, end);
+            const float* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
+            for (int64_t t = start - first; t < stop - first; t++, token += G * D) use(t, token);
+        }
+    };
+    static thread_local std::vector<float> weights;
+    weights.resize(heads * len);
+    for_each_token(k_cache, [&](int64_t t, const float* k) {
+        for (int64_t h = 0; h < heads; h++) weights[h * len + t] = scale * dot(query + h * D, k, D);
+    });
+    for (int64_t h = 0; h < heads; h++) {
+        float* row = &weights[h * len];
+        if (softcap > 0) {
+#pragma omp simd
+            for (int64_t t = 0; t < len; t++) row[t] = softcap * (1 - 2 / (1 + exponential(2 * row[t] / softcap)));
+        }
+        float peak = row[0], total = 0;
+#pragma omp simd reduction(max : peak)
+        for (int64_t t = 0; t < len; t++) peak = std::max(peak, row[t]);
+#pragma omp simd reduction(+ : total)
+        for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
+#pragma omp simd
+        for (int64_t t = 0; t < len; t++) row[t] /= total;
+    }
+    std::fill(out, out + heads * D, 0.0f);
+    for_each_token(v_cache, [&](int64_t t, const float* v) {
+        for (int64_t h = 0; h < heads; h++) {
+            const float weight = weights[h * len + t];
+            float* sum = out + h * D;
+#pragma omp simd
+            for (int64_t i = 0; i < D; i++) sum[i] += weight * v[i];
+        }
+    });
+}
+
 // q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W] -> out [B, H, D].
-// The query heads of a group go over its K and V together: memory is read once.
 extern "C" void decode_attention(
     const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables, float* out,
-    int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W, int64_t block_size, float scale) {
+    int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W, int64_t block_size,
+    int64_t window, float scale, float softcap) {
     const int64_t heads = H / G;
     const int64_t at_once = B > 8 ? G : 1;  // a sequence's groups lie side by side in memory: best read by one thread
+    const auto attend_dim = D == 64 ? attend<64> : D == 128 ? attend<128> : attend<0>;
 #pragma omp parallel for collapse(2) schedule(dynamic, at_once)
-    for (int64_t b = 0; b < B; b++) {
-        for (int64_t g = 0; g < G; g++) {
-            const int64_t len = lens[b];
-            const float* query = q + b * q_stride + g * heads * D;
-            float* sums = out + (b * H + g * heads) * D;
-            auto for_each_token = [&](const float* cache, auto use) {  // use(t, the token's K or V of this group)
-                for (int64_t start = 0; start < len; start += block_size) {
-                    const float* block = cache + (tables[b * W + start / block_size] * block_size * G + g) * D;
-                    const int64_t count = std::min(block_size, len - start);
-                    for (int64_t t = 0; t < count; t++) use(start + t, block + t * G * D);
-                }
-            };
-            std::vector<float> weights(heads * len);
-            for_each_token(k_cache, [&](int64_t t, const float* k) {
-                for (int64_t h = 0; h < heads; h++) weights[h * len + t] = scale * dot(query + h * D, k, D);
-            });
-            for (int64_t h = 0; h < heads; h++) {
-                float *row = &weights[h * len], total = 0;
-                const float peak = *std::max_element(row, row + len);
-#pragma omp simd reduction(+ : total)
-                for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
-#pragma omp simd
-                for (int64_t t = 0; t < len; t++) row[t] /= total;
-            }
-            std::fill(sums, sums + heads * D, 0.0f);
-            for_each_token(v_cache, [&](int64_t t, const float* v) {
-                for (int64_t h = 0; h < heads; h++) {
-                    const float weight = weights[h * len + t];
-                    float* sum = sums + h * D;
-#pragma omp simd
-                    for (int64_t i = 0; i < D; i++) sum[i] += weight * v[i];
-                }
-            });
-        }
-    }
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t g = 0; g < G; g++)
+            attend_dim(q + b * q_stride + g * heads * D, k_cache + g * D, v_cache + g * D, tables + b * W,
+                       std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, softcap,
+                       out + (b * H + g * heads) * D);
 }

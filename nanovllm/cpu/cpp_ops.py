@@ -1,10 +1,12 @@
-"""Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine when first asked for; float32.
+"""Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine at the first start; float32.
 
 What they compute is said by the plain layers: RMSNorm, GatedMLP and SelfAttention.
 """
 
 import ctypes
+import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -15,29 +17,49 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# What lets loops with sums, exponentials and comparisons become vector code; they meet no NaN,
-# infinity or trap.
-FLAGS = [
-    "-O3",
-    "-march=native",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffinite-math-only",
-]
-FLAGS += ["-fno-signed-zeros", "-fassociative-math", "-shared", "-fPIC"]
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
+# Let loops with sums, exponentials and comparisons become vector code: they meet no NaN, infinity
+# or trap.
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
+FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+# The threads are PyTorch's: said to the compiler alone, -fopenmp links no OpenMP library, and the
+# one that PyTorch has loaded is used.
+FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 ARGUMENTS = {
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
-    "decode_attention": "ppppppnnnnnnnf",
+    "decode_attention": "ppppppnnnnnnnnff",
 }
 
 
+@cache
+def load() -> ctypes.CDLL | None:
+    """The kernels; None if they cannot be had.
+
+    Compiled now, in half a second, if no earlier start has kept them.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            library = cached_library([*compiler, *FLAGS]) or Path(folder, "cpp_ops.so")
+            if not library.exists():
+                compile_to(library, [*compiler, *FLAGS])
+            loaded = ctypes.CDLL(str(library))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for name, kinds in ARGUMENTS.items():
+        getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
+    return loaded
+
+
 def find_compiler() -> list[str] | None:
-    """The command that compiles C++: CXX, which may hold options as in make, else g++ or clang++.
+    """The command that compiles C++: CXX, which may hold options as in make, else g++.
 
     None if there is no such program.
     """
@@ -45,34 +67,47 @@ def find_compiler() -> list[str] | None:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError:  # a quotation mark without its partner
         return None
-    commands = [chosen] if chosen else [["g++"], ["clang++"]]
-    return next((command for command in commands if shutil.which(command[0])), None)
+    command = chosen or ["g++"]
+    return command if shutil.which(command[0]) else None
 
 
-@cache
-def load() -> ctypes.CDLL:
-    """Compile and load. It takes half a second, so nothing is kept on disk.
+def cached_library(command: list[str]) -> Path | None:
+    """Where `command` keeps what it compiles on this CPU; None: nothing can be kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(root, "nanovllm")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return None
+    if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
+        return None
+    # Homes are shared between machines, and -march=native is not.
+    parts = [SOURCE.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
+    return folder / f"cpp_ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
-    Raises ValueError if it cannot be done.
+
+def this_cpu() -> str:
+    """What tells CPUs apart for which compilers make different code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # no Linux
+        lines = []
+    names = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({x for x in lines if x.startswith(names)}))
+
+
+def compile_to(library: Path, command: list[str]) -> None:
+    """Raises SubprocessError if the compiler fails.
+
+    Other processes find the whole file there, or none.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        chosen = os.environ.get("CXX")
-        why = f"CXX is {chosen!r}, which names no program" if chosen else "there is no C++ compiler"
-        raise ValueError(f"kernels is 'cpp', but {why}: install g++, set CXX, or use 'auto'")
-    with tempfile.TemporaryDirectory() as folder:
-        library = os.path.join(folder, "cpp_ops.so")
-        command = [*compiler, *FLAGS, str(Path(__file__).with_suffix(".cpp")), "-o", library]
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            raise ValueError(
-                f"kernels is 'cpp', but {' '.join(command)} fails: set CXX, or use "
-                f"'auto'\n{run.stderr}"
-            )
-        loaded = ctypes.CDLL(library)
-    for name, kinds in ARGUMENTS.items():
-        getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
-    return loaded
+    unfinished = library.with_suffix(f".{os.getpid()}")
+    try:
+        command = [*command, "-o", str(unfinished)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        os.replace(unfinished, library)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _call(name: str, *args: Tensor | int | float | None) -> None:
@@ -83,7 +118,9 @@ def _call(name: str, *args: Tensor | int | float | None) -> None:
             assert x.is_contiguous()
             x = x.data_ptr()
         values.append(x)
-    getattr(load(), name)(*values)
+    kernels = load()
+    assert kernels is not None
+    getattr(kernels, name)(*values)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -137,10 +174,14 @@ def decode_attention(
     lens: Tensor,
     tables: Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    if q.stride()[1:] != (head_dim, 1):
+        q = q.contiguous()
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
-    assert q.stride()[1:] == (head_dim, 1)
-    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, scale)
+    options = window or 2**62, scale, softcap or 0.0
+    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, *options)
     return out

@@ -52,8 +52,8 @@ class StepResult(NamedTuple):
     """What a step answers."""
 
     tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
-    # Index among `tokens` -> token id -> log-probability.
-    logprobs: dict[int, dict[int, float]] = {}
+    # Index among `tokens` -> its log-probabilities, in the form that outputs.py reads.
+    logprobs: dict[int, bytes] = {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Takes a few numbers of each sequence that has ended, so that a token costs nothi
 
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
@@ -71,7 +72,7 @@ class Metrics:
         }
 
 
-def percentiles(values: deque[float]) -> dict[str, float] | None:
+def percentiles(values: Collection[float]) -> dict[str, float] | None:
     """Median and 99th percentile, or None of no values.
 
     A percentile is the smallest value that at least as many of the values do not exceed.

@@ -8,6 +8,7 @@ subclass's to say.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ class StepOutput(NamedTuple):
     # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
     logits: Tensor
     positions: Tensor  # [B] int32, where the tokens will stand
+    slots: Tensor  # [B] int64, the sequences' batch slots
 
 
 class PrefillInputs(NamedTuple):
@@ -75,7 +77,7 @@ class ModelRunner:
     of this runner.
     """
 
-    attention_name = "plain"
+    attention_name = SelfAttention.attention_name
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class ModelRunner:
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
         self.model = self._build_model(hf_config)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
@@ -117,7 +120,7 @@ class ModelRunner:
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             attention=self.attention_name,
-            num_parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
         )
 
@@ -133,6 +136,7 @@ class ModelRunner:
             load_weights(self.model, folder)
         if self.transform is not None:
             self.transform(self.model)
+            self.attention_name = self.attention_layers[0].attention_name
 
     @torch.inference_mode()
     def _allocate(self) -> None:
@@ -169,7 +173,7 @@ class ModelRunner:
         logprobs = []
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
-            logprobs = self.resampler.resample(sampled, output, self.state)
+            logprobs = self.resampler.resample(sampled, output)
         return self._answer(output.tokens, logprobs)
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
@@ -185,8 +189,7 @@ class ModelRunner:
             inputs.block_tables,
             shared_prefix_len,
         )
-        with forward_context(metadata):
-            hidden = self.model(inputs.token_ids, inputs.positions)
+        hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
 
     def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
@@ -222,8 +225,7 @@ class ModelRunner:
             prefill=prefill.metadata,
             logits_indices=indices,
         )
-        with forward_context(metadata):
-            hidden = self.model(token_ids, positions)
+        hidden = self._forward(token_ids, positions, metadata)
         self._copy_to_forks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
@@ -237,42 +239,43 @@ class ModelRunner:
         """
         sequences: list[PrefillChunk | Fork] = [*chunks]
         sequences += [fork for chunk in chunks for fork in chunk.forks]
-        lengths = [len(chunk.token_ids) for chunk in chunks]
-        starts_q = np.concatenate(([0], np.cumsum(lengths)))
-        tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int32)
-        for table, seq in zip(tables, sequences):
-            table[: len(seq.block_table)] = seq.block_table
-        tokens = np.empty((3, starts_q[-1]), dtype=np.int64)  # token ids, positions, KV slots
-        for i, (chunk, table) in enumerate(zip(chunks, tables)):
-            positions = np.arange(chunk.start, chunk.end)
-            kv_slots = table[positions // self.block_size].astype(np.int64) * self.block_size
-            kv_slots += positions % self.block_size
-            kv_slots[: max(0, chunk.write_from - chunk.start)] = -1
-            here = slice(starts_q[i], starts_q[i + 1])
-            tokens[0, here], tokens[1, here], tokens[2, here] = chunk.token_ids, positions, kv_slots
-
+        token_ids, starts_q = pack([chunk.token_ids for chunk in chunks])
+        blocks, starts = pack([seq.block_table for seq in sequences])
+        tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int64)
+        tables[np.arange(self.max_blocks) < np.diff(starts)[:, None]] = blocks
         ends = np.array([seq.end for seq in sequences])
         starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))
-        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
+
+        # Of each token: its chunk, and where it stands.
+        chunk_of = np.repeat(np.arange(len(chunks)), np.diff(starts_q))
+        positions = np.arange(len(token_ids)) + (ends[: len(chunks)] - starts_q[1:])[chunk_of]
+        block, offset = np.divmod(positions, self.block_size)
+        kv_slots = tables[chunk_of, block] * self.block_size + offset
+        kv_slots[positions < np.array([chunk.write_from for chunk in chunks])[chunk_of]] = -1
+
         # Few uploads: each takes the host some microseconds.
-        ints = np.concatenate(
-            (starts_q, starts_k, ends, temperatures.view(np.int32)), dtype=np.int32
+        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
+        tables_d, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
+            np.int32, tables.ravel(), starts_q, starts_k, ends, temperatures.view(np.int32)
         )
-        sizes = [len(starts_q), len(starts_k), len(ends), len(ends)]
-        cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload(ints).split(sizes)
-        slots, seeds = self._upload(
-            np.array([[seq.batch_slot for seq in sequences], [seq.seed for seq in sequences]])
+        token_ids_d, positions_d, slot_mapping, slots, seeds = self._upload_all(
+            np.int64,
+            *(token_ids, positions, kv_slots),
+            np.array([seq.batch_slot for seq in sequences]),
+            np.array([seq.seed for seq in sequences]),
         )
-        tables_d = self._upload(tables)
+        tables_d = tables_d.view(tables.shape)
         self.state.start(slots, context_lens, tables_d, temperatures_d.view(torch.float32), seeds)
         self._start_resampling(sequences)
 
         cached = tables_d[: len(chunks)] if any(chunk.start for chunk in chunks) else None
-        metadata = PrefillMetadata(
-            cu_seqlens_q, cu_seqlens_k, max(lengths), int(ends.max()), cached
-        )
-        token_ids, positions_d, slot_mapping = self._upload(tokens)
-        return PrefillInputs(token_ids, positions_d, slot_mapping, slots, context_lens, metadata)
+        longest = int(np.diff(starts_q).max()), int(ends.max())
+        metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, *longest, cached)
+        return PrefillInputs(token_ids_d, positions_d, slot_mapping, slots, context_lens, metadata)
+
+    def _upload_all(self, dtype: type, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        sizes = [len(array) for array in arrays]
+        return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
         """Tell of sequences that ask for more than temperature and seed, and of slots that do
@@ -283,8 +286,7 @@ class ModelRunner:
                 raise ValueError("temperature, max_tokens and seed are all that can be asked for")
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
-            for seq in sequences:
-                self.resampler.start(seq.batch_slot, seq.sampling)
+            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
@@ -311,9 +313,14 @@ class ModelRunner:
         tokens, values = self._sample_tokens(logits, temperatures, seeds, positions.long(), start)
         tokens = best_over_ranks(tokens, values, self.group)
         self.state.last_tokens[slots] = tokens
-        return StepOutput(tokens, logits, positions)
+        return StepOutput(tokens, logits, positions, slots)
 
     # What a device may do in its own way.
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The last hidden state of each token that is wanted, and maybe of more after them."""
+        with forward_context(metadata):
+            return self.model(token_ids, positions)
 
     _sample_tokens = staticmethod(sample)
 
@@ -337,6 +344,12 @@ class ModelRunner:
         self.synchronize()
         self.attention_layers.clear()
         del self.model, self.kv_cache
+
+
+def pack(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows one after the other, and where each starts; the last start is the end of all."""
+    starts = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=starts[-1]), starts
 
 
 def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:

@@ -237,7 +237,7 @@ class Scheduler:
                 seq.num_registered_blocks += 1
 
     def commit(
-        self, tokens: list[int], logprobs: dict[int, dict[int, float]] | None = None
+        self, tokens: list[int], logprobs: dict[int, bytes] | None = None
     ) -> tuple[list[Sequence], list[Sequence]]:
         """Take what the oldest step in flight sampled: tokens in order, log-probabilities by index.
 

@@ -39,7 +39,7 @@ class Sequence:
     num_tokens: int = field(init=False)
     status: Status = Status.WAITING
     finish_reason: str | None = None
-    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each new token, if asked
+    logprobs: list[bytes] = field(default_factory=list)  # of each new token, if asked
     text: Any = None  # the detokenizer's, if the text is read as it grows
 
     # Of n completions of a prompt, the first computes it and the others fork from it: they get

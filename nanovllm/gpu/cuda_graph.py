@@ -1,13 +1,13 @@
-"""Capture the decode step at a few batch sizes; replay the smallest that holds a batch.
+"""Capture what the device does at a few sizes; replay the smallest that holds a batch.
 
-A replay launches the whole step at once, so the host's cost no longer grows with the number of
-layers. Knows nothing of what the step computes: only that it runs the first n rows of a fixed
-buffer and that padding rows are harmless.
+A replay launches a whole step at once, so the host's cost no longer grows with the number of
+layers. Knows nothing of what is computed: only that it reads and writes fixed buffers, and that
+padding rows are harmless.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,47 +19,45 @@ def sizes_up_to(max_num_seqs: int) -> list[int]:
     return [size for size in SIZES if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """`step(n, variant)` runs n rows and returns the tensors it leaves behind.
+def size_for(count: int, sizes: Sequence[int]) -> int | None:
+    """The first of the ascending sizes that holds `count`; None: none does."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None
 
-    They stay valid until the next replay.
+
+class Graphs:
+    """CUDA graphs that share their memory, so only one of them is replayed at a time.
+
+    What it leaves behind stays valid until the next replay.
     """
 
-    def __init__(self, step: Callable[[int, bool], NamedTuple], max_num_seqs: int) -> None:
-        self.step = step
-        self.sizes = sizes_up_to(max_num_seqs)
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, NamedTuple]] = {}
+    def __init__(self) -> None:
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]] = {}
         self._pool: Any = None
 
-    def capture(self, sizes: list[int], variant: bool = False) -> None:
-        """The largest size comes first: the others then fit into its memory.
+    def capture(self, key: Hashable, run: Callable[[], tuple[Tensor, ...]]) -> None:
+        """Keep what `run` does under `key`. It is not done yet.
 
-        All rows must be padding, and the current stream must not be the default one.
+        The largest is best captured first: the others then fit into its memory. What `run` launches
+        must have been launched before, since a capture can neither load kernels nor let libraries
+        allocate. The current stream must not be the default one.
         """
-        for size in sorted(sizes, reverse=True):
-            # Compiles kernels and lets the libraries allocate: neither may happen in a capture.
-            self.step(size, variant)
-            graph = torch.cuda.CUDAGraph()
-            stream = torch.cuda.current_stream()
-            # Other threads of the process may use CUDA meanwhile.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                left = self.step(size, variant)
-            self._pool = graph.pool()
-            self._graphs[size, variant] = graph, left._make(map(_borrow, left))
-            del left  # so that the next capture finds its memory free
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph, which waits for the device and gives PyTorch's free memory back.
+        # Other threads of the process may use CUDA meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            left = run()
+        finally:
+            graph.capture_end()
+        self._pool = graph.pool()
+        self._graphs[key] = graph, tuple(map(_borrow, left))
 
-    def size_for(self, num_rows: int) -> int | None:
-        """The size that holds `num_rows`; None: they are too many."""
-        index = bisect_left(self.sizes, num_rows)
-        return self.sizes[index] if index < len(self.sizes) else None
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
 
-    def has(self, size: int, variant: bool) -> bool:
-        return (size, variant) in self._graphs
-
-    def replay(self, size: int, variant: bool) -> NamedTuple:
-        graph, left = self._graphs[size, variant]
+    def replay(self, key: Hashable) -> tuple[Tensor, ...]:
+        graph, left = self._graphs[key]
         graph.replay()
         return left
 

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.gpu.cuda_graph import SIZES, size_for
 from nanovllm.kernels.attention_backends import AttentionBackend
 from nanovllm.kernels.triton import moe
 from nanovllm.kernels.triton.allreduce_norm import sum_add_rms_norm
+from nanovllm.kernels.triton.attention import TiledPrefill
 from nanovllm.kernels.triton.elementwise import (
     add_rms_norm,
     norm_add_norm,
@@ -24,7 +26,7 @@ from nanovllm.kernels.triton.elementwise import (
 )
 from nanovllm.kernels.triton.linear import gated_linear, linear
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.context import current_metadata
+from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import (
     ColumnParallelLinear,
@@ -99,7 +101,13 @@ class FusedRowParallelLinear(RowParallelLinear):
 
 class FusedLMHead(ParallelLMHead):
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight, None)
+        # Each few numbers of rows are a kernel of cuBLAS to load, which took 20 to 40 ms, on an
+        # H200. Those of a decode step are there already.
+        rows = len(hidden)
+        padding = (size_for(rows, SIZES) or rows) - rows
+        if padding:
+            hidden = F.pad(hidden, (0, 0, 0, padding))
+        return linear(hidden, self.weight, None)[:rows]
 
 
 class FusedSelfAttention(SelfAttention):
@@ -140,28 +148,22 @@ class FusedSelfAttention(SelfAttention):
             zero_centered,
             isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
-        decodes = metadata.num_decodes
-        if metadata.prefill is None:
-            out = self._decode(q)
-        elif decodes == 0:
-            out = self._prefill(q, k, v)
-        else:
-            out = torch.cat(
-                (self._decode(q[:decodes]), self._prefill(q[decodes:], k[decodes:], v[decodes:]))
-            )
-        return out.flatten(1)  # [T, H, D] -> [T, H D]
+        return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        prefill = current_metadata().prefill
+    def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        decodes, prefill = metadata.num_decodes, metadata.prefill
         caches, options = (self.k_cache, self.v_cache), (self.window, self.softcap)
-        return self.backend.prefill(q, k, v, *caches, prefill, self.scale, *options)
-
-    def _decode(self, q: Tensor) -> Tensor:
-        metadata = current_metadata()
-        lens, tables = metadata.decode_inputs
-        shared = metadata.shared_prefix_len
-        caches, options = (self.k_cache, self.v_cache), (self.window, self.softcap)
-        return self.backend.decode(q, *caches, lens, tables, self.scale, shared, *options)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decodes:
+            rows = slice(decodes)
+            step = *metadata.decode_inputs, self.scale, metadata.shared_prefix_len
+            self.backend.decode(q[rows], *caches, *step, *options, out=out[rows])
+        if prefill is not None:
+            # Tiles count from the step's first token.
+            rows = slice(0 if isinstance(prefill, TiledPrefill) else decodes, None)
+            inputs = q[rows], k[rows], v[rows], *caches
+            self.backend.prefill(*inputs, prefill, self.scale, *options, out=out[rows])
+        return out
 
 
 class FusedGatedMLP(GatedMLP):
@@ -252,10 +254,7 @@ class FusedDecoder(Decoder):
     @property
     def fused_layers(self) -> list[FusedLayer]:
         layers = [layer for layer in self.layers if isinstance(layer, FusedLayer)]
-        if not self.outline:
-            return layers
-        kinds = {kind_of(layer.self_attn): layer for layer in reversed(layers)}
-        return list(dict.fromkeys([*reversed(kinds.values()), layers[-1]]))
+        return outlined(layers) if self.outline else layers
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         indices = current_metadata().logits_indices
@@ -324,6 +323,14 @@ def add_summed_and_norm(
         return add_rms_norm(x, residual, norm.weight, norm.eps, norm.zero_centered)
     weight = None if norm is None else norm.weight
     return norm_add_norm(x, residual, after.weight, weight, after.eps, after.zero_centered)
+
+
+def outlined(layers: list[FusedLayer]) -> list[FusedLayer]:
+    """The first layer of each kind, and the last of all, in their order."""
+    first: dict[tuple, FusedLayer] = {}
+    for layer in layers:
+        first.setdefault((kind_of(layer.self_attn), type(layer.mlp)), layer)
+    return list(dict.fromkeys([*first.values(), layers[-1]]))
 
 
 def kind_of(attention: SelfAttention) -> tuple:

@@ -14,11 +14,25 @@ import triton
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:  # an older release has it elsewhere
+    triton_key = None
+
 ZEROED = {
     torch.empty: torch.zeros,
     torch.empty_like: torch.zeros_like,
     Tensor.new_empty: Tensor.new_zeros,
 }
+
+
+def begin_hashing() -> None:
+    """Hash Triton's own files, half a gigabyte, beside what the host does next.
+
+    Triton does so, and keeps the result, before it looks for the first kernel on disk.
+    """
+    if triton_key is not None:
+        threading.Thread(target=triton_key, daemon=True).start()
 
 
 def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:

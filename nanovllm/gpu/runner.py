@@ -1,16 +1,22 @@
 """Run batches on a CUDA device, so that it never waits for the host.
 
-The model is fused. Decode steps are CUDA graphs. What goes to the device or comes from it passes
-through pinned memory behind the host's back, and `launch` returns while the device works. Kernels
-are compiled while the weights load, and as many KV blocks are made as the memory has room for.
+The model is fused. Decode steps are CUDA graphs, and so is the forward pass of steps with prompts
+that the host would launch slower than the device runs them. What goes to the device or comes from
+it passes through pinned memory behind the host's back, and `launch` returns while the device works.
+Kernels are compiled while the weights load, and as many KV blocks are made as the memory has room
+for.
 """
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,16 +24,19 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
-from nanovllm.engine.model_runner import ModelRunner, SampledTokens, StepOutput
-from nanovllm.gpu.cuda_graph import DecodeGraphs, sizes_up_to
-from nanovllm.gpu.fused_layers import FusedSelfAttention, fuse, kind_of
+from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
+from nanovllm.gpu.cuda_graph import SIZES, Graphs, size_for, sizes_up_to
+from nanovllm.gpu.fused_layers import FusedDecoder, FusedSelfAttention, fuse, kind_of
 from nanovllm.gpu.memory_budget import MemoryBudget
-from nanovllm.gpu.precompile import find_uncompiled
+from nanovllm.gpu.overlapped_decoder import MIN_ROWS, OverlappedDecoder, overlap_all_reduces
+from nanovllm.gpu.padded_forward import PaddedInputs, sizes_for
+from nanovllm.gpu.precompile import begin_hashing, find_uncompiled
 from nanovllm.gpu.sampled_tokens import SampledTokensInFlight
 from nanovllm.kernels.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.kernels.triton import elementwise, sampling
+from nanovllm.kernels.triton.attention import TiledPrefill, tile_queries
 from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.transformer import CausalLM
 
@@ -52,13 +61,17 @@ class CUDAModelRunner(ModelRunner):
         group: ParallelGroup = ParallelGroup(),
         **options: Any,
     ) -> None:
+        begin_hashing()
         torch.cuda.set_device(device)
         # Graphs are captured on no default stream, and libraries hold memory for each stream: so
         # all steps run on this one.
         self._stream = torch.cuda.Stream(device)
         self._budget = MemoryBudget(device, config.gpu_memory_utilization)
         self._has_own_kernels = config.kernels == "auto"
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: Graphs | None = None
+        self.decode_sizes = sizes_up_to(max_num_seqs)
+        self._padded: PaddedInputs | None = None  # for steps with prompts that graphs hold
+        self._chunk_slots: Tensor | None = None  # batch slots of the step's prompt chunks
         with torch.cuda.device(device):
             # The slots that decode in a step, in a place that graphs know, and what it holds.
             self._slots = torch.full((max_num_seqs,), max_num_seqs, device=device)
@@ -90,8 +103,6 @@ class CUDAModelRunner(ModelRunner):
         self.attention_name = self._backend.name
         fuse(model, self._backend)
         if self.group.size > 1:
-            from nanovllm.gpu.overlapped_decoder import overlap_all_reduces
-
             overlap_all_reduces(model)
         return model
 
@@ -113,39 +124,60 @@ class CUDAModelRunner(ModelRunner):
         pool = ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,))
         with pool, torch.cuda.stream(self._stream):
             self._bind_cache(1)
+            if self.make_resampler is not None:
+                self.resampler = self.make_resampler(self)
             # One that does not compile says so when it is launched.
             for compile_kernel in find_uncompiled(self._run_small_steps):
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """Run a decode step of each size that is captured, one of 3 rows, and prefill attention."""
-        decoder: Any = self.model.model
-        decoder.outline = True  # all layers launch the same kernels: see FusedDecoder
+        """Run a decode step of each size that is captured, one of 3 rows, and attention's other
+        kernels.
+        """
         # Some kernels are made for a few rows' number.
-        for size in (3, *sizes_up_to(self.max_num_seqs)):
-            self._run_decode(self._slots[: min(size, self.max_num_seqs)])
-        decoder.outline = False
+        with self._outline():
+            for size in (3, *self.decode_sizes):
+                output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
+        if self.resampler is not None:
+            self.resampler.rehearse(output)
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
-            self._prefill_small(layer)
+            self._run_attention(layer)
 
-    def _prefill_small(self, layer: SelfAttention) -> None:
+    @contextmanager
+    def _outline(self) -> Iterator[None]:
+        """Inside, the model launches each kernel it has without running every layer."""
+        decoder: Any = self.model.model
+        decoder.outline = True  # see FusedDecoder; another runs as ever
+        try:
+            yield
+        finally:
+            decoder.outline = False
+
+    def _run_attention(self, layer: SelfAttention) -> None:
+        """Prefill as a layer does it: a short prompt, a longer one, a long one, and one of which a
+        part is cached; and decode where a prefix is shared.
+        """
+        tables, caches = self.state.block_tables, self.kv_cache[0]
+        masks = layer.window, layer.softcap
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
-        # A short prompt, a longer one, and one of which a part is cached.
-        cached = min(512, self.max_model_len)
-        for length, tables in ((32, None), (512, None), (cached, self.state.block_tables[:1])):
-            qkv = torch.zeros(
-                length, sum(heads), layer.head_dim, dtype=self.dtype, device=self.device
-            )
+        options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
+        cached = tables[:1]
+        kinds = [(32, None), (512, None), (4096, None), (512, cached)]
+        for length, table in [(min(n, self.max_model_len), table) for n, table in kinds]:
+            qkv = torch.zeros(length, sum(heads), layer.head_dim, **options)
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
-            metadata = PrefillMetadata(ends, ends, length, length, tables)
-            self._backend.prefill(
-                *qkv.split(heads, dim=1),
-                *self.kv_cache[0],
-                metadata,
-                layer.scale,
-                layer.window,
-                layer.softcap,
-            )
+            metadata = PrefillMetadata(ends, ends, length, length, table)
+            inputs = *qkv.split(heads, dim=1), *caches
+            self._backend.prefill(*inputs, metadata, layer.scale, *masks)
+        if self._backend.takes_tiles:
+            tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
+            self._backend.prefill(*inputs, tiled, layer.scale, *masks)
+        for size in self.decode_sizes:
+            if size >= MIN_SHARING:
+                q = torch.zeros(size, heads[0], layer.head_dim, **options)
+                lens = torch.ones(size, dtype=torch.int32, device=self.device)
+                of_all = lens, tables[:1].repeat(size, 1), layer.scale, self._shared_len
+                self._backend.decode(q, *caches, *of_all, *masks)
 
     @torch.inference_mode()
     def _allocate(self) -> None:
@@ -155,10 +187,23 @@ class CUDAModelRunner(ModelRunner):
                 isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
             )
             if not is_plain and not self.config.enforce_eager:
-                self.graphs = DecodeGraphs(self._run_padded_decode, self.max_num_seqs)
+                self.graphs = Graphs()
+                self._padded = self._make_padded_inputs()
             super()._allocate()
-            if self.graphs:
-                self.graphs.capture(self.graphs.sizes)
+            if self.graphs is not None:
+                self._capture_largest()
+                for size in reversed(self.decode_sizes[:-1]):
+                    self._capture_decode(size)
+
+    def _make_padded_inputs(self) -> PaddedInputs | None:
+        decoder = self.model.model
+        if not self._backend.takes_tiles or not isinstance(decoder, FusedDecoder):
+            return None
+        most = self.config.max_num_batched_tokens
+        if isinstance(decoder, OverlappedDecoder):
+            most = min(most, MIN_ROWS - 1)  # what is overlapped is left to itself
+        sizes = sizes_for(decoder.layers[0], most)
+        return PaddedInputs(self.state, self._slots, sizes) if sizes else None
 
     def _count_blocks(self) -> int:
         block = block_bytes(self.attention_layers, self.block_size, self.dtype)
@@ -171,25 +216,34 @@ class CUDAModelRunner(ModelRunner):
 
         The largest is measured; the others share its tensors' place.
         """
-        if not self.graphs:
+        if self.graphs is None:
             return 0
         self._bind_cache(1)
-        size = self.graphs.sizes[-1]
-        self.graphs.capture([size])  # loads the kernels, which is no graph's memory
+        self._capture_largest()  # loads the kernels, which is no graph's memory
         self.graphs.clear()
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        self.graphs.capture([size])
+        self._capture_largest()
         torch.cuda.empty_cache()
         taken = free - torch.cuda.mem_get_info(self.device)[0]
         self.graphs.clear()
         self._bind_cache(0)
         torch.cuda.empty_cache()
-        return taken + GRAPH_BYTES * (len(self.graphs.sizes) - 1)
+        # With and without a shared prefix; with no, few and many decoding sequences.
+        count = 2 * len(self.decode_sizes) + 3 * (len(self._padded.sizes) if self._padded else 0)
+        return taken + GRAPH_BYTES * count
+
+    def _capture_largest(self) -> None:
+        """All others find room where these keep their tensors."""
+        self._capture_decode(self.decode_sizes[-1])
+        if self._padded is not None:
+            size = self._padded.sizes[-1]
+            self._capture_forward(size, min(size, self.max_num_seqs))
 
     def _run_largest_step(self) -> None:
         """Prefill the whole token budget in one KV block, and sample for every sequence."""
         self._bind_cache(1)
+        graphs, self.graphs = self.graphs, None  # they would keep this cache
         budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
         lengths = [
@@ -200,6 +254,7 @@ class CUDAModelRunner(ModelRunner):
             for i, length in enumerate(lengths)
         ]
         self.launch(Batch(prefills=tuple(chunks))).wait()
+        self.graphs = graphs
         self._bind_cache(0)
 
     @torch.inference_mode()
@@ -226,21 +281,66 @@ class CUDAModelRunner(ModelRunner):
             self._shared_len_holds = None
             self._shared_len.fill_(shared_tokens)
             self._shared_len_holds = shared_tokens
-        graphs = self.graphs
-        size = graphs.size_for(count) if graphs is not None else None
+        graphs, size = self.graphs, size_for(count, self.decode_sizes)
         if graphs is None or size is None:
             return self._run_padded_decode(count, shares)
         # Shared prefixes are rare enough to be captured when they come.
-        if not graphs.has(size, shares):
+        if ("decode", size, shares) not in graphs:
             slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
             self._slots.fill_(self.max_num_seqs)
-            graphs.capture([size], shares)
+            self._capture_decode(size, shares)
             self._slots.copy_(slots)
             self._slots_hold = slots_hold
-        return StepOutput(*(x[:count] for x in graphs.replay(size, shares)))
+        return StepOutput(*(x[:count] for x in graphs.replay(("decode", size, shares))))
+
+    def _capture_decode(self, size: int, shares: bool = False) -> None:
+        """All slots must be padding: the step is run in outline before."""
+        assert self.graphs is not None
+        with self._outline():
+            self._run_padded_decode(size, shares)
+        run = partial(self._run_padded_decode, size, shares)
+        self.graphs.capture(("decode", size, shares), run)
 
     def _run_padded_decode(self, count: int, shares: bool) -> StepOutput:
         return self._run_decode(self._slots[:count], self._shared_len if shares else None)
+
+    def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
+        inputs = super()._prefill_inputs(chunks)
+        self._chunk_slots = inputs.batch_slots[: len(chunks)]
+        return inputs
+
+    def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """A graph's replay for a step with prompts that has one, or kernel by kernel."""
+        indices, padded = metadata.logits_indices, self._padded
+        if metadata.prefill is None or indices is None:  # a decode step, which may be under capture
+            return super()._forward(token_ids, positions, metadata)
+        shape = padded.shape_for(metadata) if padded is not None else None
+        if padded is None or shape is None or self.graphs is None:
+            # The same numbers of rows as in decode steps, for which cuBLAS has loaded its kernels.
+            padding = (size_for(len(indices), SIZES) or len(indices)) - len(indices)
+            metadata = replace(metadata, logits_indices=F.pad(indices, (0, padding)))
+            return super()._forward(token_ids, positions, metadata)
+        assert self._chunk_slots is not None
+        padded.fill(token_ids, positions, metadata, self._chunk_slots, shape[0])
+        # Most numbers of tokens never come: each is captured when it does.
+        if ("forward", *shape) not in self.graphs:
+            self._capture_forward(*shape)
+        (hidden,) = self.graphs.replay(("forward", *shape))
+        return hidden
+
+    def _capture_forward(self, size: int, decodes: int) -> None:
+        """K and V that running it in outline writes are wrong; a replay writes them anew."""
+        assert self.graphs is not None
+        with self._outline():
+            self._run_padded_forward(size, decodes)
+        run = partial(self._run_padded_forward, size, decodes)
+        self.graphs.capture(("forward", size, decodes), run)
+
+    def _run_padded_forward(self, size: int, decodes: int) -> tuple[Tensor]:
+        padded = self._padded
+        assert padded is not None
+        inputs = padded.token_ids[:size], padded.positions[:size], padded.metadata(size, decodes)
+        return (super()._forward(*inputs),)
 
     def _sample_tokens(self, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         sample = sampling.sample if self._has_own_kernels else super()._sample_tokens

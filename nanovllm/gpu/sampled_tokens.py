@@ -19,10 +19,7 @@ class SampledTokensInFlight(SampledTokens):
     @classmethod
     def send(cls, tokens: Tensor, logprobs: list[Any]) -> "SampledTokensInFlight":
         tokens = _to_host(tokens)
-        logprobs = [
-            replace(part, token_ids=_to_host(part.token_ids), values=_to_host(part.values))
-            for part in logprobs
-        ]
+        logprobs = [replace(part, records=_to_host(part.records)) for part in logprobs]
         arrived = torch.cuda.Event()
         arrived.record()
         return cls(tokens, logprobs, arrived=arrived)

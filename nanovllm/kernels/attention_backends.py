@@ -23,18 +23,30 @@ MANY_PAIRS = 1 << 25
 class AttentionBackend:
     """How attention is computed: one function for prompt chunks, one for decoding (see
     layers/attention.py for both).
+
+    Each takes `out` by name, where the result is to be written, and returns it.
     """
 
     name: str
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
+    takes_tiles: bool = False  # `prefill` serves TiledPrefill of kernels/triton/attention.py too
 
 
-def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared_prefix_len=None, *options):
-    return plain.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options)
+def written(result: Tensor, out: Tensor | None) -> Tensor:
+    """`result`, in the place that was asked for."""
+    return result if out is None else out.copy_(result)
 
 
-PLAIN_BACKEND = AttentionBackend("plain", plain.prefill_attention, _plain_decode)
+def _plain_prefill(*args, out=None):
+    return written(plain.prefill_attention(*args), out)
+
+
+def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared=None, *options, out=None):
+    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options), out)
+
+
+PLAIN_BACKEND = AttentionBackend("plain", _plain_prefill, _plain_decode)
 
 
 def select_attention_backend(
@@ -67,8 +79,7 @@ def select_attention_backend(
     if name == "flash-attn":
         if reason := flash_attention.why_not_v2(*asked):
             raise ValueError(f"attention_backend is 'flash-attn', but {reason}")
-        prefill = flash_attention.prefill_attention_v2
-        backend = AttentionBackend("flash-attn 2", prefill, flash_attention.decode_attention_v2)
+        backend = _flash_attn_2_backend()
     else:
         backend = _triton_backend()
     # Measured on an H200, prefill: flash-attn 4 takes 0.77 to 0.95 of the Triton kernel's time,
@@ -76,15 +87,14 @@ def select_attention_backend(
     # flash-attn 2 at worst, three times at one sequence.
     if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
         prefill = _large_by_v4(backend.prefill)
-        return AttentionBackend(
-            f"flash-attn 4 for long prefills, else {backend.name}", prefill, backend.decode
-        )
+        name = f"flash-attn 4 for long prefills, else {backend.name}"
+        return AttentionBackend(name, prefill, backend.decode, backend.takes_tiles)
     if (
         name == "auto"
         and torch.cuda.get_device_capability(device)[0] < 9
         and not flash_attention.why_not_v2(*asked)
     ):
-        prefill = flash_attention.prefill_attention_v2
+        prefill = _flash_attn_2_backend().prefill
         return AttentionBackend("flash-attn 2 prefill, Triton decode", prefill, backend.decode)
     return backend
 
@@ -96,15 +106,28 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     from nanovllm.kernels import flash_attention
 
-    def prefill(q, k, v, k_cache, v_cache, meta, scale, window=None, softcap=None):
+    def prefill(q, k, v, k_cache, v_cache, meta, scale, window=None, softcap=None, out=None):
         # Its windows and caps were not tried here.
         is_plain = window is None and softcap is None
         is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
         if is_large and flash_attention.find_v4():
-            return flash_attention.prefill_attention_v4(q, k, v, k_cache, v_cache, meta, scale)
-        return small(q, k, v, k_cache, v_cache, meta, scale, window, softcap)
+            large = flash_attention.prefill_attention_v4
+            return written(large(q, k, v, k_cache, v_cache, meta, scale), out)
+        return small(q, k, v, k_cache, v_cache, meta, scale, window, softcap, out=out)
 
     return prefill
+
+
+def _flash_attn_2_backend() -> AttentionBackend:
+    from nanovllm.kernels import flash_attention
+
+    def prefill(*args, out=None):
+        return written(flash_attention.prefill_attention_v2(*args), out)
+
+    def decode(*args, out=None):
+        return written(flash_attention.decode_attention_v2(*args), out)
+
+    return AttentionBackend("flash-attn 2", prefill, decode)
 
 
 def _triton_backend() -> AttentionBackend:
@@ -115,5 +138,8 @@ def _triton_backend() -> AttentionBackend:
             f"attention on a GPU needs Triton ({error}): pip install triton"
         ) from error
     return AttentionBackend(
-        "Triton", triton_attention.prefill_attention, triton_attention.decode_attention
+        "Triton",
+        triton_attention.prefill_attention,
+        triton_attention.decode_attention,
+        takes_tiles=True,
     )

@@ -24,6 +24,8 @@ class SelfAttention(nn.Module):
     The KV cache is bound by whoever owns its memory; without one, nothing is stored.
     """
 
+    attention_name = "plain"  # to tell users what attends
+
     def __init__(
         self,
         hidden_size: int,
@@ -158,10 +160,12 @@ def prefill_attention(
         else:
             table = metadata.block_tables[i : i + 1]
             k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
-        # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
-        seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
-        if window is not None:
-            seen = seen.triu(len_k - len_q - window + 1)
+        seen = None
+        if len_q < len_k or window is not None or softcap is not None:
+            # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
+            seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
+            if window is not None:
+                seen = seen.triu(len_k - len_q - window + 1)
         out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, scale, seen, softcap)[0]
     return out
 
@@ -173,16 +177,25 @@ def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
 
 
 def scaled_dot_product(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
-    k and v are [B, Lk, G, D]; mask is True where a key is seen. `softcap` is the scores'.
+    k and v are [B, Lk, G, D]; mask is True where a key is seen; None: query i sees keys up to i.
+    `softcap` is the scores', and needs a mask.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
     if softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
         return out.transpose(1, 2)
+    assert mask is not None
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scale / softcap)
     weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)

@@ -27,7 +27,8 @@ LOW_WORD = 0xFFFFFFFF
 def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token for each row; temperature 0 takes the arg max.
+    """Sample a token for each row; temperature 0 takes the arg max. Below 0 any token will do: it
+    is sampled elsewhere.
 
     logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary;
     temperatures [B] float32, seeds [B] int64, positions [B] int64 (of the token being sampled).

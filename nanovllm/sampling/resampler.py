@@ -1,273 +1,242 @@
 """Sample for the requests that ask for more than a temperature and a seed.
 
 A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for
-more are then sampled once more, with the same noise, from logits that went through (min_tokens'
-place among these makes no difference)
+more are then sampled again, with the same noise, from logits that went through (min_tokens' place
+among these makes no difference)
 
     repetition, then frequency and presence penalty -> min_tokens (no token that would end the
     output) -> temperature -> min_p -> top_k -> top_p,
 
-and that token replaces the first. So rows that ask for nothing pay nothing. A greedy row takes the
-arg max of what the penalties leave. Reported log-probabilities are the model's own, before any of
-this.
+and that token replaces the first. So rows that ask for nothing pay nothing. The first pass is told
+of those rows by a temperature below 0: any token will do. A greedy row takes the arg max of what
+the penalties leave. Reported log-probabilities are the model's own, before any of this.
 
-Shapes: S rows, V vocabulary entries, M the most tokens of a sequence.
+Shapes: R rows that ask for more, among the B rows of a step; V vocabulary entries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.sampling_params import INVALID_TOKEN, SamplingMetadata, SamplingParams
+from nanovllm.sampling.slots import SlotParams, Starting, limit
+from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.engine.batch_state import BatchState
     from nanovllm.engine.model_runner import ModelRunner, StepOutput
 
-Upload = Callable[[np.ndarray], Tensor]
-REPETITION_BOUNDS = 1e-10, 1e10
-ROWS_AT_ONCE = 64  # bounds the memory that sorting the vocabulary takes
+
+BYTES = 8  # a token id and its log-probability in a record
 
 
 def apply_penalties(
-    logits: Tensor,
-    seen: Tensor,
-    counts: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
+    logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """logits [S, V] float32 -> the same, penalised.
+    """logits [R, V] float32 -> the same, penalised.
 
-    seen [S, V] bool: tokens of prompt or output; counts [S, V] float32: how often each is in the
-    output. The penalties are [S, 1] float32; 1, 0 and 0 change nothing, to the bit.
+    counts [R, V] int32: 0 for a token that is neither in prompt nor output, else 1 more than what
+    the output has of it. The penalties are [R, 1] float32; 1, 0 and 0 change nothing, to the bit.
     """
-    logits = torch.where(
-        seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits
-    )
-    return logits - frequency * counts - presence * (counts > 0)
-
-
-def count_tokens(
-    history: Tensor, prompt_lens: Tensor, lens: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """What `apply_penalties` needs, from the first lens [S, 1] tokens of history [S, M],
-    prompt_lens [S, 1] of them given.
-    """
-    at = torch.arange(history.shape[1], device=history.device)
-    zeros = torch.zeros(history.shape[0], vocab_size, device=history.device)
-    known = zeros.scatter_add(1, history, (at < lens).float())
-    generated = zeros.scatter_add_(1, history, ((at >= prompt_lens) & (at < lens)).float())
-    return known > 0, generated
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(counts > 0, repeated, logits)
+    return logits - frequency * (counts - 1).clamp(min=0) - presence * (counts > 1)
 
 
 def keep_likeliest(
-    scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, width: int
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margin: Tensor, width: int
 ) -> Tensor:
-    """[S, V] bool: which tokens may be sampled, by scores [S, V] = logits / temperature.
+    """[R, V] bool: which tokens may be sampled, by logits [R, V] float32.
 
-    top_k [S, 1] int64 (V: no bound), top_p [S, 1] (infinite: no bound) and min_p [S, 1] float32.
-    width: how many tokens to put in order; V if a row bounds top_p alone, else the largest bound of
-    top_k, 0 if there is none. A token as likely as the last one kept is kept too, so that the set
-    is a function of the scores alone.
+    temperatures [R, 1] float32 (above 0), top_k [R, 1] integers (V: no bound), top_p [R, 1] float32
+    (1: no bound), margin [R, 1] float32: how far below the greatest logit one may be, which for
+    min_p is temperature * log(min_p). width: how many tokens to put in order; V if a row bounds
+    top_p alone, else the largest bound of top_k, 0 if there is none.
+
+    A token as likely as the last one kept is kept too, so that the set is a function of the logits
+    alone.
     """
-    threshold = scores.amax(dim=-1, keepdim=True) + min_p.log()
+    threshold = logits.amax(dim=-1, keepdim=True) + margin
     if width:
-        best = scores.topk(width).values  # likeliest first
-        dropped = (torch.arange(width, device=scores.device) >= top_k) | (best < threshold)
-        probs = best.masked_fill(dropped, -torch.inf).softmax(dim=-1)
+        best = logits.topk(width).values  # likeliest first
+        dropped = (torch.arange(width, device=logits.device) >= top_k) | (best < threshold)
+        scores = (best / temperatures).masked_fill(dropped, -torch.inf)
+        probs = scores.double().softmax(dim=-1)
         # The token that crosses the bound is kept: those before it do not reach top_p.
-        kept = ~dropped & (probs.cumsum(dim=-1) - probs < top_p)
-        # Of scores that are no numbers, none is kept.
+        kept = ~dropped & ((probs.cumsum(dim=-1) - probs < top_p) | (top_p >= 1))
+        # Of logits that are no numbers, none is kept.
         last = best.gather(1, kept.sum(dim=-1, keepdim=True).sub(1).clamp(min=0))
         # A row with neither bound may stand beside rows that need fewer tokens in order than it
         # keeps.
         threshold = torch.where(top_k > width, threshold, last)
-    return scores >= threshold
+    return logits >= threshold
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the rows `index` of a step, each asking for its `counts`: token ids and log-probabilities
-    [rows, 1 + most].
+    """Of rows of a step, records [rows, 1 + most, 2] int32: token ids and, as a float32's bits,
+    their log-probabilities.
 
-    The first column is the sampled token, the others are the likeliest in order.
+    First comes the sampled token, then the likeliest in order. `asking` has, for each row that
+    asks, its place in the step, and where its part of the records' bytes begins and ends.
     """
 
-    index: list[int]
-    counts: list[int]
-    token_ids: Tensor
-    values: Tensor
+    asking: list[tuple[int, int, int]]
+    records: Tensor
 
-    def read(self) -> dict[int, dict[int, float]]:
-        """For each index, token id -> log-probability."""
-        rows = zip(self.index, self.counts, self.token_ids.tolist(), self.values.tolist())
-        return {i: dict(zip(ids[: count + 1], values)) for i, count, ids, values in rows}
+    def read(self) -> dict[int, bytes]:
+        """For each place in the step, its record."""
+        records = self.records.numpy().tobytes()
+        return {place: records[begin:end] for place, begin, end in self.asking}
 
 
-class _Rows:
-    """Some of a step's rows, and what they ask for beyond temperature and seed, on the device."""
+class Rows:
+    """Some of a step's rows; the same as long as the step's slots are.
+
+    at [R] int64, on the device: their places in the step. None: all of its rows.
+    """
 
     def __init__(
-        self,
-        index: list[int],
-        slots: Sequence[int],
-        asked: dict[int, SamplingMetadata],
-        vocab_size: int,
-        upload: Upload,
-    ):
-        metadata = [asked[slots[i]] for i in index]
-        params = [one.params for one in metadata]
-        limits = [limit(p, vocab_size) for p in params]
-        prompt_lens = [one.num_prompt_tokens for one in metadata]
-        # A sum of probabilities can come to a little over 1: who asked for no bound must not meet
-        # one there.
-        top_p = [p.top_p if p.top_p < 1 else np.inf for p in params]
-        names = (
-            "min_p",
-            "temperature",
-            "repetition_penalty",
-            "frequency_penalty",
-            "presence_penalty",
-        )
-        ints = np.array([index, [slots[i] for i in index], limits, prompt_lens], dtype=np.int64)
-        floats = np.array([top_p, *([getattr(p, name) for p in params] for name in names)])
-        # Beyond these bounds float32 would lose logits to infinity, and with them which one is
-        # larger.
-        floats[3].clip(*REPETITION_BOUNDS, out=floats[3])
-        floats = floats.astype(np.float32)
-        self.index = index
-        self.at, self.slots, limits_d, prompt_lens_d = upload(ints)  # at: among the step's rows
-        top_p_d, min_p, self.temperatures, *penalties = upload(floats)
-        self.divisors = torch.where(self.temperatures > 0, self.temperatures, 1.0).unsqueeze(1)
-        self.filters = [x.unsqueeze(1) for x in (limits_d, top_p_d, min_p)]
-        self.penalties = [x.unsqueeze(1) for x in penalties]
-        self.prompt_lens = prompt_lens_d.unsqueeze(1)
-
-        self.penalizes = any(p.penalizes for p in params)
-        self.width = max(
-            (k for p, k in zip(params, limits) if k < vocab_size or p.top_p < 1), default=0
-        )
-        self.filters_any = self.width > 0 or any(p.min_p > 0 for p in params)
-        barred = barred_tokens(metadata, vocab_size)
-        self.barred = upload(np.array(barred, dtype=np.int64).T.copy()) if barred else None
-        self.asking = [i for i, p in enumerate(params) if p.logprobs is not None]
-        self.counts = [p.logprobs for p in params if p.logprobs is not None]
-        self.asking_at = upload(np.array(self.asking, dtype=np.int64)) if self.asking else None
-
-
-def barred_tokens(
-    metadata: Sequence[SamplingMetadata], vocab_size: int
-) -> list[tuple[int, int, int]]:
-    """By min_tokens: (row, token, length that the sequence must have before it may sample it)."""
-    return [
-        (row, token, one.num_prompt_tokens + one.params.min_tokens)
-        for row, one in enumerate(metadata)
-        if one.params.min_tokens
-        for token in one.stop_ids
-        if token < vocab_size
-    ]
+        self, index: list[int], params: list[SamplingParams], at: Tensor | None, vocab_size: int
+    ) -> None:
+        """Of the rows at `index`, with these params."""
+        self.at, self.params = at, params
+        self.sample_again = not all([p.samples_plainly for p in params])
+        asking = [
+            (row, place, min(p.logprobs, vocab_size))
+            for row, place, p in zip(index if at is None else count(), index, params)
+            if p.logprobs is not None
+        ]
+        self.most_logprobs = max([number for _, _, number in asking], default=0)
+        size = (1 + self.most_logprobs) * BYTES
+        self.asking = [
+            (place, row * size, row * size + (1 + number) * BYTES) for row, place, number in asking
+        ]
 
 
 class Resampler:
-    """Knows which batch slots ask for more, and samples for them."""
+    """Knows which batch slots ask for more, and samples for them.
+
+    This one is plain, and right on any device: what a device can do better is a subclass's to say.
+    """
+
+    rows_at_once = 64  # bounds the memory that sorting the vocabulary takes
 
     def __init__(self, runner: "ModelRunner") -> None:
         self.vocab_size = runner.vocab_size
         self.group = runner.group
+        self.state = runner.state
         self._upload = runner._upload
         self._sample_tokens = runner._sample_tokens
-        self._asked: dict[int, SamplingMetadata] = {}  # by batch slot
-        self._shape = (runner.max_num_seqs + 1, runner.max_model_len)
-        # [slots, M] int32: the tokens of slots with penalties, once there is one
-        self._history: Tensor | None = None
-        self._slots: Sequence[int] = ()  # of the last step, and what they came to
-        self._parts: list[_Rows] = []
+        self.slots = SlotParams(runner.max_num_seqs + 1, self.vocab_size, self._upload)
+        self._asked: dict[int, SamplingParams] = {}  # by batch slot
+        self._seen: Sequence[int] = ()  # the slots of the last step, and what they came to
+        self._parts: list[Rows] = []
 
-    def start(self, slot: int, metadata: SamplingMetadata | None) -> None:
-        """A sequence starts to sample in this slot; None: temperature and seed are all it asks
-        for.
+    def rehearse(self, output: "StepOutput") -> None:
+        """Launch every kernel that a step may launch, for the first row of one."""
+
+    def start(self, starting: Starting) -> None:
+        """Sequences start to sample in batch slots; None: temperature and seed are all that one
+        asks for.
         """
-        if metadata is None:
-            if not self._asked or self._asked.pop(slot, None) is None:
-                return
-        else:
-            self._asked[slot] = metadata
-            if metadata.params.penalizes:
-                tokens = self._upload(np.array(metadata.token_ids, dtype=np.int32))
-                if self._history is None:
-                    self._history = torch.zeros(
-                        self._shape, dtype=torch.int32, device=tokens.device
-                    )
-                self._history[slot, : len(tokens)] = tokens
-        self._slots, self._parts = (), []
+        asked = []
+        for slot, metadata in starting:
+            self._asked.pop(slot, None)
+            if metadata is not None:
+                self._asked[slot] = metadata.params
+                asked.append((slot, metadata))
+        if asked:
+            self.slots.start(asked, self.state.temperatures)
+        self._seen, self._parts = (), []
 
-    def resample(
-        self, slots: Sequence[int], output: "StepOutput", state: "BatchState"
-    ) -> list[Logprobs]:
+    def resample(self, slots: Sequence[int], output: "StepOutput") -> list[Logprobs]:
         """Replace the tokens of those among a step's `slots` that ask for more; returns the
         log-probabilities asked for.
         """
         logprobs = []
-        for part in self._among(slots):
-            logprobs.append(self._sample(part, output, state.seeds))
-            state.last_tokens[part.slots] = output.tokens[part.at]
-        return [part for part in logprobs if part is not None]
+        for rows in self._among(slots):
+            logits = output.logits if rows.at is None else output.logits[rows.at]
+            if self.group.size > 1:
+                logits = self.group.gather_vocab(logits, self.vocab_size)
+            if rows.sample_again:
+                self._sample(rows, logits, output)
+            if rows.asking:
+                logprobs.append(Logprobs(rows.asking, self._logprobs(rows, logits, output)))
+        return logprobs
 
-    def _among(self, slots: Sequence[int]) -> list[_Rows]:
+    def _among(self, slots: Sequence[int]) -> list[Rows]:
         """Stays the same, and costs nothing, as long as the slots do."""
-        if self._asked and slots != self._slots:
-            index = [i for i, slot in enumerate(slots) if slot in self._asked]
-            index.sort(key=lambda i: limit(self._asked[slots[i]].params, self.vocab_size))
-            parts = [
-                index[begin : begin + ROWS_AT_ONCE] for begin in range(0, len(index), ROWS_AT_ONCE)
-            ]
-            self._parts = [
-                _Rows(part, slots, self._asked, self.vocab_size, self._upload) for part in parts
-            ]
-            self._slots = slots
+        if self._asked and slots != self._seen:
+            asked = self._asked
+            index = [i for i, slot in enumerate(slots) if slot in asked]
+            self._parts = self._rows(index, [asked[slots[i]] for i in index]) if index else []
+            self._seen = slots
         return self._parts
 
-    def _sample(self, part: _Rows, output: "StepOutput", seeds: Tensor) -> Logprobs | None:
-        """Replace the tokens of the part's rows. `seeds` are by batch slot."""
-        raw = logits = self.group.gather_vocab(output.logits[part.at], self.vocab_size).float()
-        positions = output.positions[part.at].long()
-        history = self._history if part.penalizes else None
-        if history is not None:
-            tokens_so_far = history[part.slots].long()
-            seen, counts = count_tokens(
-                tokens_so_far, part.prompt_lens, positions.unsqueeze(1), self.vocab_size
+    def _rows(self, index: list[int], params: list[SamplingParams]) -> list[Rows]:
+        """The rows at `index` of a step, in parts of which each is sampled at once."""
+        order = sorted(range(len(index)), key=lambda i: limit(params[i], self.vocab_size))
+        parts = [
+            order[begin : begin + self.rows_at_once]
+            for begin in range(0, len(order), self.rows_at_once)
+        ]
+        return [
+            Rows(
+                [index[i] for i in part],
+                [params[i] for i in part],
+                self._upload(np.array([index[i] for i in part], dtype=np.int64)),
+                self.vocab_size,
             )
-            logits = apply_penalties(logits, seen, counts, *part.penalties)
-        if part.barred is not None:  # after the penalties: minus infinity times 0 is no number
-            row, token, least = part.barred
-            logits = logits.clone() if logits is raw else logits
-            logits[row, token] = logits[row, token].masked_fill(positions[row] < least, -torch.inf)
-        if part.filters_any:
-            top_k, top_p, min_p = part.filters
-            kept = keep_likeliest(logits / part.divisors, top_k, top_p, min_p, part.width)
+            for part in parts
+        ]
+
+    def _sample(self, rows: Rows, logits: Tensor, output: "StepOutput") -> None:
+        """Sample for `rows` [R] of the step that gave `output`, from logits [R, V], and replace
+        their tokens there.
+        """
+        slots = output.slots[rows.at]
+        logits = logits.float()
+        positions = output.positions[rows.at].long()
+        temperatures, top_p, margin, *penalties = self.slots.params[slots].split(1, dim=1)
+        top_k, least_length, _ = self.slots.limits[slots].split(1, dim=1)
+        counts = None
+        if self.slots.counts is not None and any([p.penalizes for p in rows.params]):
+            counts = self.slots.counts
+            logits = apply_penalties(logits, counts[slots], *penalties)
+        if self.slots.barred is not None and any([p.min_tokens for p in rows.params]):
+            bars = positions.unsqueeze(1) < least_length
+            # After the penalties: minus infinity times 0 is no number.
+            logits = logits.masked_fill(bars & self.slots.barred[slots], -torch.inf)
+        width = max((k for p in rows.params if (k := self._width(p))), default=0)
+        if width or any([p.min_p > 0 for p in rows.params]):
+            divisors = torch.where(temperatures > 0, temperatures, 1.0)
+            kept = keep_likeliest(logits, divisors, top_k, top_p, margin, width)
             logits = logits.masked_fill(~kept, -torch.inf)
-        tokens, _ = self._sample_tokens(logits, part.temperatures, seeds[part.slots], positions)
+        seeds = self.state.seeds[slots]
+        temperatures = temperatures.squeeze(1).contiguous()
+        tokens, _ = self._sample_tokens(logits, temperatures, seeds, positions)
         # A filter may have hidden that logits were no numbers.
-        tokens = torch.where(output.tokens[part.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
-        if history is not None:
-            history[part.slots, positions] = tokens.int().clamp(min=0)
-        output.tokens[part.at] = tokens
-        return self._logprobs(part, raw, tokens) if part.asking else None
+        tokens = torch.where(output.tokens[rows.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
+        if counts is not None:
+            token = tokens.clamp(min=0)
+            counts[slots, token] = counts[slots, token].clamp(min=1) + 1
+        output.tokens[rows.at] = tokens
+        self.state.last_tokens[slots] = tokens
 
-    @staticmethod
-    def _logprobs(part: _Rows, raw: Tensor, tokens: Tensor) -> Logprobs:
-        logprobs = raw[part.asking_at].log_softmax(dim=-1)
-        best, token_ids = logprobs.topk(min(max(part.counts), logprobs.shape[1]))
-        tokens = tokens[part.asking_at].unsqueeze(1)
-        values = torch.cat((logprobs.gather(1, tokens.clamp(min=0)), best), dim=1)
-        index = [part.index[i] for i in part.asking]
-        return Logprobs(index, part.counts, torch.cat((tokens, token_ids), dim=1), values)
+    def _width(self, params: SamplingParams) -> int:
+        """How many tokens must be put in order for top_k and top_p."""
+        k = limit(params, self.vocab_size)
+        return k if k < self.vocab_size or params.top_p < 1 else 0
 
-
-def limit(params: SamplingParams, vocab_size: int) -> int:
-    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
+    def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
+        """The records [R, 1 + most, 2] int32 of `rows`, by logits [R, V]."""
+        logprobs = logits.float().log_softmax(dim=-1)
+        best, token_ids = logprobs.topk(rows.most_logprobs)
+        tokens = output.tokens[rows.at].unsqueeze(1)
+        sampled = logprobs.gather(1, tokens.clamp(min=0))
+        token_ids, values = torch.cat((tokens, token_ids), dim=1), torch.cat((sampled, best), dim=1)
+        return torch.stack((token_ids.int(), values.view(torch.int32)), dim=-1)

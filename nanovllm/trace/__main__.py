@@ -1,17 +1,24 @@
-"""Make a page of a trace in JSON: `python -m nanovllm.trace run.jsonl run.html`."""
+"""Say what a trace in JSON tells in figures, and make a page of it: `python -m nanovllm.trace
+run.jsonl [run.html]`.
+"""
 
 import argparse
 
 from nanovllm.trace.files import read_jsonl, write
+from nanovllm.trace.summary import Summary
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.trace", description=__doc__)
     parser.add_argument("jsonl", help="what LLM(..., trace='run.jsonl') wrote")
-    parser.add_argument("page", help="where to write the page, a name that ends in .html")
+    help = "where to write the page, a name that ends in .html"
+    parser.add_argument("page", nargs="?", help=help)
     args = parser.parse_args()
     try:
-        write(read_jsonl(args.jsonl), args.page)
+        events = read_jsonl(args.jsonl)
+        print(*Summary(events).lines(), sep="\n")
+        if args.page:
+            write(events, args.page)
     except OSError as error:
         parser.error(str(error))
 

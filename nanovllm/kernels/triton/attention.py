@@ -9,6 +9,8 @@ block-table width, S splits. `scale` and peaks are in units of log2, for the exp
 of 2 on the device.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -27,8 +29,32 @@ from nanovllm.layers.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
+BLOCK_M = 64  # queries of a prefill program, unless each sees many keys
 LOW = tl.constexpr(-1e30)  # below any score
 TILED_KEYS = 256  # from here on K and V come by tiles
+
+
+@dataclass(frozen=True, slots=True)
+class TiledPrefill(PrefillMetadata):
+    """Chunks of which the host knows no length, so that a CUDA graph may be replayed with others.
+
+    `cu_seqlens_q` counts from the step's first token, and may end with chunks of no tokens.
+    """
+
+    query_tiles: Tensor  # [tiles, 2] int32, the chunk and the first query in it
+
+
+def tile_queries(cu_seqlens_q: Tensor, count: int) -> Tensor:
+    """Every BLOCK_M queries of every chunk: [count, 2] int32, as TiledPrefill has them.
+
+    There are at most tokens / BLOCK_M + chunks. What is left over starts behind its chunk's end.
+    """
+    tiles = (cu_seqlens_q.diff() + BLOCK_M - 1) // BLOCK_M
+    ends = tiles.cumsum(0)
+    tile = torch.arange(count, device=ends.device)
+    chunk = torch.searchsorted(ends, tile, right=True).clamp(max=len(tiles) - 1)
+    first = (tile - (ends - tiles)[chunk]) * BLOCK_M
+    return torch.stack((chunk, first), dim=1).int()
 
 
 def prefill_attention(
@@ -41,9 +67,10 @@ def prefill_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     num_heads, head_dim = q.shape[1:]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tables, page = meta.block_tables, 0
     if tables is not None:
         page = k_cache.shape[1]
@@ -51,30 +78,31 @@ def prefill_attention(
         k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     # Measured on an H200: small tiles, of which two programs share a multiprocessor, and large ones
     # where each query sees many keys. The host takes longer to describe tiles than tensors, which
-    # short prompts do not make up for.
-    block_m, block_n, warps, stages = 64, 64, 4, 3
-    tiled = meta.max_seqlen_k >= TILED_KEYS and _suits_tiles(k, v, page, block_n)
+    # short prompts do not make up for; but with a cached part they would need one kernel more.
+    block_m, block_n, warps, stages = BLOCK_M, 64, 4, 3
+    tiled = bool(page) or meta.max_seqlen_k >= TILED_KEYS
+    tiled = tiled and _suits_tiles(k, v, page, block_n)
     many_keys = not page and meta.max_seqlen_q >= (4096 if tiled else 1024)
     if head_dim * q.element_size() > 256:
         block_n, stages = 32, 2
     elif many_keys and has_large_shared_memory(q.device):
         block_m, block_n, warps = 128, 128, 8  # 225 KB of shared memory
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
-    tensors = (q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k, tables)
+    query_tiles = meta.query_tiles if isinstance(meta, TiledPrefill) else None
+    if query_tiles is not None:
+        assert page, "where chunks begin among k and v is not known"
+        programs = len(query_tiles), num_heads, 1
+    else:
+        programs = triton.cdiv(meta.max_seqlen_q, block_m), num_heads, len(meta.cu_seqlens_q) - 1
+    tensors = (q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k)
     table_stride = tables.stride(0) if tables is not None else 0
+    sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n)
     launch(
         _prefill_kernel,
-        (triton.cdiv(meta.max_seqlen_q, block_m), num_heads, meta.cu_seqlens_q.shape[0] - 1),
-        *tensors,
-        *_factors(scale, softcap),
+        programs,
+        *(*tensors, tables, query_tiles, *_factors(scale, softcap)),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
-        window or 0,
-        num_heads // k.shape[1],
-        head_dim,
-        triton.next_power_of_2(head_dim),
-        page,
-        block_m,
-        block_n,
+        *(window or 0, num_heads // k.shape[1], *sizes),
         num_warps=warps,
         num_stages=stages,
     )
@@ -120,6 +148,7 @@ def _prefill_kernel(
     cu_seqlens_q,
     cu_seqlens_k,
     tables,
+    query_tiles,
     scale,
     cap,
     q_stride,
@@ -137,8 +166,11 @@ def _prefill_kernel(
 ):
     # Later queries see more keys: their long programs go first, and the short ones fill the end of
     # the launch.
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    head, chunk = tl.program_id(1), tl.program_id(2)
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    if query_tiles is not None:
+        chunk, first = tl.load(query_tiles + 2 * tile), tl.load(query_tiles + 2 * tile + 1)
+    else:
+        chunk, first = tl.program_id(2), tile * BLOCK_M
     start_q, start_k = tl.load(cu_seqlens_q + chunk), tl.load(cu_seqlens_k + chunk)
     len_q = tl.load(cu_seqlens_q + chunk + 1) - start_q
     len_k = tl.load(cu_seqlens_k + chunk + 1) - start_k
@@ -335,12 +367,14 @@ def decode_attention(
     shared: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
+    """A row of length 0 is not written."""
     shared = shared if window is None else None  # windows do not see a prefix alike
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, groups, longest, shared is not None)
     factors = _factors(scale, softcap)
@@ -355,9 +389,8 @@ def decode_attention(
     if shared is not None:
         _prefix_kernel[(tiles, prefix_splits, groups)](
             *(q, k_cache, v_cache, shared, tables, parts, part_lse),
-            *factors,
-            *strides[:3],
-            *(batch, groups, group, block_m, *sizes, splits),
+            *(*factors, *strides[:3]),
+            *(batch, splits, groups, group, block_m, *sizes),
             num_warps=8 if block_m > 64 else 4,
             num_stages=3,
         )
@@ -366,9 +399,7 @@ def decode_attention(
         _decode_kernel,
         (groups, splits, batch),
         *(q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters),
-        *factors,
-        *strides,
-        window or 0,
+        *(*factors, *strides, window or 0),
         *(groups, group, max(16, triton.next_power_of_2(group)), *sizes, splits, prefix_splits),
         num_warps=4,
         num_stages=2 if splits <= 8 else 3,
@@ -389,14 +420,6 @@ def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) 
     return block_n, splits
 
 
-def _cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int]:
-    """Rows of a tile of queries, such tiles of a group, and programs that share a tile."""
-    rows = q.shape[0] * q.shape[1] // groups
-    block_m = min(128, max(16, triton.next_power_of_2(rows)))
-    tiles = triton.cdiv(rows, block_m)
-    return block_m, tiles, max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
-
-
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
     """How many programs share a row (a KV head of a sequence): a power of 2, measured on an H200.
 
@@ -408,6 +431,18 @@ def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
     processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 8 * processors // rows), 1)
     return min(1 << splits.bit_length() - 1, MAX_SPLITS, triton.next_power_of_2(tiles))
+
+
+def _cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int]:
+    """Rows of a tile of queries, such tiles of a group, and programs that share a tile.
+
+    Of few different numbers, since each is a kernel to compile.
+    """
+    rows = q.shape[0] * q.shape[1] // groups
+    block_m = 64 if rows <= 64 else 128
+    tiles = triton.cdiv(rows, block_m)
+    programs = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
+    return block_m, tiles, 1 << programs.bit_length() - 1
 
 
 @triton.jit
@@ -511,21 +546,22 @@ def _decode_kernel(
         if is_last:
             if SPLITS > 1:
                 tl.store(arrivals + pair, 0)
-            part_lse += pair * (SPLITS + PREFIX_SPLITS) * GROUP
-            parts += pair * (SPLITS + PREFIX_SPLITS) * GROUP * D
-            _merge(
-                out,
-                parts,
-                part_lse,
-                length - prefix,
-                prefix,
-                GROUP,
-                D,
-                BLOCK_D,
-                SPLITS,
-                PREFIX_SPLITS,
-                BLOCK_N,
-            )
+            if length > 0:
+                part_lse += pair * (SPLITS + PREFIX_SPLITS) * GROUP
+                parts += pair * (SPLITS + PREFIX_SPLITS) * GROUP * D
+                _merge(
+                    out,
+                    parts,
+                    part_lse,
+                    length - prefix,
+                    prefix,
+                    GROUP,
+                    D,
+                    BLOCK_D,
+                    SPLITS,
+                    PREFIX_SPLITS,
+                    BLOCK_N,
+                )
 
 
 @triton.jit
@@ -565,7 +601,7 @@ def _merge(
         tl.store(out + head * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "first_part"])
 def _prefix_kernel(
     q,
     k_cache,
@@ -580,6 +616,7 @@ def _prefix_kernel(
     k_stride,
     v_stride,
     batch,
+    first_part,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -587,7 +624,6 @@ def _prefix_kernel(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    FIRST_PART: tl.constexpr,
 ):
     """The prefix that all sequences share, read once for many.
 
@@ -627,7 +663,7 @@ def _prefix_kernel(
             PAGE,
             BLOCK_N,
         )
-        part = (seq * G + group) * (FIRST_PART + tl.num_programs(1)) + FIRST_PART + split
+        part = (seq * G + group) * (first_part + tl.num_programs(1)) + first_part + split
         part = part * GROUP + row % GROUP
         tl.store(parts + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
         tl.store(part_lse + part, peak + tl.log2(total), mask=seq < batch)

@@ -1,4 +1,5 @@
-"""Triton kernels that sample the next tokens in one pass over the logits.
+"""Triton kernels that sample the next tokens in one pass over the logits. A row of a temperature
+below 0, for which any token will do, is passed over, and gets token 0.
 
 Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is
 said by layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of
@@ -90,8 +91,11 @@ def _best_cell_of_part_kernel(
 ):
     wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if temperature < 0:
+        return
     logits += row.to(tl.int64) * row_stride
-    greedy, scale = _scale(temperatures, row)
+    greedy, scale = scale_of(temperature)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
     # A lane meets its cells in rising order, so keeping the first best keeps the lowest.
     best = tl.full([CELLS], float("-inf"), tl.float32)
@@ -105,19 +109,8 @@ def _best_cell_of_part_kernel(
             )
             * scale
         )
-        score = tl.max(scores, axis=1)
-        if greedy:
-            total = tl.sum(scores, axis=1)
-            # A NaN, or infinities of both signs.
-            score = tl.where(total == total, score, float("inf"))
-        else:
-            # A cell outside the vocabulary is all -inf, and -inf + inf no number.
-            peak = tl.maximum(score, -1e30)
-            weight = tl.sum(tl.exp2(scores - peak[:, None]), axis=1)
-            time = _exponential(seed, tl.maximum(cell * CELL, vocab_start), position, 0)
-            score = peak + tl.log2(weight / time)
-            # A NaN, or an infinity less itself.
-            score = tl.where(score == score, score, float("inf"))
+        first = tl.maximum(cell * CELL, vocab_start)
+        score = cell_values(scores, first, greedy, seed, position)
         best_cell = tl.where(score > best, cell, best_cell)
         best = tl.maximum(best, score)
     value = tl.max(best, axis=0)
@@ -146,7 +139,12 @@ def _best_of_row_kernel(
 ):
     wait_for_inputs(PDL)
     row = tl.program_id(0)
-    greedy, scale = _scale(temperatures, row)
+    temperature = tl.load(temperatures + row)
+    if temperature < 0:
+        tl.store(values + row, 0.0)
+        tl.store(tokens + row, tl.zeros([], tl.int64))
+        return
+    greedy, scale = scale_of(temperature)
     part = tl.arange(0, BLOCK)
     value = tl.load(part_values + row * parts + part, mask=part < parts, other=float("-inf"))
     cell = tl.load(part_cells + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
@@ -163,25 +161,52 @@ def _best_of_row_kernel(
         )
         * scale
     )
-    if not greedy:
-        time = _exponential(tl.load(seeds + row), col + vocab_start, tl.load(positions + row), 1)
-        score -= tl.log2(time)
-    token = tl.min(tl.where(inside & (score == tl.max(score, axis=0)), col, 0x7FFFFFFF), axis=0)
-    token = tl.where(is_valid, token + vocab_start, INVALID)
+    seed, position = tl.load(seeds + row), tl.load(positions + row)
+    token = best_entry(score, col + vocab_start, inside, greedy, seed, position)
+    token = tl.where(is_valid, token, INVALID)
     tl.store(values + row, tl.where(greedy, best, best * LN_2))
     tl.store(tokens + row, token.to(tl.int64))
 
 
 @triton.jit
-def _scale(temperatures, row):
-    """Whether the row is greedy, and what makes its logits scores in units of log2."""
-    temperature = tl.load(temperatures + row)
+def scale_of(temperature):
+    """Whether a row is greedy, and what makes its logits scores in units of log2."""
     greedy = temperature <= 0
     return greedy, tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
 
 
 @triton.jit
-def _exponential(seed, index, position, stream):
+def cell_values(scores, first, greedy, seed, position):
+    """scores [C, CELL] -> [C], of which the greatest decides for a cell: the cell's log-sum-exp
+    plus noise, which belongs to its `first` vocabulary entry here; the best score if greedy.
+    Infinity if a score is NaN or infinite.
+    """
+    value = tl.max(scores, axis=1)
+    if greedy:
+        total = tl.sum(scores, axis=1)
+        # A NaN, or infinities of both signs.
+        value = tl.where(total == total, value, float("inf"))
+    else:
+        # A cell outside the vocabulary is all -inf, and -inf + inf no number.
+        peak = tl.maximum(value, -1e30)
+        weight = tl.sum(tl.exp2(scores - peak[:, None]), axis=1)
+        value = peak + tl.log2(weight / exponential(seed, first, position, 0))
+        # A NaN, or an infinity less itself.
+        value = tl.where(value == value, value, float("inf"))
+    return value
+
+
+@triton.jit
+def best_entry(scores, token, inside, greedy, seed, position):
+    """Which of a cell's tokens [CELL] is sampled, by their scores."""
+    if not greedy:
+        scores -= tl.log2(exponential(seed, token, position, 1))
+    is_best = inside & (scores == tl.max(scores, axis=0))
+    return tl.min(tl.where(is_best, token, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def exponential(seed, index, position, stream):
     """Exponentially distributed noise: its negative logarithm is Gumbel noise."""
     word, _, _, _ = tl.philox(seed, index.to(tl.uint32), position.to(tl.uint32), stream, 0)
     return -tl.log(((word >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23)))
