@@ -24,9 +24,11 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> Any:
-    """`value` if it is a real number, NumPy's included; else None, as for a bool."""
-    is_number = isinstance(value, numbers.Real) and type(value) is not bool
-    return value if is_number else None
+    """`value` if it is a real number, NumPy's as a plain float; else None, as for a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    # Beside a float16, NumPy would take a bound of 1e38 for infinity.
+    return value if isinstance(value, numbers.Rational) else float(value)
 
 
 class Range(NamedTuple):

@@ -148,12 +148,12 @@ class LLM:
         """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
         session = self._session
         session.open_engine()
-        with session.lock:
-            with session.running():
-                session.step()
+        with session.lock, session.running():
+            session.step()
             finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
             session.finished.clear()
-        return [{"id": seq.id, **out} for seq, out in zip(finished, self._outputs(finished))]
+            outputs = self._outputs(finished)
+        return [{"id": seq.id, **output} for seq, output in zip(finished, outputs)]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""

@@ -163,6 +163,7 @@ def test_wrong_sampling_params_are_refused_before_any_is_queued(llm, checkpoint,
         (dict(temperature=-0.5), ValueError, r"temperature is -0\.5: use 0"),
         (dict(temperature=math.nan), ValueError, "temperature is nan: use 0"),
         (dict(temperature=math.inf), ValueError, "temperature is inf: use 0"),
+        (dict(temperature=np.float16("inf")), ValueError, "temperature is inf: use 0"),
         (dict(temperature="hot"), TypeError, "temperature is 'hot': use "),
         (dict(temperature=True), TypeError, "temperature is True: use "),
         (dict(temperature=None), TypeError, "temperature is None: use "),
@@ -412,6 +413,10 @@ BROKEN_FOLDERS = {
     "quantized": (
         lambda f: change_config(f, quantization_config={"quant_method": "fp8"}),
         "quantization_config is set: choose",
+    ),
+    "activation-of-no-name": (
+        lambda f: change_config(f, hidden_act={"silu": 1}),
+        r"hidden_act is \{'silu': 1\}: Qwen3ForCausalLM has 'silu'",
     ),
     "no-architecture": (
         lambda f: change_config(f, architectures=None),

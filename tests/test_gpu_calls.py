@@ -3,14 +3,17 @@ waiting for the device.
 """
 
 import random
+import shutil
 
 import pytest
 import torch
 from call_helpers import check_empty, generate, make_folder, make_llm, random_prompts
 from test_completions import mixed_params
+from test_failures import GREEDY, POISON, SOUND, poison
 from test_sampling import draw, random_params
 
 from nanovllm import SamplingParams
+from nanovllm.engine.scheduler import InvalidLogitsError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,3 +84,60 @@ def test_special_rows_do_not_make_the_host_wait(folder):
 
         llm.engine.runner.launch = launch_without_waiting
         generate(llm, random_prompts(5, seed=1), params)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize("backend", ["auto", "triton", "torch", "flash-attn"])
+def test_nan_stays_with_the_request_that_computes_it(folder, tmp_path, backend, eager):
+    """Others that run beside it, or after it in its blocks, get their tokens."""
+    if backend == "flash-attn":
+        pytest.importorskip("flash_attn")
+    poisoned = poison(shutil.copytree(folder, tmp_path / "poisoned"))
+    # flash-attn has no float32, and its blocks are of 256 tokens
+    dtype = "bfloat16" if backend == "flash-attn" else "float32"
+    size = 256 if backend == "flash-attn" else 16
+    options = dict(attention_backend=backend, dtype=dtype, kvcache_block_size=size)
+    options |= dict(enforce_eager=eager, num_kvcache_blocks=40, max_num_seqs=64)
+    with make_llm(folder, **options) as llm:
+        expected = generate(llm, SOUND, GREEDY)
+    with make_llm(poisoned, **options) as llm:
+        for at in (0, 20, 39):
+            for prompt in SOUND:
+                llm.add_request(prompt, GREEDY)
+            llm.step()
+            bad = llm.add_request([7] * at + [POISON] + [7] * (39 - at), GREEDY)
+            with pytest.raises(InvalidLogitsError, match=f"request {bad} ") as caught:
+                while llm.has_unfinished():
+                    llm.step()
+            assert caught.value.request_ids == {bad}
+            check_empty(llm)
+            assert generate(llm, SOUND, GREEDY) == expected
+
+
+def take_all_memory() -> list[torch.Tensor]:
+    taken, size = [], 2**36
+    torch.cuda.empty_cache()
+    while size >= 2**20:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return taken
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_out_of_memory_in_mid_run_is_raised_and_the_llm_is_usable_once_there_is_some(folder, eager):
+    prompts = [[(i + j) % 256 for j in range(250)] for i in range(256)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    sizes = dict(num_kvcache_blocks=4200, max_num_seqs=256, max_num_batched_tokens=65536)
+    sizes |= dict(gpu_memory_utilization=0.3)
+    with make_llm(folder, dtype="float32", enforce_eager=eager, **sizes) as llm:
+        expected = generate(llm, prompts, params)
+        llm.engine.reset()  # forget the cached prefixes: the prompts are computed again
+        taken = take_all_memory()
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+            generate(llm, prompts, params)
+        check_empty(llm)
+        taken.clear()
+        torch.cuda.empty_cache()
+        assert generate(llm, prompts, params) == expected

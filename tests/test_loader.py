@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import LLM
+from nanovllm.engine.model_runner import resolve_dtype
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
@@ -244,6 +245,16 @@ def test_dummy_weights_depend_on_the_seed_alone(model):
     assert torch.equal(model.model.norm.weight, torch.ones(32))
     assert 0.018 < first["lm_head.weight"].std() < 0.022
     assert not torch.equal(first["lm_head.weight"], first["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("name", ["float17", "int8", "Tensor", {"x": 1}, 16], ids=repr)
+def test_a_dtype_of_the_checkpoint_that_is_none_is_refused(name):
+    cuda = torch.device("cuda")
+    assert resolve_dtype("auto", SimpleNamespace(dtype="float16"), cuda) == torch.float16
+    for config in (SimpleNamespace(dtype=name), SimpleNamespace(torch_dtype=name)):
+        assert resolve_dtype("bfloat16", config, cuda) == torch.bfloat16
+        with pytest.raises(ValueError, match="config.json: dtype is .*: it must be one such as"):
+            resolve_dtype("auto", config, cuda)
 
 
 def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):

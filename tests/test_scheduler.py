@@ -355,6 +355,39 @@ def test_a_prompt_longer_than_the_budget_is_computed_in_chunks():
     assert lengths == [[10], [10], [5], []]
 
 
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("policy", ["throughput", "fcfs"])
+def test_a_long_prompt_delays_each_token_of_the_others_by_one_chunk_at_most(policy, delay):
+    """Those that decode get a token in every step, as without it. No step has more tokens than the
+    budget, whatever it computes of the prompt."""
+    budget, long_prompt = 1024, [i % VOCABULARY for i in range(4000)]
+
+    def outputs_by_step(with_long: bool) -> list[list[int]]:
+        sizes = dict(num_blocks=280, block_size=64, max_num_seqs=256)
+        policy_object = NAMED_POLICIES[policy]()
+        server = Server(
+            make_scheduler(**sizes, max_num_batched_tokens=budget, policy=policy_object)
+        )
+        for i in range(200):
+            server.add(i, [i % VOCABULARY, i // VOCABULARY % VOCABULARY, 3], 20)
+        for _ in range(5):
+            server.step(delay)
+        decoding = server.scheduler.running.copy()
+        assert len(decoding) >= 160
+        if with_long:
+            long = server.add(200, long_prompt, 5, interactive=True)
+        counts = []
+        while any(seq.finish_reason is None for seq in decoding):
+            server.step(delay)
+            counts.append([len(seq.output_ids) for seq in decoding])
+        if with_long:
+            chunks = [len(one.token_ids) for batch in server.batches for one in batch.prefills]
+            assert long.output_ids and max(chunks) <= budget - 160
+        return counts
+
+    assert outputs_by_step(with_long=True) == outputs_by_step(with_long=False)
+
+
 def test_chunks_share_the_budget_with_decoding_sequences():
     server = Server(make_scheduler(max_num_batched_tokens=8))
     server.add(0, [1, 2, 3], 20)

@@ -166,7 +166,7 @@ class LLMEngine:
         """Launch the next step and commit one: the last with overlap, else this one.
 
         Returns the sequences that got a token, and those among them that are finished. Raises
-        FloatingPointError if the model computed NaN or infinite logits: `reset` is needed then.
+        InvalidLogitsError if the model computed NaN or infinite logits: `reset` is needed then.
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
         batch = self.scheduler.schedule()

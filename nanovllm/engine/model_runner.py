@@ -355,18 +355,24 @@ def pack(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
     """The dtype of weights and activations.
 
-    "auto" is float32 on a CPU, the checkpoint's elsewhere.
+    "auto" is float32 on a CPU, the checkpoint's elsewhere. Raises ValueError if that is none.
     """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
         return torch.float32
-    dtype = (
+    given = (
         getattr(hf_config, "dtype", None)
         or getattr(hf_config, "torch_dtype", None)
         or torch.bfloat16
     )
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(
+            f"config.json: dtype is {given!r}: it must be one such as 'bfloat16'; or give the "
+            "option dtype"
+        )
+    return dtype
 
 
 @contextmanager

@@ -13,6 +13,18 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import INVALID_TOKEN
 
 
+class InvalidLogitsError(FloatingPointError):
+    """The model computed NaN or infinite logits. `request_ids`: for whom, in this step."""
+
+    def __init__(self, first: Sequence, request_ids: set[int]) -> None:
+        self.request_ids = request_ids
+        super().__init__(
+            f"{first.describe()} has NaN or infinite logits after {len(first.token_ids)} "
+            "tokens: try another dtype, such as bfloat16 or float32, or check the "
+            "checkpoint's weights"
+        )
+
+
 class Scheduler:
     """Runs sequences under three limits: tokens of a step, batch slots, and KV blocks.
 
@@ -230,7 +242,7 @@ class Scheduler:
         """Take what the oldest step in flight sampled: tokens in order, log-probabilities by index.
 
         Returns the sequences that got a token, and those among them that ended with it. One that
-        had ended before ran one step too far, and its token is dropped. Raises FloatingPointError
+        had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
         if logits were NaN or infinite: only a new scheduler goes on from there.
         """
         sampling = self._in_flight.popleft()
@@ -245,11 +257,9 @@ class Scheduler:
             if seq.status is finished:
                 continue
             if token == INVALID_TOKEN:
-                raise FloatingPointError(
-                    f"{seq.describe()} has NaN or infinite logits after {len(seq.token_ids)} "
-                    "tokens: try another dtype, such as bfloat16 or float32, or check the "
-                    "checkpoint's weights"
-                )
+                invalid = [one for one, of in zip(sampling, tokens) if of == INVALID_TOKEN]
+                ids = {one.request.id for one in invalid if one.status is not finished}
+                raise InvalidLogitsError(seq, ids)
             sampled.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)

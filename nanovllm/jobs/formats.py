@@ -59,6 +59,9 @@ class Format(Protocol):
     def error(self, line: int, fields: dict[str, Any], problem: str) -> dict[str, Any]:
         """The record of a line that cannot be done."""
 
+    def failure(self, request: Request, problem: str) -> dict[str, Any]:
+        """The record of a request that could not be done."""
+
 
 def seed_of(seed: int, line: int) -> int:
     """A seed that depends on both, and on nothing else: not on how often the job was stopped."""
@@ -128,6 +131,9 @@ class NativeFormat:
         except (TypeError, ValueError, RecursionError):
             repeated = {}
         return {"line": line, **repeated, "error": f"line {line}: {problem}"}
+
+    def failure(self, request: Request, problem: str) -> dict[str, Any]:
+        return self.error(request.line, request.repeated, problem)
 
     def _repeated(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {name: fields[name] for name in self._repeated_names if name in fields}

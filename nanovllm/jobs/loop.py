@@ -115,6 +115,8 @@ def add_lines(lines: list[Line], format: Format, engine: Engine) -> Iterator[Res
 
 
 def as_result(format: Format, request: Request, output: dict[str, Any]) -> Result:
+    if "error" in output:
+        return Result(request.line, True, 0, 0, format.failure(request, output["error"]))
     completions = output.get("completions", [output])
     return Result(
         request.line,

@@ -100,6 +100,9 @@ class OpenAIFormat:
         error = {"code": "invalid_request", "message": f"line {line}: {problem}", "line": line}
         return self._record(line, custom_id if isinstance(custom_id, str) else None, None, error)
 
+    def failure(self, request: Request, problem: str) -> dict[str, Any]:
+        return self.error(request.line, {"custom_id": request.repeated}, problem)
+
     @staticmethod
     def _record(line: int, custom_id: Any, response: Any, error: Any) -> dict[str, Any]:
         return {

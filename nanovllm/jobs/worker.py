@@ -4,11 +4,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from nanovllm.engine.scheduler import InvalidLogitsError
 from nanovllm.jobs.formats import Request
 from nanovllm.llm import LLM
 
 Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
+# What LLM.step returned for a request; or why it could not be done, as {"error": ...}.
 Outputs = list[tuple[Request, dict[str, Any]]]
+INVALID = (
+    "the model computes NaN or infinite logits for it: try another dtype, such as bfloat16 or "
+    "float32, or check the checkpoint's weights"
+)
 
 
 class Worker:
@@ -50,14 +56,26 @@ class Worker:
 
     def step(self) -> Outputs:
         """Run one step; returns what has ended with it."""
-        ended = []
-        for output in self._llm.step():
+        ended: Outputs = []
+        try:
+            outputs = self._llm.step()
+        except InvalidLogitsError as error:
+            return self._go_on_without(error.request_ids)
+        for output in outputs:
             request = self._requests.pop(output["id"])
             self.num_prompt_tokens -= len(output["prompt_token_ids"])
             if request.wants_token_texts and request.params.logprobs is not None:
                 output["token_texts"] = self._token_texts(output)
             ended.append((request, output))
         return ended
+
+    def _go_on_without(self, request_ids: set[int]) -> Outputs:
+        """The error has emptied the LLM: queue the others anew, for the same tokens."""
+        unfinished, self._requests, self.num_prompt_tokens = self._requests, {}, 0
+        failed = [unfinished.pop(request_id) for request_id in request_ids]
+        refused = self.add(list(unfinished.values()))
+        problems = [(request, INVALID) for request in failed] + refused
+        return [(request, {"error": problem}) for request, problem in problems]
 
     def _encode(self, requests: list[Request]) -> list[Any]:
         """The token ids of each request, or the error that it raises.

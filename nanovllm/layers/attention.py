@@ -129,6 +129,8 @@ def decode_attention(
     seen = index < ends  # [B, 1, 1, L]
     if window is not None:
         seen &= index >= ends - window
+    # What is not seen may be another sequence's, and NaN: then a weight of 0 would not hide it.
+    k, v = (x.masked_fill(~seen.view(len(q), longest, 1, 1), 0) for x in (k, v))
     return scaled_dot_product(q.unsqueeze(1), k, v, scale, seen, softcap).squeeze(1)
 
 

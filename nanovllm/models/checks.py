@@ -84,7 +84,7 @@ def check_supported(hf_config, model_class: type[CausalLM]) -> None:
     activation = getattr(hf_config, "hidden_activation", None)  # Gemma's name, which wins there
     if activation is None:
         activation = getattr(hf_config, "hidden_act", "silu")
-    if activation not in model_class.activations:
+    if not isinstance(activation, str) or activation not in model_class.activations:
         known = ", ".join(map(repr, model_class.activations))
         raise ValueError(
             f"config.json: hidden_act is {activation!r}: {model_class.__name__} has {known}"

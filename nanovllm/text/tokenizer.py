@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from nanovllm.checks import shown
 from nanovllm.text.time_limit import run_limited
 from nanovllm.text.tokenizer_json import content, is_failure, read_if_there, read_plain
 
@@ -67,7 +68,8 @@ class Tokenizer:
         """The token ids of each text; errors call them `name`.
 
         `special_tokens`: with those that the tokenizer puts around a text, such as one for its
-        beginning.
+        beginning. Raises ValueError for the first that is half a character, or that the tokenizer
+        does not take.
         """
         for i, text in enumerate(texts):
             if SURROGATE.search(text):
@@ -75,6 +77,27 @@ class Tokenizer:
                     f"{name}[{i}] is {text[:50]!r}, which holds half a character: decode it with "
                     "errors='replace'"
                 )
+        try:
+            return self._encode(texts, special_tokens)
+        except BaseException as error:  # a tokenizer raises whatever it likes
+            if not is_failure(error):
+                raise
+            self._refuse_first_wrong(name, texts, special_tokens)
+            raise
+
+    def _refuse_first_wrong(self, name: str, texts: list[str], special_tokens: bool) -> None:
+        for i, text in enumerate(texts):
+            try:
+                self._encode([text], special_tokens)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                raise ValueError(
+                    f"{name}[{i}] is {shown(text)}, of which the model's tokenizer makes no "
+                    f"tokens: give another text, or token ids ({type(error).__name__}: {error})"
+                ) from error
+
+    def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
         if self._plain is None:
             if not texts:
                 return []
