@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 TO_SAFETENSORS = (
-    "transformers converts it: AutoModelForCausalLM.from_pretrained(folder, "
-    "gguf_file=name).save_pretrained(new_folder), "
-    "and the same with AutoTokenizer"
+    "transformers reads it: model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name). "
+    "A fresh AutoModelForCausalLM.from_config(model.config) saves it, "
+    "after load_state_dict(model.state_dict()) and save_pretrained(new_folder); "
+    "AutoTokenizer takes gguf_file and saves too"
 )
 
 
