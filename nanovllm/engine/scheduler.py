@@ -109,7 +109,7 @@ class Scheduler:
         return True
 
     def _num_growing(self) -> int:
-        """How many sequences need a block for their next token, once they gave back what they can."""
+        """How many sequences need a block for their next token; each gives back what it can."""
         growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
         growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
         for seq in growing:
@@ -238,6 +238,11 @@ class Scheduler:
         for one in (seq, *seq.forks):
             one.capacity = len(one.block_table) * blocks.block_size
             one.num_given_back = num_behind
+        self._run(seq, num_cached)
+
+    def _run(self, seq: Sequence, num_cached: int) -> None:
+        """Give a sequence that has its blocks, and its forks, slots; let its prompt be computed."""
+        for one in (seq, *seq.forks):
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
