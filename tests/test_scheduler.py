@@ -146,22 +146,26 @@ NO_WINDOW, WINDOWS = st.none(), st.integers(1, 12)
 
 
 @st.composite
-def streams(draw, windows=NO_WINDOW):
-    """Sizes, requests that each fit the cache, and whether a step's commit waits for the next.
-
-    With a window, a request of one completion fits if its window and a block do.
-    """
-    block_size = draw(st.integers(1, 4))
-    num_blocks = draw(st.sampled_from([3, 4, 5, 6, 8, 13, 70]))
-    sizes = dict(
-        num_blocks=num_blocks,
-        block_size=block_size,
+def all_sizes(draw, windows):
+    return dict(
+        num_blocks=draw(st.sampled_from([3, 4, 5, 6, 8, 13, 70])),
+        block_size=draw(st.integers(1, 4)),
         max_num_seqs=draw(st.sampled_from([3, 1, 2, 5, 16])),
         max_num_batched_tokens=draw(st.sampled_from([20, 1, 3, 8, 100])),
         caching=draw(st.booleans()),
         min_run=draw(st.sampled_from([1, 2, 16])),
         window=draw(windows),
     )
+
+
+@st.composite
+def streams(draw, windows=NO_WINDOW):
+    """Sizes, requests that each fit the cache, and whether a step's commit waits for the next.
+
+    With a window, a request of one completion fits if its window and a block do.
+    """
+    sizes = draw(all_sizes(windows))
+    num_blocks, block_size = sizes["num_blocks"], sizes["block_size"]
     window_fits = sizes["window"] and sizes["window"] + block_size <= num_blocks * block_size
     room = num_blocks * block_size  # for all but the last token
     token = st.integers(0, VOCABULARY - 1)
