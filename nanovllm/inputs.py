@@ -25,6 +25,7 @@ class Inputs:
         self.max_model_len = engine.max_model_len
         self.num_blocks = engine.runner.info.num_blocks
         self.cache_tokens = engine.cache_tokens
+        self.window = engine.window
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Prompts of text or of token ids, one or several; parameters for all or for each."""
@@ -119,10 +120,12 @@ class Inputs:
             )
 
     def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
-        """The whole KV cache must hold the request at its longest."""
+        """The whole KV cache must hold the request at its longest, or its window and one block."""
         assert params.max_tokens is not None
         # K and V of the last token are never needed.
         needed = min(length + params.max_tokens, self.max_model_len) - 1
+        if self.window is not None:
+            needed = min(needed, self.window + self.config.kvcache_block_size)
         if needed > self.cache_tokens:
             raise ValueError(
                 f"{name} needs {needed} tokens of KV cache ({length} of prompt and "

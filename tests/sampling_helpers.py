@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -113,7 +114,10 @@ class Draws:
         output = StepOutput(tokens, self.logits, positions, slots)
         logprobs = {}
         for part in self.resampler.resample(tuple(self.slots), output):
-            logprobs |= {row: read_logprobs([one])[0] for row, one in part.read().items()}
+            logprobs |= {
+                row: read_logprobs([one])[0]
+                for row, one in replace(part, records=part.records.cpu()).read().items()
+            }
         assert torch.equal(state.last_tokens[slots], tokens)
         return tokens, logprobs
 

@@ -45,7 +45,7 @@ def output_alone(
 def check_blocks(scheduler: Scheduler) -> None:
     """Every block is free or referenced by as many running sequences as it counts."""
     blocks = scheduler.blocks
-    tables = [seq.block_table for seq in scheduler.sequences.values()]
+    tables = [seq.block_table[seq.num_given_back :] for seq in scheduler.sequences.values()]
     references = [sum(block in table for table in tables) for block in range(blocks.num_blocks)]
     assert blocks.ref_counts == references
     assert blocks.num_free == references.count(0)
@@ -53,8 +53,10 @@ def check_blocks(scheduler: Scheduler) -> None:
         one.num_tokens_left for seq in scheduler.waiting for one in (seq, *seq.forks)
     )
     check_places(scheduler)
-    for seq in scheduler.sequences.values():
-        assert len(set(seq.block_table)) == len(seq.block_table)
+    for seq, table in zip(scheduler.sequences.values(), tables):
+        assert len(set(table)) == len(table)
+        assert seq.capacity == len(seq.block_table) * blocks.block_size
+        assert len(table) <= scheduler.most_blocks or seq.siblings or seq.parent
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
 
 
@@ -111,7 +113,7 @@ class WatchedScheduler(Scheduler):
             self.blocks.min_run = min(min_run, block_size)
         self.first_starts: list[int] = []
         self.num_starts: dict[int, int] = {}
-        self.shared: dict[int, frozenset[int]] = {}
+        self.num_shared: dict[int, int] = {}  # leading blocks of a table that were not its own
         self._policy_started, policy.started = policy.started, self._watch
 
     def _watch(self, seq: Sequence) -> None:
@@ -119,7 +121,7 @@ class WatchedScheduler(Scheduler):
             self.first_starts.append(seq.id)
         for one, shared in zip((seq, *seq.forks), self.blocks.shared, strict=True):
             self.num_starts[one.id] = self.num_starts.get(one.id, 0) + 1
-            self.shared[one.id] = frozenset(shared)
+            self.num_shared[one.id] = one.num_given_back + len(shared)
         self.blocks.shared.clear()
         self._policy_started(seq)
 
@@ -154,7 +156,7 @@ class SimulatedDevice:
             state.table.append(block)
         tables = [self.states[slot].table for slot in batch.decode_slots]
         assert batch.shared_blocks <= len(os.path.commonprefix(tables))
-        self._copy_blocks(batch)
+        self._copy_blocks(batch, [owners[slot] for slot in batch.decode_slots])
         # A layer writes all K and V of a step before any token attends.
         for slot in batch.decode_slots:
             self._write_decode(slot, owners[slot])
@@ -162,8 +164,11 @@ class SimulatedDevice:
             self._write_chunk(chunk, owners[chunk.batch_slot])
         slots = [*batch.decode_slots, *(chunk.batch_slot for chunk in batch.prefills)]
         assert len(set(slots)) == len(slots), "a sequence runs once a step"
-        for slot in slots:
-            self._check_reads(self.states[slot], self.tokens[owners[slot].id])
+        # The first of the new tokens sees furthest back.
+        firsts = [self.states[slot].length - 1 for slot in batch.decode_slots]
+        firsts += [chunk.start for chunk in batch.prefills]
+        for slot, first in zip(slots, firsts):
+            self._check_reads(self.states[slot], self.tokens[owners[slot].id], first)
         for chunk in batch.prefills:
             for fork in chunk.forks:
                 self._fork(chunk, fork, owners[fork.batch_slot])
@@ -175,7 +180,7 @@ class SimulatedDevice:
             self.tokens[owners[slot].id].append(token)
         return sampled
 
-    def _copy_blocks(self, batch: Batch) -> None:
+    def _copy_blocks(self, batch: Batch, decoding: list[Sequence]) -> None:
         """Before anything is written; all sources are read before a copy is written."""
         size = self.block_size
         tables = [chunk.block_table for chunk in batch.prefills]
@@ -186,7 +191,7 @@ class SimulatedDevice:
             assert sum(copy in table for table in tables) >= 1, (
                 "a copy is for a sequence that starts"
             )
-            assert not any(copy in self.states[slot].table for slot in batch.decode_slots)
+            assert not any(copy in seq.block_table[seq.num_given_back :] for seq in decoding)
             for i, content in enumerate(contents):
                 self.kv_cache[copy * size + i] = content
         copies = [copy for _, copy in batch.block_copies]
@@ -209,7 +214,8 @@ class SimulatedDevice:
             )
             self.states[chunk.batch_slot] = state
         assert state.length == chunk.start, "a chunk goes on where the last one ended"
-        assert state.table == chunk.block_table
+        assert state.table == chunk.block_table[: len(state.table)]
+        state.table = list(chunk.block_table)
         self._write(state, max(chunk.start, chunk.write_from), chunk.end, tokens)
         state.length = chunk.end
 
@@ -224,20 +230,22 @@ class SimulatedDevice:
             source = self._kv_slot(self.states[chunk.batch_slot], position)
             assert copy != source
             self.kv_cache[copy] = self.kv_cache[source]
-        self._check_reads(state, tokens)
+        self._check_reads(state, tokens, state.length)
 
     def _write(self, state: RunningState, start: int, end: int, tokens: list[int]) -> None:
         for position in range(start, end):
-            block = state.table[position // self.block_size]
-            shared = self.scheduler.shared[state.start[0]]
-            assert block not in shared, "a shared block is never written"
+            num_shared = self.scheduler.num_shared[state.start[0]]
+            assert position // self.block_size >= num_shared, "a shared block is never written"
             self.kv_cache[self._kv_slot(state, position)] = fingerprint(tokens[: position + 1])
         state.length = end
 
-    def _check_reads(self, state: RunningState, tokens: list[int]) -> None:
-        expected = 0
+    def _check_reads(self, state: RunningState, tokens: list[int], first: int) -> None:
+        """What the tokens from `first` on see: all before them, or what lies in their window."""
+        window, expected = self.scheduler.window, 0
         for position in range(state.length):
             expected = hash((expected, tokens[position]))
+            if window is not None and position <= first - window:
+                continue
             found = self.kv_cache.get(self._kv_slot(state, position))
             assert found == expected, f"sequence {state.start[0]} reads wrongly at {position}"
 

@@ -61,6 +61,23 @@ def test_layers_of_pytorch_alone_and_of_torch_compile_give_the_same_tokens(
 
 
 @overlapped
+@pytest.mark.parametrize("options", [{}, dict(max_num_batched_tokens=20), dict(kernels="plain")])
+def test_a_model_of_windows_goes_on_in_a_cache_that_holds_no_whole_sequence(
+    get_checkpoint, make_llm, options, overlap
+):
+    checkpoint = get_checkpoint("mistral-window")  # 21 tokens
+    llm = make_llm(checkpoint.folder, num_kvcache_blocks=4, overlap=overlap, **options)
+    used: list[int] = []
+    llm.on_step(lambda step: used.append(step.blocks_in_use))
+    assert_greedy(llm, checkpoint, [PROMPTS[3]], max_tokens=100)
+    assert max(used[-60:]) == 3, "so many blocks of 16 a window touches at most"
+    assert_greedy(llm, checkpoint, PROMPTS[:6], max_tokens=100)
+    assert llm.engine.scheduler.num_preemptions > 0
+    (output,) = llm.generate([LONG], greedy(9), use_tqdm=False)
+    assert output["token_ids"] == checkpoint.expected(LONG, 9)
+
+
+@overlapped
 def test_greedy_output_is_the_same_in_any_batch(checkpoint, make_llm, overlap):
     llm = make_llm(overlap=overlap)
     rng = random.Random(0)

@@ -142,19 +142,31 @@ PAUSES = [
 ]
 
 
+NO_WINDOW, WINDOWS = st.none(), st.integers(1, 12)
+
+
 @st.composite
-def streams(draw):
-    """Sizes, requests that each fit the cache, and whether a step's commit waits for the next."""
-    block_size = draw(st.integers(1, 4))
-    num_blocks = draw(st.sampled_from([3, 4, 5, 6, 8, 13, 70]))
-    sizes = dict(
-        num_blocks=num_blocks,
-        block_size=block_size,
+def all_sizes(draw, windows):
+    return dict(
+        num_blocks=draw(st.sampled_from([3, 4, 5, 6, 8, 13, 70])),
+        block_size=draw(st.integers(1, 4)),
         max_num_seqs=draw(st.sampled_from([3, 1, 2, 5, 16])),
         max_num_batched_tokens=draw(st.sampled_from([20, 1, 3, 8, 100])),
         caching=draw(st.booleans()),
         min_run=draw(st.sampled_from([1, 2, 16])),
+        window=draw(windows),
     )
+
+
+@st.composite
+def streams(draw, windows=NO_WINDOW):
+    """Sizes, requests that each fit the cache, and whether a step's commit waits for the next.
+
+    With a window, a request of one completion fits if its window and a block do.
+    """
+    sizes = draw(all_sizes(windows))
+    num_blocks, block_size = sizes["num_blocks"], sizes["block_size"]
+    window_fits = sizes["window"] and sizes["window"] + block_size <= num_blocks * block_size
     room = num_blocks * block_size  # for all but the last token
     token = st.integers(0, VOCABULARY - 1)
     families = draw(st.lists(st.lists(token, max_size=20), min_size=1, max_size=3))
@@ -162,18 +174,19 @@ def streams(draw):
     for _ in range(draw(st.integers(2, 8))):
         family = draw(st.sampled_from(families))
         prompt = family[: draw(st.sampled_from([20, 0, 4, 8]))] + draw(st.lists(token, max_size=5))
-        prompt = prompt[: room - draw(st.integers(0, room - 1))] or [0]
         completions = min(
             draw(st.sampled_from([1, 1, 1, 2, 4])),
             sizes["max_num_seqs"],
             sizes["max_num_batched_tokens"],
         )
+        most = 50 if window_fits and completions == 1 else room
+        prompt = prompt[: most - draw(st.integers(0, most - 1))] or [0]
         while completions > 1 and len(prompt) // block_size + completions > num_blocks:
             completions -= 1
         requests.append(
             Request(
                 prompt,
-                max_tokens=min(draw(st.sampled_from([16, 1, 2, 7])), room + 1 - len(prompt)),
+                max_tokens=min(draw(st.sampled_from([16, 1, 2, 7])), most + 1 - len(prompt)),
                 stop_ids=draw(
                     st.sampled_from(
                         [frozenset(), frozenset(), frozenset({0}), frozenset({1, 2, 3})]
@@ -291,6 +304,105 @@ def test_any_stream_of_requests_is_served_right(policy, stream):
     assert server.batches == server.as_planned, (
         "a plan never changes: it may run in another process, or later"
     )
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "throughput", "shuffled"])
+@settings(max_examples=200)
+@given(streams(WINDOWS))
+def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
+    """What lies behind the window is given back, and a request may be longer than the cache."""
+    sizes, requests, delays = stream
+    server = Server(make_scheduler(**sizes, policy=POLICIES[policy]()))
+    sequences = serve(server, requests, delays)
+    for id, request in enumerate(requests):
+        check_answers(request, sequences[id])
+    check_empty(server.scheduler)
+    assert server.batches == server.as_planned
+
+
+def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
+    seen = set()
+
+    class Watched(WatchedScheduler):
+        def _give_back(self, seq):
+            before = seq.num_given_back
+            super()._give_back(seq)
+            if seq.num_given_back > before:
+                seen.add("a prompt gives back" if seq in self.prefilling else "a decode gives back")
+                seen.add(("of completions", bool(seq.siblings or seq.parent)))
+
+        def _start_next(self):
+            first = self.waiting.first if self.waiting else None
+            super()._start_next()
+            if first in self.prefilling:
+                seen.add(("a hit behind the window", first.num_given_back > 0))
+                seen.add(("a start in part", first.capacity < first.num_tokens))
+
+        def _preempt(self, seq):
+            if (
+                seq.num_given_back
+                and seq.num_tokens > self.blocks.num_blocks * self.blocks.block_size
+            ):
+                seen.add("preempted and longer than the cache")
+            super()._preempt(seq)
+
+    @settings(max_examples=400, database=None, derandomize=True)
+    @given(streams(WINDOWS))
+    def look(stream):
+        sizes, requests, delays = stream
+        serve(Server(Watched(**sizes)), requests, delays)
+
+    look()
+    assert seen >= {"a prompt gives back", "a decode gives back", ("of completions", True)}
+    assert seen >= {("a hit behind the window", True), ("a start in part", True)}
+    assert "preempted and longer than the cache" in seen
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 7, 8])
+def test_a_sequence_holds_the_blocks_of_its_window_and_no_more(window, delay):
+    most = (window + 2) // 4 + 1  # that a window touches, in blocks of 4
+    most += window == 1 and delay  # of a full block the last token is not known yet
+    server = Server(make_scheduler(num_blocks=30, window=window, max_num_batched_tokens=4))
+    seq = server.add(0, [1] * 40, 100)
+    used = []
+    while server.scheduler.has_unfinished() or server.in_flight:
+        server.step(delay)
+        used.append(server.scheduler.blocks.num_used)
+    assert max(used[10:]) == most and max(used) <= (window + 4) // 4 + 2
+    assert seq.output_ids == output_alone([1] * 40, 140)
+
+
+def test_what_was_given_back_is_a_hit_until_another_takes_it():
+    server = Server(make_scheduler(num_blocks=12, window=6))
+    prompt = list(range(20))
+    server.add(0, prompt, 16)
+    server.run()
+    hit, _ = first_chunk(server, 1, prompt)
+    assert hit.start == 19 and server.scheduler.num_preemptions == 0
+    server.add(2, [5] * 30, 1)
+    server.run()
+    miss, _ = first_chunk(server, 3, prompt)
+    assert miss.start == 0, "the first blocks are gone, so what follows them is not found"
+
+
+def test_a_hit_takes_only_the_blocks_that_are_seen():
+    server = Server(make_scheduler(num_blocks=6, window=6))
+    server.add(0, list(range(22)), 1)
+    server.run()
+    server.add(1, list(range(22)), 1)
+    server.scheduler.schedule()
+    (seq,) = server.scheduler.sequences.values()
+    assert (seq.num_cached_tokens, seq.num_given_back) == (20, 3)
+    assert server.scheduler.blocks.num_used == 3
+
+
+def test_a_sequence_longer_than_the_cache_is_preempted_and_goes_on():
+    server = Server(make_scheduler(num_blocks=5, window=6, max_num_batched_tokens=6))
+    sequences = [server.add(id, [id], 90) for id in range(2)]
+    server.run()
+    assert server.scheduler.num_preemptions
+    assert [seq.output_ids for seq in sequences] == [output_alone([id], 91) for id in range(2)]
 
 
 def test_the_random_streams_reach_what_they_are_meant_for():

@@ -27,6 +27,8 @@ from nanovllm.trace.events import (
     Committed,
     Event,
     Finished,
+    GaveBack,
+    Grew,
     Launched,
     Preempted,
     Released,
@@ -57,11 +59,15 @@ class Watched:
         self._num_applied = len(events)
         replay, scheduler = self.replay, self.llm.engine.scheduler
         blocks = scheduler.blocks
-        held = {id: seq.block_table for id, seq in scheduler.sequences.items() if seq.block_table}
+        held = {
+            id: [None] * seq.num_given_back + seq.block_table[seq.num_given_back :]
+            for id, seq in scheduler.sequences.items()
+            if seq.block_table
+        }
         assert replay.tables == held
         assert replay.ref_counts == blocks.ref_counts
         # A block is free, or held by as many sequences as it says: not one is lost.
-        references = Counter(block for table in replay.tables.values() for block in table)
+        references = Counter(block for table in held.values() for block in table)
         assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
         assert replay.ref_counts.count(0) == blocks.num_free
         assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
@@ -81,8 +87,15 @@ def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_events_replay_to_the_blocks_of_every_step(make_llm, tmp_path, seed, overlap):
-    llm = make_llm(trace=tmp_path / "run.jsonl", overlap=overlap, **TIGHT)
+@pytest.mark.parametrize("model", ["gqa-2", "mistral-window"])
+def test_the_events_replay_to_the_blocks_of_every_step(
+    make_llm, get_checkpoint, tmp_path, model, seed, overlap
+):
+    options = dict(TIGHT)
+    if model == "mistral-window":
+        options |= dict(num_kvcache_blocks=9, max_num_batched_tokens=9)
+    folder = get_checkpoint(model).folder
+    llm = make_llm(folder, trace=tmp_path / "run.jsonl", overlap=overlap, **options)
     watched, rng = Watched(llm), random.Random(seed)
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
@@ -97,6 +110,8 @@ def test_the_events_replay_to_the_blocks_of_every_step(make_llm, tmp_path, seed,
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
+    kinds = {type(event) for event in llm.engine.recorder.events}
+    assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     assert not watched.replay.tables and not any(watched.replay.ref_counts)
     assert_empty(llm)
 

@@ -20,6 +20,7 @@ from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
+from nanovllm.models.transformer import largest_window
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.loader import check_num_layers
 
@@ -73,6 +74,7 @@ class LLMEngine:
         self.runner = make_runner(
             config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
         )
+        self.window = largest_window(hf_config)
         self.overlap = (
             self.runner.device.type != "cpu" if config.overlap is None else config.overlap
         )
@@ -98,6 +100,7 @@ class LLMEngine:
             self.policy,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            window=self.window,
         )
 
     @property

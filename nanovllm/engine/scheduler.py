@@ -40,14 +40,24 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        window: int | None = None,
     ) -> None:
+        """`window`: how many tokens a token sees, itself included, in the layer that lets it see
+        most; None: all up to itself. What lies behind it is given back while a sequence runs.
+        """
         self.blocks = blocks
         self.policy = policy
+        self.window = window
         self.max_num_batched_tokens = max_num_batched_tokens
         # A decoding sequence takes a token of every step: no more can run than a step has tokens.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         # Blocks to leave free when a sequence starts beside others, lest one be preempted at once.
         self.reserve = blocks.num_blocks // 64
+        # A sequence starts with no more than these, which hold a step's tokens and all they see.
+        self.most_blocks = blocks.num_blocks
+        if window is not None:
+            span = window + max_num_batched_tokens
+            self.most_blocks = min(blocks.num_blocks, span // blocks.block_size + 2)
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
         self.waiting = WaitingQueue()
         self.prefilling: list[Sequence] = []  # those whose prompts are computed in part
@@ -82,7 +92,7 @@ class Scheduler:
         """
         self.blocks.begin_step()
         self._block_copies = []
-        if not self._make_room_to_decode():
+        if not self._make_room():
             return None
         decoding, new_blocks = self._schedule_decodes()
         decode_slots = tuple([seq.batch_slot for seq in decoding])
@@ -96,9 +106,9 @@ class Scheduler:
         copies = tuple(self._block_copies)
         return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
-    def _make_room_to_decode(self) -> bool:
+    def _make_room(self) -> bool:
         """Preempt until every sequence that needs a block can have one. False: commit first."""
-        while sum([seq.num_tokens > seq.capacity for seq in self.running]) > self.blocks.num_free:
+        while self._num_growing() > self.blocks.num_free:
             if self._take_from_paused():
                 continue
             # A preempted sequence is computed anew from its tokens: all of them must be known.
@@ -109,6 +119,37 @@ class Scheduler:
             self._preempt(seq)
             self.waiting.add(seq)
         return True
+
+    def _num_growing(self) -> int:
+        """How many sequences need a block for their next token; each gives back what it can."""
+        growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
+        growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
+        for seq in growing:
+            self._give_back(seq)
+        return len(growing)
+
+    def _give_back(self, seq: Sequence) -> None:
+        """Release the blocks that none of a sequence's next tokens sees.
+
+        They stay in its block table, though others may get them: attention masks what they hold.
+        """
+        num_behind = min(self._num_behind(seq.num_computed), seq.num_registered_blocks)
+        if num_behind > seq.num_given_back:
+            self.blocks.release(seq.block_table[seq.num_given_back : num_behind])
+            seq.num_given_back = num_behind
+
+    def _num_behind(self, position: int) -> int:
+        """Leading blocks that no token from `position` on sees."""
+        if self.window is None:
+            return 0
+        return max(0, position + 1 - self.window) // self.blocks.block_size
+
+    def _grow(self, seq: Sequence, length: int) -> None:
+        """Give a sequence blocks for `length` tokens, or as many as there are."""
+        size = self.blocks.block_size
+        count = min(-(-(length - seq.capacity) // size), self.blocks.num_free)
+        seq.block_table += self.blocks.allocate(count)
+        seq.capacity += count * size
 
     def _take_from_paused(self) -> bool:
         """Preempt the paused sequence that the policy puts last. False: none has anything to give,
@@ -132,8 +173,7 @@ class Scheduler:
             length = seq.num_tokens
             # The step writes the K and V of position length - 1.
             if length > seq.capacity:
-                seq.block_table += self.blocks.allocate(1)
-                seq.capacity += self.blocks.block_size
+                self._grow(seq, length)
                 new_blocks.append((seq.batch_slot, len(seq.block_table) - 1, seq.block_table[-1]))
             seq.num_computed = length
             seq.num_tokens = length + 1
@@ -156,6 +196,8 @@ class Scheduler:
                 break
             seq = self.prefilling[0]
             chunk = self._next_chunk(seq, budget)
+            if not chunk.token_ids:  # no block is free
+                break
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
             if not chunk.is_last:
@@ -178,12 +220,16 @@ class Scheduler:
             return
         seq, blocks = self.waiting.first, self.blocks
         shared = blocks.match(seq.token_ids)
+        num_behind = self._num_behind(min(len(shared) * blocks.block_size, seq.num_tokens - 1))
+        seen = shared[num_behind:]
         num_full, tail = divmod(seq.num_tokens, blocks.block_size)
         num_tails = 1 if tail else 0  # for the sequence and for each of its forks
         num_own = num_full - len(shared) + num_tails
+        if not seq.forks:  # they need the whole prompt's blocks
+            num_own = min(num_own, self.most_blocks - len(seen))
         reserve = self.reserve if self.running else 0
         needed = num_own + len(seq.forks) * num_tails + reserve
-        while len(self._free_slots) <= len(seq.forks) or blocks.num_free_without(shared) < needed:
+        while len(self._free_slots) <= len(seq.forks) or blocks.num_free_without(seen) < needed:
             if not self._take_from_paused():
                 return
         self.waiting.remove(seq)
@@ -192,17 +238,23 @@ class Scheduler:
         num_cached = len(shared) * blocks.block_size
         next_tokens = seq.token_ids[num_cached : num_cached + blocks.block_size]
         run = blocks.match_run(seq.prefix_id, next_tokens)
-        blocks.share(shared)
+        blocks.share(seen)
         seq.block_table = shared + blocks.allocate(num_own)
         if run is not None:  # even if its block was just taken: a step copies before it writes
             source, length = run
             self._block_copies.append((source, seq.block_table[len(shared)]))
             num_cached += length
         for fork in seq.forks:
-            blocks.share(seq.block_table[:num_full])
+            blocks.share(seq.block_table[num_behind:num_full])
             fork.block_table = seq.block_table[:num_full] + blocks.allocate(num_tails)
         for one in (seq, *seq.forks):
             one.capacity = len(one.block_table) * blocks.block_size
+            one.num_given_back = num_behind
+        self._run(seq, num_cached)
+
+    def _run(self, seq: Sequence, num_cached: int) -> None:
+        """Give a sequence that has its blocks, and its forks, slots; let its prompt be computed."""
+        for one in (seq, *seq.forks):
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
@@ -213,8 +265,14 @@ class Scheduler:
         self.policy.started(seq)
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
-        """Plan to compute what is left of a prompt, or `budget` tokens of it."""
+        """Plan to compute what is left of a prompt, or `budget` tokens of it, or what blocks are
+        there for.
+        """
         start, end = seq.num_computed, min(seq.num_computed + budget, seq.num_tokens)
+        if end > seq.capacity:
+            self._give_back(seq)
+            self._grow(seq, end)
+            end = min(end, seq.capacity)
         # Blocks registered before this chunk are shared, or were written by the chunk before it.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
@@ -336,5 +394,5 @@ class Scheduler:
         """Give back slot and blocks. A step in flight may still use them: later steps follow it."""
         # The last token has no K and V yet, unless it ran one step too far.
         self._register_blocks(seq, min(seq.num_computed, len(seq.token_ids) - 1))
-        self.blocks.release(seq.block_table)
+        self.blocks.release(seq.block_table[seq.num_given_back :])
         self._free_slots.append(seq.batch_slot)

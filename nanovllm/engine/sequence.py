@@ -52,6 +52,7 @@ class Sequence:
     order: tuple[Any, int] = field(init=False)  # its place in line: the policy's key, then its id
     batch_slot: int = field(init=False)
     block_table: list[int] = field(init=False)
+    num_given_back: int = field(init=False)  # leading entries whose blocks may be others' by now
     capacity: int = field(init=False)  # tokens that the block table has room for
     num_computed: int = field(init=False)  # tokens whose K and V are written by now, or in flight
     num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
@@ -73,6 +74,7 @@ class Sequence:
         """Forget where the sequence ran: it must be computed anew."""
         self.batch_slot = -1
         self.block_table = []
+        self.num_given_back = 0
         self.capacity = 0
         self.num_computed = 0
         self.num_registered_blocks = 0

@@ -161,6 +161,17 @@ def window_of(config, index: int) -> int | None:
     return window if window < config.max_position_embeddings else None
 
 
+def largest_window(config) -> int | None:
+    """The most tokens that a token sees in any layer; None: some layer sees all up to itself."""
+    largest = 0
+    for index in range(config.num_hidden_layers):
+        window = window_of(config, index)
+        if window is None:
+            return None
+        largest = max(largest, window)
+    return largest
+
+
 def layer_kind(config, index: int) -> str:
     """The name under which a configuration may say something of layer `index` and its like."""
     kinds = getattr(config, "layer_types", None)

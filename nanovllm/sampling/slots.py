@@ -106,7 +106,8 @@ class SlotParams:
     def _mark_cells(self, places: Tensor) -> None:
         assert self.cells is not None
         slots, tokens = places // self.vocab_size, places % self.vocab_size
-        self.cells[slots, tokens // CELL] = True
+        # Not by index: a number would be copied to the device, and the host would wait for that.
+        self.cells.view(-1).index_fill_(0, slots * self.cells.shape[1] + tokens // CELL, True)
 
     def _clear(self, table: Tensor, asked: Asked) -> None:
         slots = np.array([slot for slot, _ in asked], dtype=np.int64)

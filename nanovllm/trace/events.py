@@ -51,6 +51,7 @@ class Started(NamedTuple):
     blocks: tuple[int, ...]  # its block table
     shared_blocks: int  # so many leading ones were there already; the others were free
     cached_tokens: int  # tokens that the prefix cache held
+    given_back: int = 0  # so many leading ones it does not hold: they lie behind its window
 
 
 class Registered(NamedTuple):
@@ -75,6 +76,20 @@ class Released(NamedTuple):
     """A sequence gave its slot and its blocks back."""
 
     seq: int
+
+
+class GaveBack(NamedTuple):
+    """A sequence holds its first blocks no more: they lie behind the window of every layer."""
+
+    seq: int
+    blocks: int  # so many by now, counted from the first of its block table
+
+
+class Grew(NamedTuple):
+    """A prompt that is computed in part got more blocks."""
+
+    seq: int
+    blocks: tuple[int, ...]
 
 
 class Launched(NamedTuple):
@@ -131,6 +146,8 @@ Event = (
     | Evicted
     | Preempted
     | Released
+    | GaveBack
+    | Grew
     | Launched
     | Committed
     | Finished

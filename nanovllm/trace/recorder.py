@@ -29,6 +29,8 @@ from nanovllm.trace.events import (
     Event,
     Evicted,
     Finished,
+    GaveBack,
+    Grew,
     Launched,
     Preempted,
     Registered,
@@ -121,7 +123,8 @@ class Recorder:
     def started(self, seq: Sequence, shared_blocks: int, cached_tokens: int) -> None:
         self._seq_of_slot[seq.batch_slot] = seq.id
         table = tuple(seq.block_table)
-        self.add(Started(seq.id, seq.batch_slot, table, shared_blocks, cached_tokens))
+        given_back = seq.num_given_back
+        self.add(Started(seq.id, seq.batch_slot, table, shared_blocks, cached_tokens, given_back))
 
     def scheduled(self, batch: Batch) -> None:
         begin, schedule_seconds = self._mark, self._lap()
@@ -227,6 +230,18 @@ class RecordedScheduler(Scheduler):
     def _preempt(self, seq: Sequence) -> None:
         self.recorder.add(Preempted(seq.id))
         super()._preempt(seq)
+
+    def _give_back(self, seq: Sequence) -> None:
+        before = seq.num_given_back
+        super()._give_back(seq)
+        if seq.num_given_back > before:
+            self.recorder.add(GaveBack(seq.id, seq.num_given_back))
+
+    def _grow(self, seq: Sequence, length: int) -> None:
+        before = len(seq.block_table)
+        super()._grow(seq, length)
+        if seq in self.prefilling:  # of those that decode, the step tells
+            self.recorder.add(Grew(seq.id, tuple(seq.block_table[before:])))
 
     def _release(self, seq: Sequence) -> None:
         super()._release(seq)

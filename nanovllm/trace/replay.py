@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from nanovllm.trace.events import (
     Event,
     Evicted,
+    GaveBack,
+    Grew,
     Launched,
     Preempted,
     Registered,
@@ -40,7 +42,8 @@ class Replay:
     def _clear(self, cached_blocks: Iterable[int] = ()) -> None:
         self.ref_counts = [0] * self.run.num_blocks
         self.known = set(cached_blocks)
-        self.tables: dict[int, list[int]] = {}  # sequence -> its block table
+        # Sequence -> its block table; None: it gave that block back.
+        self.tables: dict[int, list[int | None]] = {}
         self.lengths: dict[int, int] = {}  # sequence -> tokens whose K and V its blocks hold
         self.decoding: set[int] = set()  # in the step that was launched last
 
@@ -58,9 +61,14 @@ class Replay:
         elif isinstance(event, Preempted):
             self.num_preemptions += 1
         elif isinstance(event, Released):
-            for block in self.tables.pop(event.seq):
-                self.ref_counts[block] -= 1
-            del self.lengths[event.seq]
+            self._give_back(event.seq, len(self.tables[event.seq]))
+            del self.tables[event.seq], self.lengths[event.seq]
+        elif isinstance(event, GaveBack):
+            self._give_back(event.seq, event.blocks)
+        elif isinstance(event, Grew):
+            for block in event.blocks:
+                self._allocate(block, event)
+            self.tables[event.seq] += event.blocks
         elif isinstance(event, Launched):
             self._launch(event)
         elif isinstance(event, Reset):
@@ -68,13 +76,14 @@ class Replay:
 
     def _start(self, event: Started) -> None:
         _check(event.seq not in self.tables, event, "the sequence runs already")
-        for block in event.blocks[: event.shared_blocks]:
+        for block in event.blocks[event.given_back : event.shared_blocks]:
             used = self.ref_counts[block] > 0 or block in self.known
             _check(used, event, f"block {block} is shared, and nobody has written it")
             self.ref_counts[block] += 1
         for block in event.blocks[event.shared_blocks :]:
             self._allocate(block, event)
-        self.tables[event.seq] = list(event.blocks)
+        held = event.blocks[event.given_back :]
+        self.tables[event.seq] = [None] * event.given_back + list(held)
         self.lengths[event.seq] = event.cached_tokens
 
     def _launch(self, event: Launched) -> None:
@@ -92,6 +101,14 @@ class Replay:
         for seq, length in self.lengths.items():
             room = len(self.tables[seq]) * self.run.block_size
             _check(length <= room, event, f"sequence {seq} has {length} tokens in {room} slots")
+
+    def _give_back(self, seq: int, count: int) -> None:
+        """The first `count` blocks of a table, but those that were given back before."""
+        table = self.tables[seq]
+        for i, block in enumerate(table[:count]):
+            if block is not None:
+                self.ref_counts[block] -= 1
+                table[i] = None
 
     def _allocate(self, block: int, event: Event) -> None:
         _check(self.ref_counts[block] == 0, event, f"block {block} is taken, and was not free")

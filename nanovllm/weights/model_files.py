@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 TO_SAFETENSORS = (
-    "transformers converts it: AutoModelForCausalLM.from_pretrained(folder, "
-    "gguf_file=name).save_pretrained(new_folder), "
-    "and the same with AutoTokenizer"
+    "transformers reads it: read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name). "
+    "It may refuse to save that one, so let a fresh model take its weights: "
+    "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=name)), "
+    "model.load_state_dict(read.state_dict()), model.save_pretrained(new_folder). "
+    "AutoTokenizer.from_pretrained takes gguf_file too, and saves"
 )
 
 
