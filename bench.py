@@ -409,17 +409,16 @@ def measure(args: argparse.Namespace) -> list[dict]:
         if args.plot:
             plot_run(steps, name, common["device"], args)
     if args.trace:
-        events = engine.llm.engine.recorder.events
-        engine.llm.close()
-        rows[-1]["trace"] = print_trace(events, args.trace)
+        rows[-1]["trace"] = end_trace(engine.llm, args.trace)
     return rows
 
 
-def print_trace(events: list, path: Path) -> dict:
-    """What the last run was like; returns its figures."""
+def end_trace(llm, path: Path) -> dict:
+    """Write a trace, and print what its run was like; returns the figures."""
     from nanovllm.trace.summary import Summary
 
-    summary = Summary(events)
+    summary = Summary(llm.engine.recorder.events)
+    llm.close()
     print(f"              the last run, replayed in {path}:")
     for line in summary.lines():
         print(f"              {line}", flush=True)

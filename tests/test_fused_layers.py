@@ -33,7 +33,9 @@ from nanovllm.cpu.layers import speed_up
 from nanovllm.gpu import fused_layers, overlapped_decoder
 from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse
 from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend
+from nanovllm.kernels.compile import compile_layers
 from nanovllm.kernels.triton import attention
+from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
@@ -230,3 +232,13 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     for thread in threads:
         thread.join()
     torch.testing.assert_close(torch.cat(results, dim=1), run(load(folder)), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_a_kind_are_compiled_once(tmp_path):
+    """torch.compile looks at classes: for each other one it compiles the same code anew."""
+    make_checkpoint(tmp_path, CONFIGS["qwen3"])
+    model = load(tmp_path)
+    compile_layers(model)
+    layers = model.model.layers
+    assert len(layers) == 3 and len({type(layer.self_attn) for layer in layers}) == 1
+    assert type(layers[0].self_attn) is not SelfAttention

@@ -20,10 +20,13 @@ class _Uncompiled(SelfAttention):
 
 def compile_layers(model: nn.Module) -> None:
     """Compile the layers at their first call: once for all, and for any number of tokens."""
+    kinds: dict[type, type] = {}  # one for all alike: each other class would be compiled anew
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             kind = type(module)
-            module.__class__ = type(f"Uncompiled{kind.__name__}", (_Uncompiled, kind), {})
+            if kind not in kinds:
+                kinds[kind] = type(f"Uncompiled{kind.__name__}", (_Uncompiled, kind), {})
+            module.__class__ = kinds[kind]
         if isinstance(module, Decoder):
             for layer in module.layers:
                 layer.compile(dynamic=True)
