@@ -26,14 +26,19 @@ def recorded(llm: LLM, prompts=PROMPTS, max_tokens=24) -> list[StepRecord]:
     return steps
 
 
-def test_records_add_up_to_what_is_known_of_the_call(llm):
+def test_records_add_up_to_what_is_known_of_the_call(llm, monkeypatch):
+    launch, batches = llm.engine.runner.launch, []
+    monkeypatch.setattr(llm.engine.runner, "launch", lambda b: batches.append(b) or launch(b))
     steps = recorded(llm)
     call = llm.metrics()["last_call"]
     assert call["preemptions"] == sum(step.preemptions for step in steps) > 0
     assert call["requests"] == sum(len(step.finished) for step in steps) == len(PROMPTS)
     assert call["kv_cache_use"] == max(step.blocks_in_use for step in steps) / 9
-    assert llm.engine.num_prefill_tokens == sum(step.prefill_tokens for step in steps)
-    assert llm.engine.num_decode_tokens == sum(step.decode_tokens for step in steps)
+    computed = sum(len(chunk.token_ids) for batch in batches for chunk in batch.prefills)
+    assert computed == sum(step.prefill_tokens for step in steps) > 0
+    assert computed == llm.engine.num_prefill_tokens
+    decoded = sum(len(batch.decode_slots) for batch in batches)
+    assert decoded == sum(step.decode_tokens for step in steps) > 0
 
 
 def test_a_record_says_what_a_step_ran_and_for_how_long(make_llm):

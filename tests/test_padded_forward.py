@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from model_helpers import BLOCK_SIZE, load, make_checkpoint
+from test_fused_layers import SIZES
 from torch import nn
 from transformers import Gemma2Config, Qwen3Config
 
@@ -27,16 +28,6 @@ pytestmark = [
 ]
 TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
 SLOTS, WIDTH = 12, 12  # batch slots; blocks of a sequence
-SIZES = dict(
-    vocab_size=101,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=64,
-)
 WINDOWS_AND_CAPS = dict(
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     sliding_window=6,

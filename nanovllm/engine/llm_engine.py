@@ -81,7 +81,6 @@ class LLMEngine:
         self._config = config
         self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # computed so far
-        self.num_decode_tokens = 0
         self.total = Metrics()
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.num_steps = 0
@@ -139,7 +138,6 @@ class LLMEngine:
         streams: bool,
         interactive: bool,
     ) -> Sequence:
-        assert params.max_tokens is not None, "whoever checked the request has set it"
         if params.seed is None:
             seed = self._seeds.getrandbits(63)
         else:
@@ -220,7 +218,6 @@ class LLMEngine:
         )
         self.num_steps += 1
         self.num_prefill_tokens += step.prefill_tokens
-        self.num_decode_tokens += step.decode_tokens
         for metrics in (self.total, self.last_call):
             metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
 

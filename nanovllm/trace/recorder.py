@@ -19,7 +19,6 @@ from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import StepRecord
-from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import SamplingParams
@@ -251,17 +250,10 @@ class RecordedScheduler(Scheduler):
 class RecordedEngine(LLMEngine):
     """An engine that keeps a trace; `config.trace` is the path of its file."""
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config,
-        folder: str | Path,
-        make_runner: Callable[..., Any],
-        policy: SchedulingPolicy = SchedulingPolicy(),
-    ) -> None:
+    def __init__(self, config: Config, hf_config, folder: str | Path, *options: Any) -> None:
         assert config.trace is not None
         self.recorder = Recorder(fspath(config.trace))
-        super().__init__(config, hf_config, folder, make_runner, policy)
+        super().__init__(config, hf_config, folder, *options)
         self._launch, self.runner.launch = self.runner.launch, self._recorded_launch
         self.recorder.start(describe(self, config, hf_config, folder))
         # Not a method of this object's: that would keep it alive.
