@@ -22,6 +22,9 @@ def run_limited(function: Callable[[], Any], seconds: float, progress: Callable[
     such as a power of two huge numbers, is not interrupted.
     """
     outcome: list[tuple[bool, Any]] = []
+    # Not Thread.join and is_alive: Python 3.11 takes a thread for ended once Ctrl-C has come while
+    # it was joined.
+    ended = threading.Event()
 
     def run() -> None:
         try:
@@ -30,17 +33,18 @@ def run_limited(function: Callable[[], Any], seconds: float, progress: Callable[
             pass
         except BaseException as error:
             outcome.append((False, error))
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=run, name="limited", daemon=True)
     try:
         thread.start()
         seen = object()  # equal to nothing that `progress` says
-        while thread.is_alive() and (now := progress()) != seen:
+        while not ended.is_set() and (now := progress()) != seen:
             seen = now
-            thread.join(seconds)
+            ended.wait(seconds)
     finally:  # after Ctrl-C, too
-        if thread.is_alive():
-            _stop(thread)
+        _stop(thread, ended)
     if not outcome:
         raise TimeoutError(f"it did not get on for {seconds:g} s")
     succeeded, value = outcome[0]
@@ -49,12 +53,12 @@ def run_limited(function: Callable[[], Any], seconds: float, progress: Callable[
     return value
 
 
-def _stop(thread: threading.Thread) -> None:
-    assert thread.ident is not None, "it was started"
+def _stop(thread: threading.Thread, ended: threading.Event) -> None:
     for _ in range(10):  # it may be where an exception is swallowed, as in a destructor
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
-        )
-        thread.join(0.1)
-        if not thread.is_alive():
+        if ended.is_set():
             break
+        if thread.ident is not None:  # it has begun
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
+            )
+        ended.wait(0.1)
