@@ -160,6 +160,10 @@ def prefill_attention(
         else:
             table = metadata.block_tables[i : i + 1]
             k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
+        if window is not None:
+            # What no query sees may be another sequence's by now.
+            len_k = min(len_k, len_q - 1 + window)
+            k_i, v_i = k_i[:, -len_k:], v_i[:, -len_k:]
         seen = None
         if len_q < len_k or window is not None or softcap is not None:
             # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
