@@ -95,6 +95,8 @@ def build_runner(
     device = choose_device(config.device, group.rank)
     options: dict[str, Any] = dict(device=device, group=group, **sizes)
     options["make_resampler"] = choose_resampler(config, device)
+    if scores := room("sampling.prompt_logprobs"):
+        options["score_prompts"] = scores.score_prompts
     runner_class = ModelRunner
     if device.type == "cuda" and (gpu := room("gpu.runner")):
         runner_class = gpu.CUDAModelRunner

@@ -72,22 +72,35 @@ class Inputs:
     def _requests(self, name: str, prompts: list[Any], sampling_params: Any) -> list[Request]:
         requests = []
         for i, params in enumerate(_spread(sampling_params, len(prompts))):
-            token_ids = _token_ids(f"{name}[{i}]", prompts[i], self.vocab_size)
-            self._check_length(f"{name}[{i}]", len(token_ids))
             self._check_params(f"sampling_params[{i}]", params)
-            if params.max_tokens is None:
-                room = self.max_model_len - len(token_ids)
-                params = replace(params, max_tokens=max(room, params.min_tokens))
-            self._check_room(f"{name}[{i}]", len(token_ids), params)
-            if params.n > 1:
-                self._check_completions(f"{name}[{i}]", len(token_ids), params)
-            requests.append((token_ids, params))
+            requests.append(self.request(f"{name}[{i}]", prompts[i], params))
         return requests
 
-    def _check_length(self, name: str, length: int) -> None:
+    def request(self, name: str, prompt: Any, params: SamplingParams) -> Request:
+        """One request, of a prompt that errors call `name`."""
+        token_ids = _token_ids(name, prompt, self.vocab_size)
+        self._check_length(name, len(token_ids), params)
+        if params.max_tokens is None:
+            room = self.max_model_len - len(token_ids)
+            params = replace(params, max_tokens=max(room, params.min_tokens))
+        self._check_room(name, len(token_ids), params)
+        if params.n > 1:
+            self._check_completions(name, len(token_ids), params)
+        return token_ids, params
+
+    def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:
             raise ValueError(f"{name} is empty: give at least one token")
         if length < self.max_model_len:
+            return
+        if params.max_tokens == 0:
+            # The last token is looked up in the logits of the one before it, and never computed.
+            if length > self.max_model_len + 1:
+                raise ValueError(
+                    f"{name} has {length} tokens, max_model_len is {self.max_model_len} and takes "
+                    "one more, as none follows it: shorten it, or raise max_model_len if the model "
+                    "takes more"
+                )
             return
         if self.max_model_len < self.config.max_model_len:
             raise ValueError(
@@ -123,7 +136,7 @@ class Inputs:
         """The whole KV cache must hold the request at its longest, or its window and one block."""
         assert params.max_tokens is not None
         # K and V of the last token are never needed.
-        needed = min(length + params.max_tokens, self.max_model_len) - 1
+        needed = max(length, min(length + params.max_tokens, self.max_model_len)) - 1
         if self.window is not None:
             needed = min(needed, self.window + self.config.kvcache_block_size)
         if needed > self.cache_tokens:

@@ -22,6 +22,7 @@ from nanovllm.inputs import Inputs, Request, refuse_completions
 from nanovllm.log import say_ready, show_unless_configured
 from nanovllm.outputs import Progress, make_outputs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scores import score
 from nanovllm.session import Session
 
 if TYPE_CHECKING:
@@ -78,11 +79,14 @@ class LLM:
 
         prompt_token_ids: list[int].
         num_cached_tokens: int, how many of them the prefix cache held.
+        prompt_logprobs: if asked for, None for the first token of the prompt, and for each other
+            a dict {token id: log-probability}, its own token first.
         text: str, "" without a tokenizer.
         token_ids: list[int] of the completion alone.
         finish_reason: "stop" or "length".
         logprobs: if asked for, a dict {token id: log-probability} for each token.
-        completions: if n > 1, all n, as dicts of text, token_ids, finish_reason and logprobs.
+        cumulative_logprob: with them, float, the sum over token_ids.
+        completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
@@ -120,6 +124,33 @@ class LLM:
     ) -> Iterator[Piece]:
         """Take what `chat` takes, yield what `stream` yields."""
         return self._stream(self._chat_requests(messages, sampling_params, chat_template_kwargs))
+
+    def score(
+        self,
+        contexts: list[str] | list[list[int]],
+        continuations: list[Any],
+        use_tqdm: bool = True,
+    ) -> list[Any]:
+        """How likely `continuations` are after `contexts`: two lists of one length.
+
+        A context is text or token ids, at least one token, and so is a continuation. A context's
+        entry in `continuations` is one, or a list of several. Text is encoded as evaluation
+        harnesses do it: as a whole, from which the context's tokens are taken off; spaces at the
+        context's end go to the continuation. Both together may have max_model_len tokens, and one
+        more.
+
+        Returns for each context a dict, or a list of them if it has a list of continuations:
+
+        token_ids: list[int] of the continuation.
+        logprobs: list[float], the log-probability of each, by the model's own logits.
+        cumulative_logprob: float, their sum.
+        is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
+
+        A context that comes more than once is computed once, but for its last tokens, of which
+        less than 16 may be computed again; if the prefix cache is on.
+        """
+        self._session.open_engine()
+        return score(self._session, self._inputs, contexts, continuations, use_tqdm)
 
     def encode(self, prompts: str | list[str]) -> list[list[int]]:
         """The token ids that `generate` makes of each prompt."""
@@ -258,7 +289,7 @@ class LLM:
             added = [engine.add(token_ids, params) for token_ids, params in requests]
             ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
-            with closing(Progress(list(ours), self.on_step, use_tqdm)):
+            with closing(Progress(len(added), ours, self.on_step, use_tqdm)):
                 while ours:
                     finished = [request for request in session.step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.

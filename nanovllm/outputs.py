@@ -1,7 +1,8 @@
 """What a call returns, plain dicts made of requests that have ended, and the progress it shows
 until then."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from time import perf_counter
 from typing import Any
 
@@ -20,21 +21,26 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
 
     prompt_token_ids: list[int].
     num_cached_tokens: how many of them the prefix cache held when the request started.
+    prompt_logprobs: if they were asked for, None for the first token of the prompt, then a dict
+        {token id: log-probability} for each, the prompt's own token first.
     text: str, "" without a tokenizer (`decode` is None).
     token_ids: list[int] of the completion alone.
     finish_reason: "stop" or "length".
     logprobs: if they were asked for, a dict {token id: log-probability} for each token.
-    completions: if n > 1, a list of n dicts with the keys text, token_ids, finish_reason and
-        logprobs.
+    cumulative_logprob: with them, the sum over token_ids.
+    completions: if n > 1, a list of n dicts with the keys from text to cumulative_logprob.
     """
     sequences = [seq for request in requests for seq in request.completions]
     completions = iter(_completions(sequences, decode))
     outputs = []
     for request in requests:
-        prompt = {
+        prompt: dict[str, Any] = {
             "prompt_token_ids": request.token_ids[: request.num_prompt_tokens],
             "num_cached_tokens": request.num_cached_tokens,
         }
+        if request.params.prompt_logprobs is not None:
+            count = request.num_prompt_tokens - 1
+            prompt["prompt_logprobs"] = [None, *read_logprobs(request.prompt_logprobs, count)]
         own = [next(completions) for _ in request.completions]
         outputs.append(prompt | own[0] | ({"completions": own} if len(own) > 1 else {}))
     return outputs
@@ -50,45 +56,57 @@ def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[
         text = text_of[seq.id] if seq.text is None else seq.text.text
         completion = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
         if seq.params.logprobs is not None:
-            completion["logprobs"] = read_logprobs(seq.logprobs)
+            completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
+            sampled = zip(seq.output_ids, logprobs)
+            completion["cumulative_logprob"] = math.fsum([one[token] for token, one in sampled])
         completions.append(completion)
     return completions
 
 
-def read_logprobs(records: list[bytes]) -> list[dict[int, float]]:
-    """Of each token a record: int32 token ids, each before its log-probability, a float32.
+def read_logprobs(records: list[bytes], count: int) -> list[dict[int, float]]:
+    """For each of `count` tokens a dict {token id: log-probability}, its own first.
 
     Steps leave records, because a step has no time to make a dict for each of its tokens.
     """
-    if not records:
+    if not count:
         return []
-    ids = np.frombuffer(b"".join(records), dtype=np.int32).reshape(len(records), -1, 2)
-    values = ids.view(np.float32)
-    return [dict(zip(*row)) for row in zip(ids[..., 0].tolist(), values[..., 1].tolist())]
+    ids, values = split_records(records, count)
+    return [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
+
+
+def split_records(records: list[bytes], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids [count, 1 + k] int32 of records, and their log-probabilities, float32.
+
+    Of each token there is its own id and those of the k likeliest, each id before its value.
+    """
+    pairs = np.frombuffer(b"".join(records), dtype=np.int32).reshape(count, -1, 2)
+    return pairs[..., 0], pairs.view(np.float32)[..., 1]
 
 
 class Progress:
     """A bar of a call's requests that have finished, with the tokens a second that all steps have
     computed meanwhile.
 
+    `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
     `on_step`: the LLM's.
     """
 
     def __init__(
         self,
-        request_ids: list[int],
+        total: int,
+        unfinished: Collection[int],
         on_step: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
         shown: bool,
     ) -> None:
         self._bar = tqdm(
-            total=len(request_ids),
+            total=total,
             desc="Generating",
             unit="request",
             disable=not shown,
             dynamic_ncols=True,
         )
         self._begin = perf_counter()
-        self._unfinished = set(request_ids)
+        self._unfinished = unfinished
         self._num_prefill_tokens = self._num_decode_tokens = 0
         self._end = on_step(self._update) if shown else None
 
@@ -100,9 +118,7 @@ class Progress:
         self._bar.set_postfix_str(
             f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False
         )
-        finished = self._unfinished.intersection(step.finished)
-        self._unfinished -= finished
-        self._bar.update(len(finished))
+        self._bar.update(sum([request in self._unfinished for request in step.finished]))
 
     def close(self) -> None:
         if self._end is not None:

@@ -17,12 +17,15 @@ LIMITS = {
     "top_p": Range(float, ABOVE_ZERO, 1, "a number above 0, at most 1"),
     "min_p": Range(float, 0, 1, "a number from 0 to 1"),
     "max_tokens": Range(
-        int, 1, math.inf, "an integer, 1 or more, or None for as many as fit", none=True
+        int, 0, math.inf, "an integer, 1 or more, or None for as many as fit", none=True
     ),
     "min_tokens": Range(int, 0, 2**31 - 1, "an integer from 0 to 2**31 - 1"),
     "seed": Range(int, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None", none=True),
     "n": Range(int, 1, math.inf, "an integer, 1 or more"),
     "logprobs": Range(
+        int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None", none=True
+    ),
+    "prompt_logprobs": Range(
         int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None", none=True
     ),
     "repetition_penalty": Range(
@@ -46,7 +49,8 @@ class SamplingParams:
     top_p: sample from the likeliest tokens that together reach this probability, the one that
         crosses it included.
     min_p: sample from tokens at least this fraction as likely as the likeliest.
-    max_tokens: the most tokens of the output; None: as many as max_model_len leaves room for.
+    max_tokens: the most tokens of the output; None: as many as max_model_len leaves room for; 0,
+        for who asks for prompt_logprobs alone: nothing is sampled.
     min_tokens: the fewest; nothing ends the output before.
     ignore_eos: go on past end-of-sequence.
     stop: a string or strings that end the output, whose text is cut before the first of them.
@@ -56,6 +60,7 @@ class SamplingParams:
     n: completions of the prompt, which is computed once.
     logprobs: report, for each token, its log-probability and those of this many likeliest, by the
         model's own logits.
+    prompt_logprobs: report the same for each token of the prompt but the first.
     repetition_penalty: above 1 disfavours tokens of prompt and output, below 1 favours them.
     presence_penalty: subtracted from a token's logit if it is in the output.
     frequency_penalty: subtracted from a token's logit for each time it is in the output.
@@ -79,6 +84,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -89,6 +95,8 @@ class SamplingParams:
             limits.check(self, name)
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens is 0: use 1 or more, or ask for prompt_logprobs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "

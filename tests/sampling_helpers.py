@@ -115,7 +115,7 @@ class Draws:
         logprobs = {}
         for part in self.resampler.resample(tuple(self.slots), output):
             logprobs |= {
-                row: read_logprobs([one])[0]
+                row: read_logprobs([one], 1)[0]
                 for row, one in replace(part, records=part.records.cpu()).read().items()
             }
         assert torch.equal(state.last_tokens[slots], tokens)

@@ -18,8 +18,8 @@ class Answer:
         self.step, self.change = step, change
 
     def wait(self) -> StepResult:
-        tokens, logprobs = self.step.wait()
-        return StepResult(self.change(tokens), logprobs)
+        answer = self.step.wait()
+        return answer._replace(tokens=self.change(answer.tokens))
 
 
 def break_step(llm, number: int, change) -> None:

@@ -40,8 +40,10 @@ CORE = {
     "inputs": {"checks", "sampling_params", "config", "engine"},
     "outputs": {"engine"},
     "session": {"checks", "engine"},
+    "scores": {"checks", "sampling_params", "engine", "inputs", "outputs", "session"},
     "llm": {
         *("checks", "sampling_params", "config", "engine", "log", "inputs", "outputs", "session"),
+        "scores",
         "compose",  # which knows the rooms, so that nothing else has to
     },
 }
@@ -61,7 +63,7 @@ ROOMS = {
         "compose",  # each rank's process puts its own runner together
     },
 }
-OPEN_TO_ROOMS = {*CORE} - {"log", "inputs", "outputs", "llm"}
+OPEN_TO_ROOMS = {*CORE} - {"log", "inputs", "outputs", "scores", "llm"}
 BESIDES = {"compose", "__init__", "__main__"}
 
 WITHOUT_TORCH = [

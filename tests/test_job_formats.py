@@ -74,6 +74,23 @@ def test_a_lines_fields_go_before_the_flags(run):
     assert rich["token_ids"] == plain["token_ids"][:3] and len(rich["completions"]) == 2
     for token, values in zip(rich["token_ids"], rich["logprobs"], strict=True):
         assert values[str(token)] == max(values.values()) < 0
+    total = sum(max(values.values()) for values in rich["logprobs"])
+    assert rich["cumulative_logprob"] == pytest.approx(total)
+
+
+def test_a_prompt_is_scored_as_the_calls_score_it(run, model):
+    line = {"prompt": "the in the", "max_tokens": 0, "prompt_logprobs": 1}
+    (record,) = run([line], *GREEDY)
+    with make_llm(model) as llm:
+        (output,) = llm.generate(
+            line["prompt"], SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1), False
+        )
+    first, *others = record["prompt_logprobs"]
+    assert first is None and record["token_ids"] == []
+    assert others == [
+        pytest.approx({str(token): value for token, value in one.items()})
+        for one in output["prompt_logprobs"][1:]
+    ]
 
 
 def test_a_line_draws_by_its_own_seed_else_by_one_of_the_job_and_its_number(run, model):
@@ -197,6 +214,7 @@ BAD_BATCH = {
     "temperature is -1": batch_line(CHAT, messages=TALK, temperature=-1),
     "did you mean temperature": batch_line(CHAT, messages=TALK, temprature=1),
     "logprobs is 2": batch_line(CHAT, messages=TALK, logprobs=2),
+    "prompt_logprobs is 0": batch_line(COMPLETIONS, prompt="the", prompt_logprobs=0),
     "needs logprobs=true": batch_line(CHAT, messages=TALK, top_logprobs=2),
     "use parts of type 'text'": batch_line(
         CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]
@@ -251,6 +269,7 @@ def test_parquet_gives_what_json_lines_give(run, parquet, table, model, tmp_path
         for row in table.to_pylist()
     ]
     flags = ("--max-tokens", "2", "--keep", "source", "--logprobs", "1", "--n", "2")
+    flags += ("--prompt-logprobs", "0")
     expected = run(lines, *flags)
     source, output = tmp_path / "in.parquet", tmp_path / "out.parquet"
     parquet.write_table(table, source, row_group_size=7)
@@ -264,8 +283,13 @@ def test_parquet_gives_what_json_lines_give(run, parquet, table, model, tmp_path
         assert row["num_prompt_tokens"] == record.get("num_prompt_tokens")
         for one, other in zip(row["completions"] or [], record.get("completions", []), strict=True):
             assert one["text"] == other["text"]
+            assert one["cumulative_logprob"] == pytest.approx(other["cumulative_logprob"])
             for values, given in zip(one["logprobs"], other["logprobs"], strict=True):
                 assert {str(token): pytest.approx(value) for token, value in values} == given
+        if "prompt_logprobs" in record:
+            assert row["prompt_logprobs"][0] is record["prompt_logprobs"][0] is None
+            for values, given in zip(row["prompt_logprobs"], record["prompt_logprobs"]):
+                assert values is given or [str(token) for token, _ in values] == list(given)
     # And from JSON Lines to Parquet: what is repeated is text there.
     output = tmp_path / "other.parquet"
     assert main(arguments(tmp_path / "in.jsonl", output, model, *flags)) == 0

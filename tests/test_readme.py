@@ -137,10 +137,10 @@ def test_its_keys_of_an_output_are_those_of_an_output(users):
     documented = re.findall(
         r"^\| `(\w+)` \|", section(USERS_TEXT, "### generate"), flags=re.MULTILINE
     )
-    params = SamplingParams(n=2, logprobs=1, max_tokens=2)
+    params = SamplingParams(n=2, logprobs=1, prompt_logprobs=0, max_tokens=2)
     (output,) = users["llm"].generate("def", params, use_tqdm=False)
     assert documented == list(output)
-    assert list(output["completions"][0]) == documented[documented.index("completions") - 4 : -1]
+    assert list(output["completions"][0]) == documented[documented.index("completions") - 5 : -1]
 
 
 def test_its_names_of_metrics_are_those_of_metrics(users):

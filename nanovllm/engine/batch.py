@@ -25,6 +25,14 @@ class Fork:
     sampling: SamplingMetadata | None = None
 
 
+class ScoredTokens(NamedTuple):
+    """Consecutive tokens of a prompt whose log-probabilities a chunk's hidden states give."""
+
+    begin: int  # the token of the chunk that stands before the first of them
+    token_ids: list[int]
+    num_likeliest: int  # of so many likeliest tokens in each place, too
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Consecutive tokens of one sequence whose values are known.
@@ -42,6 +50,7 @@ class PrefillChunk:
     seed: int
     sampling: SamplingMetadata | None = None  # what else decides the sample; None: nothing does
     forks: tuple[Fork, ...] = ()  # only if `is_last`
+    scored: ScoredTokens | None = None
 
     @property
     def end(self) -> int:
@@ -54,6 +63,8 @@ class StepResult(NamedTuple):
     tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
     # Index among `tokens` -> its log-probabilities, in the form that outputs.py reads.
     logprobs: dict[int, bytes] = {}
+    # The same of the prompts' tokens: for each chunk with `scored`, in order.
+    prompt_logprobs: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

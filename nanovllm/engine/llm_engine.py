@@ -114,11 +114,13 @@ class LLMEngine:
         *,
         streams: bool = False,
         interactive: bool = False,
+        score_from: int = 1,
     ) -> Sequence:
         """Queue a request that has been checked; returns its first completion.
 
         `streams`: its text is read as it grows. `interactive`: somebody waits for this request, not
         only for the whole batch it came in, so a policy should not hold it back for the others.
+        `score_from`: the first token of the prompt that `prompt_logprobs` is asked for.
         """
         sequences = [
             self._make_sequence(prompt, params, i, streams, interactive) for i in range(params.n)
@@ -127,6 +129,8 @@ class LLMEngine:
         seq.siblings = seq.forks = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq
+        if params.prompt_logprobs is not None:
+            seq.num_scored = min(score_from, len(prompt))
         self.scheduler.add(seq)
         return seq
 
@@ -154,7 +158,7 @@ class LLMEngine:
             interactive=interactive,
         )
         seq.added_at = perf_counter()
-        if self.make_detokenizer is not None and (streams or params.stop):
+        if self.make_detokenizer is not None and params.max_tokens and (streams or params.stop):
             if self.detokenizer is None:
                 self.detokenizer = self.make_detokenizer()
             self.detokenizer.add(seq)

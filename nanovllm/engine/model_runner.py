@@ -57,6 +57,7 @@ class SampledTokens:
 
     tokens: Tensor
     logprobs: list[Any] = field(default_factory=list)
+    prompt_logprobs: Any = None  # likewise, of the prompts' tokens (sampling/prompt_logprobs.py)
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -66,6 +67,7 @@ class SampledTokens:
         return StepResult(
             self.tokens.tolist(),
             {i: of_token for part in self.logprobs for i, of_token in part.read().items()},
+            () if self.prompt_logprobs is None else self.prompt_logprobs.read(),
         )
 
 
@@ -75,6 +77,8 @@ class ModelRunner:
     `transform`: changes the model, once it is loaded, into one that computes the same.
     `make_resampler`: makes what samples for requests that ask for more than temperature and seed,
     of this runner.
+    `score_prompts`: takes this runner, hidden states and chunks, and gives the log-probabilities of
+    the prompts' tokens that are asked for.
     """
 
     attention_name = SelfAttention.attention_name
@@ -91,6 +95,7 @@ class ModelRunner:
         group: ParallelGroup = ParallelGroup(),
         transform: Callable[[nn.Module], None] | None = None,
         make_resampler: Callable[["ModelRunner"], Any] | None = None,
+        score_prompts: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -109,6 +114,7 @@ class ModelRunner:
         ]
         self.state = BatchState(max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
+        self.score_prompts = score_prompts
         self.resampler: Any = None  # made once a request asks for it
         self._load(folder)
         self._allocate()
@@ -166,15 +172,16 @@ class ModelRunner:
             self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
         slots = self._upload_decode_slots(batch.decode_slots)
         self._copy_blocks(batch.block_copies)
+        prompt_logprobs = None
         if batch.prefills:
-            output = self._mixed_step(slots, batch.prefills)
+            output, prompt_logprobs = self._mixed_step(slots, batch.prefills)
         else:
             output = self._decode_step(slots, batch)
         logprobs = []
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
             logprobs = self.resampler.resample(sampled, output)
-        return self._answer(output.tokens, logprobs)
+        return self._answer(output.tokens, logprobs, prompt_logprobs)
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
         """One token for each of the decoding sequences in `slots` [B]."""
@@ -192,9 +199,12 @@ class ModelRunner:
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
 
-    def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
+    def _mixed_step(
+        self, slots: Tensor, chunks: tuple[PrefillChunk, ...]
+    ) -> tuple[StepOutput, Any]:
         """Decoding sequences and prompt chunks in one forward pass -> a token for each of the
-        former, then one for each chunk that ends its prompt, then one for each fork.
+        former, then one for each chunk that ends its prompt, then one for each fork; and what is
+        asked of log-probabilities in prompts.
         """
         decodes = len(slots)
         prefill = self._prefill_inputs(chunks)
@@ -217,21 +227,23 @@ class ModelRunner:
         indices, starting_d = self._upload(
             np.array((last_tokens or [0]) + starting, dtype=np.int64)
         ).split(sizes)
+        some_scored = any([chunk.scored is not None for chunk in chunks])
         metadata = AttentionMetadata(
-            slot_mapping,
-            decodes,
-            context_lens,
-            block_tables,
+            *(slot_mapping, decodes, context_lens, block_tables),
             prefill=prefill.metadata,
-            logits_indices=indices,
+            logits_indices=None if some_scored else indices,
         )
         hidden = self._forward(token_ids, positions, metadata)
+        prompt_logprobs = None
+        if some_scored:  # so these are of all tokens
+            prompt_logprobs = self._score(hidden[decodes:], chunks)
+            hidden = hidden[indices]
         self._copy_to_forks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
         if context_lens is not None:
             positions = torch.cat((context_lens, positions))
-        return self._sample(hidden[: len(last_tokens)], slots, positions)
+        return self._sample(hidden[: len(last_tokens)], slots, positions), prompt_logprobs
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
         """Bring the chunks' tokens to the device, and set the state of their batch slots and of
@@ -288,6 +300,12 @@ class ModelRunner:
         if self.resampler is not None:
             self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
+    def _score(self, hidden: Tensor, chunks: tuple[PrefillChunk, ...]) -> Any:
+        """hidden [P, hidden size], of all tokens of the chunks."""
+        if self.score_prompts is None:
+            raise ValueError("prompt_logprobs needs nanovllm/sampling, which is not there")
+        return self.score_prompts(self, hidden, chunks)
+
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
         forks = [
@@ -333,8 +351,8 @@ class ModelRunner:
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:
         return self._upload(np.array(slots, dtype=np.int64))
 
-    def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokens:
-        return SampledTokens(tokens, logprobs)
+    def _answer(self, *answer: Any) -> SampledTokens:
+        return SampledTokens(*answer)
 
     def synchronize(self) -> None:
         """Wait until all launched steps have run."""

@@ -69,6 +69,8 @@ class Scheduler:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight, the sequences that sample a token in it, in the batch's order.
         self._in_flight: deque[list[Sequence]] = deque()
+        # One for each prompt chunk in flight of which tokens are scored.
+        self._scoring: deque[Sequence] = deque()
         self._block_copies: list[tuple[int, int]] = []  # of the step that is planned
 
     def add(self, seq: Sequence) -> None:
@@ -200,6 +202,8 @@ class Scheduler:
                 break
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
+            if chunk.scored is not None:
+                self._scoring.append(seq)
             if not chunk.is_last:
                 break
             self.prefilling.pop(0)
@@ -219,8 +223,9 @@ class Scheduler:
         if not self.waiting:
             return
         seq, blocks = self.waiting.first, self.blocks
-        shared = blocks.match(seq.token_ids)
-        num_behind = self._num_behind(min(len(shared) * blocks.block_size, seq.num_tokens - 1))
+        reusable = seq.token_ids[: seq.num_reusable]
+        shared = blocks.match(reusable)
+        num_behind = self._num_behind(min(len(shared) * blocks.block_size, len(reusable) - 1))
         seen = shared[num_behind:]
         num_full, tail = divmod(seq.num_tokens, blocks.block_size)
         num_tails = 1 if tail else 0  # for the sequence and for each of its forks
@@ -236,7 +241,7 @@ class Scheduler:
         seq.num_registered_blocks = len(shared)
         seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
         num_cached = len(shared) * blocks.block_size
-        next_tokens = seq.token_ids[num_cached : num_cached + blocks.block_size]
+        next_tokens = reusable[num_cached : num_cached + blocks.block_size]
         run = blocks.match_run(seq.prefix_id, next_tokens)
         blocks.share(seen)
         seq.block_table = shared + blocks.allocate(num_own)
@@ -258,7 +263,7 @@ class Scheduler:
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
-        seq.num_computed = min(num_cached, seq.num_tokens - 1)
+        seq.num_computed = min(num_cached, seq.num_reusable - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
         self.prefilling.append(seq)
@@ -295,9 +300,13 @@ class Scheduler:
                 seq.num_registered_blocks += 1
 
     def commit(
-        self, tokens: list[int], logprobs: dict[int, bytes] | None = None
+        self,
+        tokens: list[int],
+        logprobs: dict[int, bytes] | None = None,
+        prompt_logprobs: tuple[bytes, ...] = (),
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Take what the oldest step in flight sampled: tokens in order, log-probabilities by index.
+        """Take what the oldest step in flight sampled: tokens in order, log-probabilities by index,
+        and those of prompts.
 
         Returns the sequences that got a token, and those among them that ended with it. One that
         had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
@@ -308,6 +317,8 @@ class Scheduler:
         for i, of_token in (logprobs or {}).items():
             if sampling[i].status is not Status.FINISHED:
                 sampling[i].logprobs.append(of_token)
+        for of_tokens in prompt_logprobs:
+            self._scoring.popleft().prompt_logprobs.append(of_tokens)
         sampled, ended = [], []
         # Looked up once and not for each token.
         block_size, finished = self.blocks.block_size, Status.FINISHED
@@ -328,6 +339,8 @@ class Scheduler:
                 ended.append(seq)
             elif length == seq.max_len:
                 seq.finish_reason = "length"
+                if seq.held_back is not None:
+                    seq.token_ids[-1:] = seq.held_back
                 ended.append(seq)
         if ended:
             for seq in ended:

@@ -312,7 +312,8 @@ class CUDAModelRunner(ModelRunner):
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """A graph's replay for a step with prompts that has one, or kernel by kernel."""
         indices, padded = metadata.logits_indices, self._padded
-        if metadata.prefill is None or indices is None:  # a decode step, which may be under capture
+        # A decode step, which may be under capture; or all hidden states are wanted.
+        if metadata.prefill is None or indices is None:
             return super()._forward(token_ids, positions, metadata)
         shape = padded.shape_for(metadata) if padded is not None else None
         if padded is None or shape is None or self.graphs is None:
@@ -361,8 +362,8 @@ class CUDAModelRunner(ModelRunner):
         # done.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
-    def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokensInFlight:
-        return SampledTokensInFlight.send(tokens, logprobs)
+    def _answer(self, *answer: Any) -> SampledTokensInFlight:
+        return SampledTokensInFlight.send(*answer)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

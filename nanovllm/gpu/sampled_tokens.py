@@ -17,12 +17,16 @@ class SampledTokensInFlight(SampledTokens):
     arrived: torch.cuda.Event = field(kw_only=True)
 
     @classmethod
-    def send(cls, tokens: Tensor, logprobs: list[Any]) -> "SampledTokensInFlight":
+    def send(
+        cls, tokens: Tensor, logprobs: list[Any], prompt_logprobs: Any
+    ) -> "SampledTokensInFlight":
         tokens = _to_host(tokens)
         logprobs = [replace(part, records=_to_host(part.records)) for part in logprobs]
+        if prompt_logprobs is not None:
+            prompt_logprobs = replace(prompt_logprobs, records=_to_host(prompt_logprobs.records))
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(tokens, logprobs, arrived=arrived)
+        return cls(tokens, logprobs, prompt_logprobs, arrived=arrived)
 
     def ready(self) -> bool:
         return self.arrived.query()

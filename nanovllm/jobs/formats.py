@@ -81,8 +81,8 @@ class NativeFormat:
     SamplingParams. And those in `keep`, which the result repeats.
 
     A result: line, id if one was given, text, token_ids, finish_reason, num_prompt_tokens, and if
-    they were asked for logprobs and completions, as LLM.generate returns them. An error: line, id,
-    error.
+    they were asked for logprobs, cumulative_logprob, completions and prompt_logprobs, as
+    LLM.generate returns them. An error: line, id, error.
     """
 
     def __init__(self, defaults: Defaults, keep: tuple[str, ...] = ()) -> None:
@@ -122,6 +122,9 @@ class NativeFormat:
         record["num_prompt_tokens"] = len(output["prompt_token_ids"])
         if "completions" in output:
             record["completions"] = [completion(one) for one in output["completions"]]
+        if "prompt_logprobs" in output:
+            first, *others = output["prompt_logprobs"]
+            record["prompt_logprobs"] = [first, *map(finite, others)]
         return record
 
     def error(self, line: int, fields: dict[str, Any], problem: str) -> dict[str, Any]:
@@ -143,8 +146,10 @@ def completion(output: dict[str, Any]) -> dict[str, Any]:
     """One completion, as JSON can say it."""
     said = {name: output[name] for name in ("text", "token_ids", "finish_reason")}
     if "logprobs" in output:
-        said["logprobs"] = [
-            {token: max(value, LEAST_LOGPROB) for token, value in one.items()}
-            for one in output["logprobs"]
-        ]
+        said["logprobs"] = [finite(one) for one in output["logprobs"]]
+        said["cumulative_logprob"] = max(output["cumulative_logprob"], LEAST_LOGPROB)
     return said
+
+
+def finite(logprobs: dict[int, float]) -> dict[int, float]:
+    return {token: max(value, LEAST_LOGPROB) for token, value in logprobs.items()}

@@ -28,6 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
+    "prompt_logprobs": (),
 }
 OWN = ("max_completion_tokens", "top_logprobs", "chat_template_kwargs")
 

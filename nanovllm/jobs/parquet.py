@@ -23,11 +23,13 @@ from nanovllm.jobs.files import (
 )
 
 ROWS = 1024  # that are in memory at once
+LOGPROBS = pa.list_(pa.map_(pa.int32(), pa.float32()))
 COMPLETION = [
     ("text", pa.string()),
     ("token_ids", pa.list_(pa.int32())),
     ("finish_reason", pa.string()),
-    ("logprobs", pa.list_(pa.map_(pa.int32(), pa.float32()))),
+    ("logprobs", LOGPROBS),
+    ("cumulative_logprob", pa.float64()),
 ]
 
 
@@ -87,6 +89,7 @@ def output_schema(repeated: Iterable[str], source: Any) -> pa.Schema:
             *COMPLETION,
             ("num_prompt_tokens", pa.int32()),
             ("completions", pa.list_(pa.struct(COMPLETION))),
+            ("prompt_logprobs", LOGPROBS),
             ("error", pa.string()),
         ]
     )
@@ -107,12 +110,13 @@ def write_parquet(path: Path, records: Iterable[bytes], schema: pa.Schema) -> No
 
 def as_row(record: bytes, schema: pa.Schema) -> dict[str, Any]:
     row = json.loads(record)
-    for completion in (row, *row.get("completions", ())):
-        if "logprobs" in completion:  # JSON's names are text, a map's keys are token ids
-            completion["logprobs"] = [
-                [(int(token), value) for token, value in one.items()]
-                for one in completion["logprobs"]
-            ]
+    for part in (row, *row.get("completions", ())):
+        for name in ("logprobs", "prompt_logprobs"):
+            if name in part:  # JSON's names are text, a map's keys are token ids
+                part[name] = [
+                    one and [(int(token), value) for token, value in one.items()]
+                    for one in part[name]
+                ]
     for field in schema:
         value = row.get(field.name)
         if pa.types.is_string(field.type) and value is not None:

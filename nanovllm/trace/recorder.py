@@ -273,7 +273,7 @@ class RecordedEngine(LLMEngine):
         self.recorder.launched(self.last_step)
         return answer
 
-    def add(self, prompt: list[int], params: SamplingParams, **how: bool) -> Sequence:
+    def add(self, prompt: list[int], params: SamplingParams, **how: Any) -> Sequence:
         request = super().add(prompt, params, **how)
         for seq in request.completions:
             max_tokens = seq.max_len - seq.num_prompt_tokens
