@@ -3,8 +3,11 @@
 Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to another process.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nanovllm.sampling_params import SamplingMetadata
 
@@ -54,6 +57,19 @@ class StepResult(NamedTuple):
     tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
     # Index among `tokens` -> its log-probabilities, in the form that outputs.py reads.
     logprobs: dict[int, bytes] = {}
+
+
+class LogitsEdits(NamedTuple):
+    """What the host says of a step's rows that wait for it: see SamplingMetadata.waits.
+
+    A row that waits and is named nowhere here is one whose token nobody wants any more.
+    """
+
+    rows: list[int]  # places among the step's tokens
+    # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed
+    masks: np.ndarray
+    # By place: a function of the row's logits [V] float32, a tensor, that gives them changed.
+    processors: dict[int, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,11 @@ class Scheduler:
         held = sum([1 + len(seq.forks) for seq in self.paused if seq.status is Status.RUNNING])
         return self.max_num_seqs - len(self._free_slots) - held
 
+    @property
+    def newest_step(self) -> list[Sequence]:
+        """The sequences that sample in the step that was planned last, in the batch's order."""
+        return self._in_flight[-1]
+
     def schedule(self) -> Batch | None:
         """Plan the next step. None: nothing can run until a step in flight is committed, or a
         paused sequence is resumed.
