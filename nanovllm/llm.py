@@ -81,8 +81,10 @@ class LLM:
         text: str, "" without a tokenizer.
         token_ids: list[int] of the completion alone.
         finish_reason: "stop" or "length".
+        stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
         logprobs: if asked for, a dict {token id: log-probability} for each token.
-        completions: if n > 1, all n, as dicts of text, token_ids, finish_reason and logprobs.
+        completions: if n > 1, all n, as dicts of text, token_ids, finish_reason, stop_reason and
+            logprobs.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 

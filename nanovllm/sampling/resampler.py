@@ -1,15 +1,21 @@
 """Sample for the requests that ask for more than a temperature and a seed.
 
 A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for
-more are then sampled again, with the same noise, from logits that went through (min_tokens' place
-among these makes no difference)
+more are then sampled again, with the same noise, from logits that went through (the place of
+min_tokens makes no difference)
 
-    repetition, then frequency and presence penalty -> min_tokens (no token that would end the
-    output) -> temperature -> min_p -> top_k -> top_p,
+    structured outputs, allowed tokens and bad words (all as bitmasks) -> logit_bias -> the user's
+    logits_processors -> repetition, then frequency and presence penalty -> min_tokens (no token
+    that would end the output) -> temperature -> min_p -> top_k -> top_p,
 
 and that token replaces the first. So rows that ask for nothing pay nothing. The first pass is told
 of those rows by a temperature below 0: any token will do. A greedy row takes the arg max of what
-the penalties leave. Reported log-probabilities are the model's own, before any of this.
+the penalties leave. Reported log-probabilities are the model's own, before any of this. The order
+is the one that vLLM documents for its sampler.
+
+Rows in which the tokens so far decide what may come next wait: the host says it while the device
+computes the step (sampling/constraints.py), and `constrain` samples them then. Rows whose logits
+are edited (sampling/logits_edits.py) are sampled apart from the others, from a copy in float32.
 
 Shapes: R rows that ask for more, among the B rows of a step; V vocabulary entries.
 """
