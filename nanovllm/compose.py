@@ -46,6 +46,8 @@ def build_engine(config: Config) -> tuple[LLMEngine, Any]:
         engine = engine_class(config, hf_config, folder, make_runner, policy)
     try:
         engine.stop_ids = load_eos_ids(folder)
+        if constraints := room("sampling.constraints"):
+            engine.constraints = constraints.Constraints(engine.vocab_size)
         tokenizer = loading.result() if loading else None
         if tokenizer is not None:
             engine.make_detokenizer = lambda: text.Detokenizer(tokenizer)

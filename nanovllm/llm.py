@@ -84,6 +84,7 @@ class LLM:
         text: str, "" without a tokenizer.
         token_ids: list[int] of the completion alone.
         finish_reason: "stop" or "length".
+        stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
         logprobs: if asked for, a dict {token id: log-probability} for each token.
         cumulative_logprob: with them, float, the sum over token_ids.
         completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.

@@ -12,7 +12,8 @@ from tqdm.auto import tqdm
 from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 
-Decode = Callable[[list[list[int]]], list[str]]
+# Lists of token ids, and the indices of those whose special tokens are written too -> their texts.
+Decode = Callable[[list[list[int]], list[int]], list[str]]
 
 
 def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
@@ -26,6 +27,7 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
     text: str, "" without a tokenizer (`decode` is None).
     token_ids: list[int] of the completion alone.
     finish_reason: "stop" or "length".
+    stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
     logprobs: if they were asked for, a dict {token id: log-probability} for each token.
     cumulative_logprob: with them, the sum over token_ids.
     completions: if n > 1, a list of n dicts with the keys from text to cumulative_logprob.
@@ -49,18 +51,36 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
 def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
     # The others' texts were read as they grew.
     whole = [seq for seq in sequences if seq.text is None]
-    texts = decode([seq.output_ids for seq in whole]) if decode is not None else [""] * len(whole)
+    with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
+    texts = [""] * len(whole)
+    if decode is not None:
+        texts = decode([seq.output_ids for seq in whole], with_special)
     text_of = {seq.id: text for seq, text in zip(whole, texts)}
     completions = []
     for seq in sequences:
         text = text_of[seq.id] if seq.text is None else seq.text.text
-        completion = {"text": text, "token_ids": seq.output_ids, "finish_reason": seq.finish_reason}
+        completion = {
+            "text": text,
+            "token_ids": seq.output_ids,
+            "finish_reason": seq.finish_reason,
+            "stop_reason": _stop_reason(seq),
+        }
         if seq.params.logprobs is not None:
             completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
             sampled = zip(seq.output_ids, logprobs)
             completion["cumulative_logprob"] = math.fsum([one[token] for token, one in sampled])
         completions.append(completion)
     return completions
+
+
+def _stop_reason(seq: Sequence) -> str | int | None:
+    """What of `stop` or `stop_token_ids` ended the output."""
+    if seq.finish_reason != "stop":
+        return None
+    if seq.text is not None and seq.text.stopped:
+        return seq.text.stop_reason
+    last = seq.token_ids[-1]
+    return last if last in (seq.params.stop_token_ids or ()) else None
 
 
 def read_logprobs(records: list[bytes], count: int) -> list[dict[int, float]]:

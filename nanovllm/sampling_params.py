@@ -2,12 +2,24 @@
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
-from nanovllm.checks import ABOVE_ZERO, Range, as_integer, check_choice, name_the_nearest, shown
+from nanovllm.checks import (
+    ABOVE_ZERO,
+    Range,
+    as_integer,
+    as_number,
+    check_choice,
+    name_the_nearest,
+    shown,
+)
 
 MAX_LOGPROBS = 20
+MAX_BIAS = 100
 INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
+LogitsProcessor = Callable[[list[int], Any], Any]  # as SamplingParams describes it
 # Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
 # token is sampled.
 GREEDY_BELOW = 1e-8
@@ -64,6 +76,15 @@ class SamplingParams:
     repetition_penalty: above 1 disfavours tokens of prompt and output, below 1 favours them.
     presence_penalty: subtracted from a token's logit if it is in the output.
     frequency_penalty: subtracted from a token's logit for each time it is in the output.
+    logit_bias: {token id: what is added to its logit}, each from -100 to 100. Kept as pairs.
+    allowed_token_ids: the only tokens that are sampled. End-of-sequence is one only if it is here.
+    bad_words: texts that must not be in the output, by their tokens with and without a space before
+        them: the last of these tokens is not sampled right after the others. A list of token ids
+        may stand for a text.
+    logits_processors: functions (token ids of the output so far, logits [V] float32, a tensor) ->
+        logits. They run on this process's host, one row after the other: a step waits for them.
+    include_stop_str_in_output: keep the stop string that ended the output in its text.
+    skip_special_tokens: leave special tokens, such as end-of-sequence, out of the text.
     priority: where the LLM's scheduling_policy is "priority", requests with lower numbers go first.
 
     Integers may be NumPy's. A parameter that is unknown or of a wrong type raises TypeError, one
@@ -88,6 +109,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | tuple[tuple[int, float], ...] | None = ()  # kept as pairs
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    bad_words: list[str] | tuple[str | tuple[int, ...], ...] | None = ()  # kept as a tuple
+    logits_processors: list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None = ()  # likewise
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -102,8 +129,10 @@ class SamplingParams:
                 f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}: "
                 "lower the one or raise the other"
             )
-        check_choice(self, "ignore_eos", (True, False))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            check_choice(self, name, (True, False))
         self._check_stops()
+        self._check_constraints()
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -114,13 +143,49 @@ class SamplingParams:
             raise ValueError(
                 "stop holds an empty string, which would end every output at once: leave it out"
             )
-        given = () if self.stop_token_ids is None else self.stop_token_ids
-        ids = list(map(as_integer, given)) if isinstance(given, (list, tuple)) else [None]
-        if None in ids:
-            raise TypeError(f"stop_token_ids is {shown(given)}: use a list of token ids")
+        ids = _token_ids("stop_token_ids", self.stop_token_ids or ())
         # Frozen, so the caller's list must not change it.
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    def _check_constraints(self) -> None:
+        set_field = object.__setattr__
+        set_field(self, "logit_bias", _pairs(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError(
+                    "allowed_token_ids is empty, so nothing could be sampled: name a token, or use "
+                    "None for all"
+                )
+            set_field(self, "allowed_token_ids", allowed)
+        words = self.bad_words if self.bad_words is not None else ()
+        if not isinstance(words, (list, tuple)):
+            raise TypeError(f"bad_words is {shown(words)}: use a list of strings")
+        words = tuple(
+            [word if isinstance(word, str) else _token_ids("bad_words", word) for word in words]
+        )
+        if not all(words):
+            raise ValueError("bad_words holds an empty one, which bars nothing: leave it out")
+        set_field(self, "bad_words", words)
+        functions = self.logits_processors if self.logits_processors is not None else ()
+        if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
+            raise TypeError(
+                f"logits_processors is {shown(functions)}: use a list of functions of token ids "
+                "and logits"
+            )
+        set_field(self, "logits_processors", tuple(functions))
+
+    @property
+    def barred_sequences(self) -> list[tuple[int, ...]]:
+        """The bad_words that are token ids, as all are once a request has been checked."""
+        return [word for word in self.bad_words or () if isinstance(word, tuple)]
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether logits are changed that penalties would leave."""
+        edits = self.logit_bias or self.bad_words or self.logits_processors
+        return bool(edits) or self.allowed_token_ids is not None
 
     @property
     def penalizes(self) -> bool:
@@ -138,7 +203,39 @@ class SamplingParams:
         """Whether temperature and seed alone decide which token is sampled."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
-        return no_filter and self.min_tokens == 0 and not self.penalizes
+        return no_filter and not (self.min_tokens or self.penalizes or self.edits_logits)
+
+
+def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
+    """logit_bias as pairs. JSON has no integers for keys: strings that spell them are taken."""
+    try:
+        bias = dict(given or ())
+    except (TypeError, ValueError):
+        raise TypeError(f"logit_bias is {shown(given)}: use a dict of token ids") from None
+    pairs = []
+    for key, value in bias.items():
+        spelt = isinstance(key, str) and key.isdecimal()
+        token, number = as_integer(int(key) if spelt else key), as_number(value)
+        if token is None:
+            raise TypeError(f"logit_bias holds {shown(key)}: token ids are integers")
+        if number is None:
+            raise TypeError(f"logit_bias[{token}] is {shown(value)}: use a number")
+        if not -MAX_BIAS <= number <= MAX_BIAS:
+            raise ValueError(
+                f"logit_bias[{token}] is {shown(value)}: use a number from -100 to 100, or "
+                "bad_words or allowed_token_ids to bar a token"
+            )
+        pairs.append((token, float(number)))
+    return tuple(pairs)
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
+    ids = [token for one in given if (token := as_integer(one)) is not None]
+    if len(ids) < len(given):
+        raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
+    return tuple(ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +246,10 @@ class SamplingMetadata:
     stop_ids: frozenset[int]  # not to be sampled before min_tokens
     num_prompt_tokens: int
     token_ids: list[int]  # what penalties count: all tokens before the first that is sampled
+    # Which tokens may come next depends on the tokens before: the host says so, step by step.
+    waits: bool = False
+
+    @property
+    def samples_plainly(self) -> bool:
+        """Whether temperature and seed alone decide which token is sampled."""
+        return self.params.samples_plainly and not self.waits

@@ -158,9 +158,9 @@ class Counting:
         self._decode = tokenizer.decode
         self.num_decoded = 0
 
-    def decode(self, outputs):
+    def decode(self, outputs, with_special=()):
         self.num_decoded += sum(map(len, outputs))
-        return self._decode(outputs)
+        return self._decode(outputs, with_special)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

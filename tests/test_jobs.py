@@ -108,7 +108,8 @@ def test_every_option_and_sampling_field_is_a_flag(capsys):
     assert end.value.code == 0
     said = capsys.readouterr().out
     for field in (*fields(Config), *fields(SamplingParams)):
-        assert f"--{field.name.replace('_', '-')}" in said
+        if field.name != "logits_processors":  # which no flag can say
+            assert f"--{field.name.replace('_', '-')}" in said
 
 
 def test_flags_reach_the_classes_that_check_them(run, monkeypatch):
@@ -117,6 +118,7 @@ def test_flags_reach_the_classes_that_check_them(run, monkeypatch):
     flags = "--max_num_seqs 9 --no-enable-prefix-caching --num-kvcache-blocks none --overlap"
     flags += " --dtype float32 --start-timeout 3 --top-k 4 --top_p 0.5 --max-tokens none"
     flags += " --stop a --stop b --stop-token-ids 7 --ignore-eos --seed 3"
+    flags += ' --logit-bias {"9":-3.5} --bad-words a --bad-words b --allowed-token-ids 5'
     status, _ = run([], *flags.split())
     assert status == 0
     config, params = made["job"].config, made["job"].params
@@ -124,7 +126,15 @@ def test_flags_reach_the_classes_that_check_them(run, monkeypatch):
     assert (config.num_kvcache_blocks, config.dtype, config.seed) == (None, "float32", 3)
     assert config.start_timeout == 3
     expected = SamplingParams(
-        top_k=4, top_p=0.5, max_tokens=None, stop=["a", "b"], stop_token_ids=[7], ignore_eos=True
+        top_k=4,
+        top_p=0.5,
+        max_tokens=None,
+        stop=["a", "b"],
+        stop_token_ids=[7],
+        ignore_eos=True,
+        logit_bias={9: -3.5},
+        bad_words=["a", "b"],
+        allowed_token_ids=[5],
     )
     assert params == expected
 

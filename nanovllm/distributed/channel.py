@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
+from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,27 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLogits:
+    """To every rank: the logits of rows of the last step that wait, edited so far.
+
+    Answered by Done, by rank 0 with an array [len(rows), V] float32.
+    """
+
+    step: int
+    edits: LogitsEdits
+    rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Constrain:
+    """To every rank: complete the last step. Answered as Launch is."""
+
+    step: int
+    edits: LogitsEdits  # its processors are here
+    logits: dict[int, np.ndarray]  # what they gave
+
+
+@dataclass(frozen=True, slots=True)
 class Synchronize:
     """To every rank: finish what was launched, and drop the results not yet sent.
 
@@ -62,7 +85,7 @@ class Done:
     """From a rank: the command of this number is done."""
 
     step: int
-    result: StepResult | None = None
+    result: StepResult | np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
+import numpy as np
 import torch
 
 from nanovllm.compose import build_runner, choose_device
@@ -30,14 +31,16 @@ from nanovllm.config import Config
 from nanovllm.distributed.channel import (
     Channel,
     ChannelClosed,
+    Constrain,
     Done,
     Failed,
     Launch,
+    ReadLogits,
     Ready,
     Start,
     Synchronize,
 )
-from nanovllm.engine.batch import Batch, RunnerInfo, StepResult
+from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 
@@ -91,7 +94,7 @@ class TensorParallelRunner:
         self._step_seconds = config.step_timeout
         self._step = 0  # the last command's number
         self._outgoing: Outgoing = memoryview(b""), []
-        self._results: dict[int, StepResult] = {}  # those that have arrived, by step
+        self._results: dict[int, Any] = {}  # those that have arrived, by step
         self._lost: str | None = None  # why the ranks are gone
         self._ranks: list[Rank] = []
         self._by_fd: dict[int, Rank] = {}
@@ -139,9 +142,27 @@ class TensorParallelRunner:
         """Start a step on every rank and return at once; `wait` gives the sampled tokens."""
         return RemoteTokens(self, self._command(Launch(self._step + 1, batch)))
 
-    def result_of(self, step: int) -> StepResult:
+    def constrain(self, edits: LogitsEdits) -> RemoteTokens:
+        """Complete the last step on every rank. Processors are called here, where the user's
+        functions are, on logits in this process's memory.
+        """
+        processors, edits = edits.processors, edits._replace(processors={})
+        logits: dict[int, np.ndarray] = {}
+        if processors:
+            read = self._command(ReadLogits(self._step + 1, edits, [*processors]))
+            rows = torch.from_numpy(self.result_of(read))
+            logits = {
+                row: function(rows[i]).float().numpy(force=True)
+                for i, (row, function) in enumerate(processors.items())
+            }
+        return RemoteTokens(self, self._command(Constrain(self._step + 1, edits, logits)))
+
+    def result_of(self, step: int) -> Any:
         self._listen(lambda: step in self._results, self._step_seconds)
-        return self._results.pop(step)
+        result = self._results[step]
+        # Those of steps that were constrained since, nobody takes.
+        self._results = {later: of for later, of in self._results.items() if later > step}
+        return result
 
     def synchronize(self) -> None:
         """Wait until every rank has done what it was commanded, and drop results that nobody took.
@@ -159,7 +180,7 @@ class TensorParallelRunner:
         end_ranks(self._ranks, self._owner)
         self._finalizer.detach()
 
-    def _command(self, message: Launch | Synchronize) -> int:
+    def _command(self, message: Launch | Constrain | ReadLogits | Synchronize) -> int:
         if self._lost is not None:
             raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._lost}")
         self._send()  # what an interrupt left of the last command: every rank gets all commands

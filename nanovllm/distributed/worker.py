@@ -15,21 +15,27 @@ import threading
 import traceback
 from collections import deque
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.compose import choose_device, room
 from nanovllm.distributed.channel import (
     Channel,
     ChannelClosed,
+    Constrain,
     Done,
     Failed,
     Launch,
+    ReadLogits,
     Ready,
     Start,
     Synchronize,
 )
 from nanovllm.distributed.collectives import join_group
+from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 
 PR_SET_PDEATHSIG = 1
@@ -88,18 +94,34 @@ def _serve(rank: int, channel: Channel) -> None:
                 in_flight.popleft()
                 channel.send(Done(step, sampled.wait()))
         command = channel.receive()
-        if isinstance(command, Launch):
-            sampled = runner.launch(command.batch)
+        if isinstance(command, (Launch, Constrain)):
+            if isinstance(command, Launch):
+                sampled = runner.launch(command.batch)
+            else:
+                sampled = runner.constrain(_with_logits(command))
             if rank == 0:
                 in_flight.append((command.step, sampled))
             else:
                 channel.send(Done(command.step))
+        elif isinstance(command, ReadLogits):
+            logits = runner.read_logits(command.edits, command.rows)
+            channel.send(Done(command.step, logits if rank == 0 else None))
         elif isinstance(command, Synchronize):
             in_flight.clear()
             runner.synchronize()
             channel.send(Done(command.step))
         else:
             raise AssertionError(f"no command: {command!r}")
+
+
+def _with_logits(command: Constrain) -> LogitsEdits:
+    """Edits whose processors give what the user's gave in the engine's process."""
+    processors: dict[int, Any] = {row: partial(_replace, by) for row, by in command.logits.items()}
+    return command.edits._replace(processors=processors)
+
+
+def _replace(by: np.ndarray, logits: Any) -> torch.Tensor:
+    return torch.from_numpy(by).to(logits.device)
 
 
 def _start(rank: int, channel: Channel) -> ModelRunner:

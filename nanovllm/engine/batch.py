@@ -3,8 +3,11 @@
 Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to another process.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nanovllm.sampling_params import SamplingMetadata
 
@@ -65,6 +68,19 @@ class StepResult(NamedTuple):
     logprobs: dict[int, bytes] = {}
     # The same of the prompts' tokens: for each chunk with `scored`, in order.
     prompt_logprobs: tuple[bytes, ...] = ()
+
+
+class LogitsEdits(NamedTuple):
+    """What the host says of a step's rows that wait for it: see SamplingMetadata.waits.
+
+    A row that waits and is named nowhere here is one whose token nobody wants any more.
+    """
+
+    rows: list[int]  # places among the step's tokens
+    # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed
+    masks: np.ndarray
+    # By place: a function of the row's logits [V] float32, a tensor, that gives them changed.
+    processors: dict[int, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, LogitsEdits
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.model_runner import SampledTokens
@@ -46,6 +46,24 @@ class Detokenizer(Protocol):
         """Read no sequence any more."""
 
 
+class Constraints(Protocol):
+    """Says which tokens may come next, for sequences in which that depends on the tokens before.
+
+    The engine asks while the device computes the step whose logits are meant.
+    """
+
+    def make(self, params: SamplingParams) -> Any:
+        """What a new sequence keeps as its `constraint`. None: nothing depends on its tokens."""
+
+    def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
+        """Of rows of a step, by place, and sequences that have a constraint: what may come next,
+        after all of their `token_ids`.
+        """
+
+
+Launched = tuple[SampledTokens, bool]  # a step, and whether it brings any first tokens
+
+
 class LLMEngine:
     def __init__(
         self,
@@ -68,6 +86,7 @@ class LLMEngine:
         # Makes what reads text as it grows, once a request asks for that.
         self.make_detokenizer: Callable[[], Detokenizer] | None = None
         self.detokenizer: Detokenizer | None = None
+        self.constraints: Constraints | None = None
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -85,8 +104,8 @@ class LLMEngine:
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.num_steps = 0
         self.last_step: StepRecord | None = None  # as it was launched
-        # The step that is launched and not committed, and whether it brings any first tokens.
-        self._in_flight: tuple[SampledTokens, bool] | None = None
+        self._in_flight: Launched | None = None  # the step that is launched and not committed
+        self._constrained: list[Sequence] = []  # those with a constraint, some of them finished
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -158,6 +177,10 @@ class LLMEngine:
             interactive=interactive,
         )
         seq.added_at = perf_counter()
+        if self.constraints is not None:
+            seq.constraint = self.constraints.make(params)
+            if seq.constraint is not None:
+                self._constrained.append(seq)
         if self.make_detokenizer is not None and params.max_tokens and (streams or params.stop):
             if self.detokenizer is None:
                 self.detokenizer = self.make_detokenizer()
@@ -179,8 +202,33 @@ class LLMEngine:
         launched = None
         if batch is not None:
             launched = self.runner.launch(batch), bool(batch.prefills)
-        if self.overlap:
-            launched, self._in_flight = self._in_flight, launched
+        if not self.overlap:
+            return self._commit(self._constrain(launched))
+        launched, self._in_flight = self._in_flight, launched
+        committed = self._commit(launched)
+        self._in_flight = self._constrain(self._in_flight)
+        return committed
+
+    def _constrain(self, launched: Launched | None) -> Launched | None:
+        """Complete the step that was launched last, now that all tokens before its own are known.
+
+        The device may still compute it. Steps without constraints are complete as they are.
+        """
+        if launched is None or not self._constrained:
+            return launched
+        self._constrained = [seq for seq in self._constrained if seq.status is not Status.FINISHED]
+        rows = [
+            (i, seq)
+            for i, seq in enumerate(self.scheduler.newest_step)
+            if seq.constraint is not None and seq.status is not Status.FINISHED
+        ]
+        if not rows:
+            return launched
+        assert self.constraints is not None, "it made what the sequences have"
+        return self.runner.constrain(self.constraints.edits(rows)), launched[1]
+
+    def _commit(self, launched: Launched | None) -> tuple[list[Sequence], list[Sequence]]:
+        """Wait for a step's tokens; returns what `step` does."""
         if launched is None:
             return [], []
         tokens, some_first = launched
@@ -268,6 +316,7 @@ class LLMEngine:
         for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
             seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.scheduler, self._in_flight = self._make_scheduler(), None
+        self._constrained = []
         if self.detokenizer is not None:
             self.detokenizer.clear()
         self.runner.synchronize()

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, Fork, PrefillChunk, RunnerInfo, StepResult
+from nanovllm.engine.batch import (
+    Batch,
+    Fork,
+    LogitsEdits,
+    PrefillChunk,
+    RunnerInfo,
+    StepResult,
+)
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.layers.attention import SelfAttention
@@ -182,6 +189,18 @@ class ModelRunner:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
             logprobs = self.resampler.resample(sampled, output)
         return self._answer(output.tokens, logprobs, prompt_logprobs)
+
+    @torch.inference_mode()
+    def constrain(self, edits: LogitsEdits) -> SampledTokens:
+        """Sample for the last step's rows that wait for the host. The answer replaces `launch`'s,
+        where these rows' tokens mean nothing.
+        """
+        return self._answer(*self.resampler.constrain(edits))
+
+    @torch.inference_mode()
+    def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
+        """[len(rows), V] float32: what the processors of these rows are to get."""
+        return self.resampler.edited_logits(edits, rows).cpu().numpy()
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
         """One token for each of the decoding sequences in `slots` [B]."""

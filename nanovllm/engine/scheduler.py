@@ -14,15 +14,24 @@ from nanovllm.sampling_params import INVALID_TOKEN
 
 
 class InvalidLogitsError(FloatingPointError):
-    """The model computed NaN or infinite logits. `request_ids`: for whom, in this step."""
+    """The model computed NaN or infinite logits, or a request's constraints bar every token.
+    `request_ids`: whose, in this step.
+    """
 
     def __init__(self, first: Sequence, request_ids: set[int]) -> None:
         self.request_ids = request_ids
-        super().__init__(
-            f"{first.describe()} has NaN or infinite logits after {len(first.token_ids)} "
-            "tokens: try another dtype, such as bfloat16 or float32, or check the "
-            "checkpoint's weights"
+        where = f"after {len(first.token_ids)} tokens"
+        problem = (
+            f"has NaN or infinite logits {where}: try another dtype, such as bfloat16 or float32, "
+            "or check the checkpoint's weights"
         )
+        if first.constraint is not None or first.params.edits_logits:
+            problem = (
+                f"has no token to go on with {where}: its constraints (such as bad_words, "
+                "allowed_token_ids, logits_processors) bar them all, so loosen them; or the model "
+                "computed NaN or infinite logits"
+            )
+        super().__init__(f"{first.describe()} {problem}")
 
 
 class Scheduler:
@@ -87,6 +96,11 @@ class Scheduler:
         """Sequences that hold a batch slot and are not paused."""
         held = sum([1 + len(seq.forks) for seq in self.paused if seq.status is Status.RUNNING])
         return self.max_num_seqs - len(self._free_slots) - held
+
+    @property
+    def newest_step(self) -> list[Sequence]:
+        """The sequences that sample in the step that was planned last, in the batch's order."""
+        return self._in_flight[-1]
 
     def schedule(self) -> Batch | None:
         """Plan the next step. None: nothing can run until a step in flight is committed, or a

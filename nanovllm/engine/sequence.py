@@ -3,7 +3,7 @@
 Knows no tensor and no policy: the scheduler changes it, the block manager lends it blocks.
 """
 
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -48,6 +48,7 @@ class Sequence:
     # the place of the one token that is sampled. None: something is.
     held_back: list[int] | None = None
     text: Any = None  # the detokenizer's, if the text is read as it grows
+    constraint: Any = None  # if its tokens decide which may come next: what knows how
 
     # Of n completions of a prompt, the first computes it and the others fork from it: they get
     # batch slots and blocks when it does, and start to decode when its prompt is computed.
@@ -191,8 +192,10 @@ class Sequence:
 
     def _sampling_metadata(self) -> SamplingMetadata | None:
         """What decides the next tokens beside temperature and seed; None: nothing does."""
-        params = self.params
-        if params.is_plain:
+        params, waits = self.params, self.constraint is not None
+        if params.is_plain and not waits:
             return None
+        if params.logits_processors:  # the host's alone: functions do not go to other processes
+            params = replace(params, logits_processors=())
         counted = self.token_ids.copy() if params.penalizes else []
-        return SamplingMetadata(params, self.stop_ids, self.num_prompt_tokens, counted)
+        return SamplingMetadata(params, self.stop_ids, self.num_prompt_tokens, counted, waits)

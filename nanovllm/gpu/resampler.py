@@ -43,9 +43,9 @@ class CUDAResampler(Resampler):
         self._sample(rows, logits, output)
         self._logprobs(rows, logits, output)
 
-    def _rows(self, index: list[int], params: list[SamplingParams]) -> list[Rows]:
-        if self.group.size > 1:
-            return super()._rows(index, params)
+    def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
+        if self.group.size > 1 or not alone:
+            return super()._rows(index, params, alone)
         return [Rows(index, params, None, self.vocab_size)]
 
     def _sample(self, rows: Rows, logits: Tensor, output: "StepOutput") -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
@@ -264,6 +264,14 @@ class CUDAModelRunner(ModelRunner):
         attention = sdpa_kernel(PLAIN_ATTENTION) if is_plain else nullcontext()
         with torch.cuda.stream(self._stream), attention:
             return super().launch(batch)
+
+    def constrain(self, edits: LogitsEdits) -> SampledTokens:
+        with torch.cuda.stream(self._stream):
+            return super().constrain(edits)
+
+    def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
+        with torch.cuda.stream(self._stream):
+            return super().read_logits(edits, rows)
 
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:
         if slots != self._slots_hold:

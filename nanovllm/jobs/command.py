@@ -72,7 +72,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "where a line does not say it. A line without a seed draws by one that is made of --seed "
         "and the line's number.",
     )
-    add_flags(sampling, SamplingParams, leave_out={"seed"})
+    # No flag can say a function.
+    add_flags(sampling, SamplingParams, leave_out={"seed", "logits_processors"})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ A new field of `Config` or `SamplingParams` is a new flag, described by the clas
 
 import argparse
 import inspect
+import json
 import re
 import types
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def how_to_read(field: Field) -> dict[str, Any]:
     kinds = members - {types.NoneType}
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
+    if any(get_origin(kind) is dict for kind in kinds):
+        return {"type": json.loads, "metavar": "JSON"}
     if lists := [kind for kind in kinds if get_origin(kind) is list]:
         (item,) = get_args(lists[0])
         return {"action": "append", "type": item, "metavar": METAVARS[item]}

@@ -1,15 +1,21 @@
 """Sample for the requests that ask for more than a temperature and a seed.
 
 A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for
-more are then sampled again, with the same noise, from logits that went through (min_tokens' place
-among these makes no difference)
+more are then sampled again, with the same noise, from logits that went through (the place of
+min_tokens makes no difference)
 
-    repetition, then frequency and presence penalty -> min_tokens (no token that would end the
-    output) -> temperature -> min_p -> top_k -> top_p,
+    structured outputs, allowed tokens and bad words (all as bitmasks) -> logit_bias -> the user's
+    logits_processors -> repetition, then frequency and presence penalty -> min_tokens (no token
+    that would end the output) -> temperature -> min_p -> top_k -> top_p,
 
 and that token replaces the first. So rows that ask for nothing pay nothing. The first pass is told
 of those rows by a temperature below 0: any token will do. A greedy row takes the arg max of what
-the penalties leave. Reported log-probabilities are the model's own, before any of this.
+the penalties leave. Reported log-probabilities are the model's own, before any of this. The order
+is the one that vLLM documents for its sampler.
+
+Rows in which the tokens so far decide what may come next wait: the host says it while the device
+computes the step (sampling/constraints.py), and `constrain` samples them then. Rows whose logits
+are edited (sampling/logits_edits.py) are sampled apart from the others, from a copy in float32.
 
 Shapes: R rows that ask for more, among the B rows of a step; V vocabulary entries.
 """
@@ -23,10 +29,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.sampling.logits_edits import RowEdits, SlotEdits
 from nanovllm.sampling.slots import SlotParams, Starting, limit
-from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
+from nanovllm.sampling_params import INVALID_TOKEN, SamplingMetadata, SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.engine.batch import LogitsEdits
     from nanovllm.engine.model_runner import ModelRunner, StepOutput
 
 
@@ -97,13 +105,16 @@ class Rows:
     """Some of a step's rows; the same as long as the step's slots are.
 
     at [R] int64, on the device: their places in the step. None: all of its rows.
+    edits: what is done to their logits before they are sampled. None: nothing.
     """
 
     def __init__(
         self, index: list[int], params: list[SamplingParams], at: Tensor | None, vocab_size: int
     ) -> None:
         """Of the rows at `index`, with these params."""
-        self.at, self.params = at, params
+        self.index, self.at, self.params = index, at, params
+        self.edits: RowEdits | None = None
+        self.waits = False  # for what the host says of this step
         self.sample_again = not all([p.samples_plainly for p in params])
         asking = [
             (row, place, min(p.logprobs, vocab_size))
@@ -132,9 +143,12 @@ class Resampler:
         self._upload = runner._upload
         self._sample_tokens = runner._sample_tokens
         self.slots = SlotParams(runner.max_num_seqs + 1, self.vocab_size, self._upload)
-        self._asked: dict[int, SamplingParams] = {}  # by batch slot
+        self.edits = SlotEdits(runner.max_num_seqs + 1, self.vocab_size, self._upload)
+        self._asked: dict[int, SamplingMetadata] = {}  # by batch slot
         self._seen: Sequence[int] = ()  # the slots of the last step, and what they came to
         self._parts: list[Rows] = []
+        # A step of which rows wait, and the log-probabilities of others.
+        self._unfinished: tuple[StepOutput, list[Logprobs]] | None = None
 
     def rehearse(self, output: "StepOutput") -> None:
         """Launch every kernel that a step may launch, for the first row of one."""
@@ -147,38 +161,95 @@ class Resampler:
         for slot, metadata in starting:
             self._asked.pop(slot, None)
             if metadata is not None:
-                self._asked[slot] = metadata.params
+                self._asked[slot] = metadata
                 asked.append((slot, metadata))
         if asked:
             self.slots.start(asked, self.state.temperatures)
+            self.edits.start(asked)
         self._seen, self._parts = (), []
 
     def resample(self, slots: Sequence[int], output: "StepOutput") -> list[Logprobs]:
         """Replace the tokens of those among a step's `slots` that ask for more; returns the
-        log-probabilities asked for.
+        log-probabilities asked for. Rows that wait are left for `constrain`.
         """
-        logprobs = []
-        for rows in self._among(slots):
-            logits = output.logits if rows.at is None else output.logits[rows.at]
-            if self.group.size > 1:
-                logits = self.group.gather_vocab(logits, self.vocab_size)
-            if rows.sample_again:
-                self._sample(rows, logits, output)
-            if rows.asking:
-                logprobs.append(Logprobs(rows.asking, self._logprobs(rows, logits, output)))
+        parts = self._among(slots)
+        logprobs = [
+            part for rows in parts if not rows.waits for part in self._resample(rows, output)
+        ]
+        self._unfinished = (output, logprobs) if any([rows.waits for rows in parts]) else None
         return logprobs
+
+    def constrain(self, edits: "LogitsEdits") -> tuple[Tensor, list[Logprobs]]:
+        """Do the same for the last step's rows that wait; returns what the whole step has."""
+        assert self._unfinished is not None, "rows wait"
+        (output, logprobs), self._unfinished = self._unfinished, None
+        for rows in self._parts:
+            if rows.waits:
+                logprobs = logprobs + self._resample(rows, output, edits)
+        return output.tokens, logprobs
+
+    def edited_logits(self, edits: "LogitsEdits", places: list[int]) -> Tensor:
+        """[len(places), V] float32: what processors of these rows, which wait, are to change."""
+        assert self._unfinished is not None, "rows wait"
+        output, _ = self._unfinished
+        edited: dict[int, Tensor] = {}
+        for rows in self._parts:
+            if rows.waits:
+                logits = self._edited(rows, self._logits(rows, output), output, edits)
+                edited |= dict(zip(rows.index, logits))
+        return torch.stack([edited[place] for place in places])
+
+    def _resample(
+        self, rows: Rows, output: "StepOutput", edits: "LogitsEdits | None" = None
+    ) -> list[Logprobs]:
+        """Returns the log-probabilities that `rows` ask for, in one object."""
+        logits = self._logits(rows, output)
+        if rows.sample_again:
+            self._sample(rows, self._edited(rows, logits, output, edits), output)
+        return [Logprobs(rows.asking, self._logprobs(rows, logits, output))] if rows.asking else []
+
+    def _logits(self, rows: Rows, output: "StepOutput") -> Tensor:
+        """[R, V], the model's own."""
+        logits = output.logits if rows.at is None else output.logits[rows.at]
+        if self.group.size > 1:
+            logits = self.group.gather_vocab(logits, self.vocab_size)
+        return logits
+
+    def _edited(
+        self, rows: Rows, logits: Tensor, output: "StepOutput", edits: "LogitsEdits | None"
+    ) -> Tensor:
+        """logits [R, V], changed where the rows ask for it; the given ones stay as they are."""
+        if rows.edits is None:
+            return logits
+        return self.edits.apply(rows.edits, logits, output.slots[rows.at], edits)
 
     def _among(self, slots: Sequence[int]) -> list[Rows]:
         """Stays the same, and costs nothing, as long as the slots do."""
         if self._asked and slots != self._seen:
             asked = self._asked
             index = [i for i, slot in enumerate(slots) if slot in asked]
-            self._parts = self._rows(index, [asked[slots[i]] for i in index]) if index else []
+            of_kind: dict[tuple[bool, bool], list[int]] = {}
+            for i in index:
+                metadata = asked[slots[i]]
+                kind = metadata.waits, metadata.waits or metadata.params.edits_logits
+                of_kind.setdefault(kind, []).append(i)
+            self._parts = []
+            for (waits, edited), index in of_kind.items():
+                alone = len(of_kind) == 1 and not edited
+                parts = self._rows(index, [asked[slots[i]].params for i in index], alone)
+                for rows in parts:
+                    rows.waits = waits
+                    if edited:
+                        rows.sample_again = True
+                        rows.edits = self.edits.of(rows.index, [slots[i] for i in rows.index])
+                self._parts += parts
             self._seen = slots
         return self._parts
 
-    def _rows(self, index: list[int], params: list[SamplingParams]) -> list[Rows]:
-        """The rows at `index` of a step, in parts of which each is sampled at once."""
+    def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
+        """The rows at `index` of a step, in parts of which each is sampled at once. `alone`: all
+        its other rows ask for nothing.
+        """
         order = sorted(range(len(index)), key=lambda i: limit(params[i], self.vocab_size))
         parts = [
             order[begin : begin + self.rows_at_once]

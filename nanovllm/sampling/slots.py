@@ -58,7 +58,7 @@ class SlotParams:
         """
         params = [one.params for _, one in asked]
         lengths = [one.num_prompt_tokens for _, one in asked]
-        first = [p.temperature if p.samples_plainly else -1.0 for p in params]
+        first = [one.params.temperature if one.samples_plainly else -1.0 for _, one in asked]
         # One upload for both.
         columns = np.array(first, dtype=np.float32).view(np.int32)[:, None]
         rows = self._upload(np.hstack((columns, _rows(params, lengths, self.vocab_size))))

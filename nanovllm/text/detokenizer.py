@@ -19,10 +19,10 @@ CONTEXT, INCOMPLETE_CONTEXT = 4, 16
 class Tokenizer(Protocol):
     """What is needed of a tokenizer, such as text.tokenizer's."""
 
-    def decode(self, outputs: list[list[int]]) -> list[str]:
-        """The text of each list of token ids."""
+    def decode(self, outputs: list[list[int]], with_special: list[int]) -> list[str]:
+        """The text of each list of token ids, with special tokens where its index is listed."""
 
-    def is_silent(self, token: int) -> bool:
+    def is_silent(self, token: int, with_special: bool) -> bool:
         """Whether `decode` leaves the token out, wherever it stands."""
 
     def is_byte(self, token: int) -> bool:
@@ -32,25 +32,38 @@ class Tokenizer(Protocol):
 class TextStream:
     """The text of one output.
 
-    `text` grows by whole characters and ends before the first stop string. `take` hands it out
-    piece by piece and holds back what could be the beginning of a stop string.
+    `text` grows by whole characters and ends before the first stop string, or with it. `take` hands
+    it out piece by piece and holds back what could be the beginning of a stop string.
     """
 
-    def __init__(self, stops: tuple[str, ...] = (), min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        stops: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        keeps_stop: bool = False,
+        with_special: bool = False,
+    ) -> None:
         self.text = ""
-        self.stopped = False  # by a stop string
+        self.stop_reason: str | None = None  # the stop string that it came to
         self.ended = False
+        self.with_special = with_special  # whether special tokens are written
         self._stops = stops
         self._min_tokens = min_tokens  # no stop string counts that ends within these
+        self._keeps_stop = keeps_stop
         self._num_tokens = 0
         self._window: list[int] = []  # the last tokens that are not silent
         self._num_read = 0  # characters of the window's text that have become certain
         self._num_taken = 0  # characters of `text`
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        return self.stop_reason is not None
+
     def take(self) -> str:
         """What has become certain since the last call."""
         certain = len(self.text)
-        if not self.ended:
+        if not self.ended and not self._keeps_stop:
             certain -= max((_overlap(self.text, stop) for stop in self._stops), default=0)
         new = self.text[self._num_taken : certain]
         self._num_taken += len(new)
@@ -63,7 +76,7 @@ class TextStream:
         """
         self.ended = ended
         self._num_tokens += 1
-        silent = tokenizer.is_silent(token)
+        silent = tokenizer.is_silent(token, self.with_special)
         if not silent:
             self._window.append(token)
         # One invalid byte changes the text of its whole run, so a run is read when it ends.
@@ -89,10 +102,11 @@ class TextStream:
         self.text += new
         if self._num_tokens <= self._min_tokens:
             return
-        found = [self.text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops]
-        if found := [at for at in found if at >= 0]:
-            self.text = self.text[: min(found)]
-            self.stopped = self.ended = True
+        found = [(self.text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stops]
+        if found := [(at, stop) for at, stop in found if at >= 0]:
+            at, self.stop_reason = min(found)  # of two that begin there, the shorter
+            self.text = self.text[: at + len(self.stop_reason) if self._keeps_stop else at]
+            self.ended = True
 
 
 def extend_texts(news: Iterable[tuple[TextStream, int, bool]], tokenizer: Tokenizer) -> None:
@@ -101,7 +115,7 @@ def extend_texts(news: Iterable[tuple[TextStream, int, bool]], tokenizer: Tokeni
     `news`: a stream, its token, and whether that is the output's last.
     """
     streams = [stream for stream, token, ended in news if stream.push(token, ended, tokenizer)]
-    texts = tokenizer.decode([stream._window for stream in streams])
+    texts = _texts(streams, tokenizer)
     num_incomplete = [stream.read(text) for stream, text in zip(streams, texts)]
     # Cut windows that have grown long: so a token's time does not depend on how many came before.
     cut = []
@@ -110,9 +124,14 @@ def extend_texts(news: Iterable[tuple[TextStream, int, bool]], tokenizer: Tokeni
         if len(stream._window) >= 2 * needed:
             stream._window = stream._window[-needed:]
             cut.append((stream, count))
-    texts = tokenizer.decode([stream._window for stream, _ in cut])
-    for (stream, count), text in zip(cut, texts):
+    for (stream, count), text in zip(cut, _texts([stream for stream, _ in cut], tokenizer)):
         stream._num_read = len(text) - count
+
+
+def _texts(streams: list[TextStream], tokenizer: Tokenizer) -> list[str]:
+    """Of their windows."""
+    with_special = [i for i, stream in enumerate(streams) if stream.with_special]
+    return tokenizer.decode([stream._window for stream in streams], with_special)
 
 
 class Detokenizer:
@@ -124,7 +143,13 @@ class Detokenizer:
 
     def add(self, seq: Sequence) -> None:
         """Keep `seq.text` up to date from now on, until the sequence has ended."""
-        seq.text = TextStream(tuple(seq.params.stop or ()), seq.params.min_tokens)
+        params = seq.params
+        seq.text = TextStream(
+            tuple(params.stop or ()),
+            params.min_tokens,
+            params.include_stop_str_in_output,
+            not params.skip_special_tokens,
+        )
         self._reading.add(seq)
 
     def update(self, sampled: list[Sequence]) -> list[Sequence]:

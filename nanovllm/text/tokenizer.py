@@ -7,6 +7,7 @@ whoever asks for a chat or for `Tokenizer.transformers`.
 """
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,11 +106,21 @@ class Tokenizer:
         encodings = self._plain.encode_batch(texts, add_special_tokens=special_tokens)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, outputs: list[list[int]]) -> list[str]:
-        """The text of each list of token ids, special tokens left out."""
+    def decode(self, outputs: list[list[int]], with_special: Sequence[int] = ()) -> list[str]:
+        """The text of each list of token ids, special tokens left out but for lists at the indices
+        `with_special`.
+        """
+        texts = self._decode(outputs, skip_special=True)
+        if with_special:
+            whole = self._decode([outputs[i] for i in with_special], skip_special=False)
+            for i, text in zip(with_special, whole):
+                texts[i] = text
+        return texts
+
+    def _decode(self, outputs: list[list[int]], skip_special: bool) -> list[str]:
         if self._backend is not None:  # it works in threads, where transformers goes one by one
-            return self._backend.decode_batch(outputs, skip_special_tokens=True)
-        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+            return self._backend.decode_batch(outputs, skip_special_tokens=skip_special)
+        options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
         return [str(self.transformers.decode(ids, **options)) for ids in outputs]
 
     @cached_property
@@ -134,12 +145,12 @@ class Tokenizer:
         ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
 
-    def is_silent(self, token: int) -> bool:
+    def is_silent(self, token: int, with_special: bool = False) -> bool:
         """Whether `decode` leaves the token out: it is special, or the model has more entries
         than the tokenizer.
         """
         if token in self._special_ids:
-            return True
+            return not with_special
         return self._backend is not None and self._backend.id_to_token(token) is None
 
     def is_byte(self, token: int) -> bool:
