@@ -26,6 +26,7 @@ class Inputs:
         self.num_blocks = engine.runner.info.num_blocks
         self.cache_tokens = engine.cache_tokens
         self.window = engine.window
+        self.constraints = engine.constraints
         self.stop_ids = engine.stop_ids
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
@@ -121,7 +122,21 @@ class Inputs:
         if params.edits_logits:
             params = replace(params, bad_words=self._barred_sequences(name, params))
             self._check_edits(name, params)
+        if params.structured_outputs is not None:
+            self._check_form(name, params)
         return params
+
+    def _check_form(self, name: str, params: SamplingParams) -> None:
+        """What the text is to be must be something that it can be held to."""
+        if self.constraints is None:
+            raise ValueError(
+                f"{name}.structured_outputs is given, but nanovllm/sampling is not there: "
+                "leave it out"
+            )
+        try:
+            self.constraints.make(params)
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from error
 
     def _barred_sequences(self, name: str, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of the texts among bad_words, each with and without a space before it."""

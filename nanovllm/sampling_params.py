@@ -15,6 +15,7 @@ from nanovllm.checks import (
     name_the_nearest,
     shown,
 )
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 100
@@ -83,6 +84,9 @@ class SamplingParams:
         may stand for a text.
     logits_processors: functions (token ids of the output so far, logits [V] float32, a tensor) ->
         logits. They run on this process's host, one row after the other: a step waits for them.
+    structured_outputs: what form the text must have, such as JSON by a schema: a
+        StructuredOutputsParams, or a dict of its parameters. The output ends with "stop" where the
+        form is complete; "length" says that it is cut. Stop strings end it as ever.
     include_stop_str_in_output: keep the stop string that ended the output in its text.
     skip_special_tokens: leave special tokens, such as end-of-sequence, out of the text.
     priority: where the LLM's scheduling_policy is "priority", requests with lower numbers go first.
@@ -113,6 +117,7 @@ class SamplingParams:
     allowed_token_ids: list[int] | tuple[int, ...] | None = None
     bad_words: list[str] | tuple[str | tuple[int, ...], ...] | None = ()  # kept as a tuple
     logits_processors: list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None = ()  # likewise
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
@@ -133,6 +138,8 @@ class SamplingParams:
             check_choice(self, name, (True, False))
         self._check_stops()
         self._check_constraints()
+        if self.structured_outputs is not None:
+            self._check_structured_outputs()
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -180,6 +187,16 @@ class SamplingParams:
     def barred_sequences(self) -> list[tuple[int, ...]]:
         """The bad_words that are token ids, as all are once a request has been checked."""
         return [word for word in self.bad_words or () if isinstance(word, tuple)]
+
+    def _check_structured_outputs(self) -> None:
+        params = StructuredOutputsParams.of(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", params)
+        for name in ("ignore_eos", "min_tokens"):
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name} is {value} beside structured_outputs, which says where an output "
+                    "ends: leave one of them out"
+                )
 
     @property
     def edits_logits(self) -> bool:
