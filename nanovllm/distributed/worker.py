@@ -28,6 +28,7 @@ from nanovllm.distributed.channel import (
     Ready,
     Start,
     Synchronize,
+    Task,
 )
 from nanovllm.distributed.collectives import join_group
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
@@ -98,8 +99,19 @@ def _serve(rank: int, channel: Channel) -> None:
             in_flight.clear()
             runner.synchronize()
             channel.send(Done(command.step))
+        elif isinstance(command, Task):
+            channel.send(Done(command.step, error=do(command, runner)))
         else:
             raise AssertionError(f"no command: {command!r}")
+
+
+def do(command: Task, runner: ModelRunner) -> str:
+    """What a ValueError says: the user's mistake ends no rank. "": there is none."""
+    try:
+        command.task(runner, *command.args)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _start(rank: int, channel: Channel) -> ModelRunner:
