@@ -220,8 +220,9 @@ class LLM:
         `weights`: pairs of name and tensor, such as `model.state_dict().items()` of a model of
         transformers, or a checkpoint's tensors. Shapes are those of this model's checkpoint;
         device and floating-point dtype may be others. All of them must be there, but for a head
-        that is tied. They wait in the CPU's memory until they have come: where one is wrong or
-        missing, ValueError or TypeError names it, and the old weights stay.
+        that is tied. They wait in the CPU's memory, which must have room for the model, until all
+        have come: where one is wrong or missing, ValueError or TypeError names it, and the old
+        weights stay.
 
         No request may be unfinished. An LLM that is asleep takes them too.
         """

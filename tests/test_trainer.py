@@ -21,6 +21,7 @@ from engine_helpers import (
 from safetensors.torch import load_file
 from test_trace import Watched
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from nanovllm import LLM
 from nanovllm.session import AsleepError
@@ -175,6 +176,7 @@ def test_a_generator_may_use_one_tensors_memory_for_all(make_llm, get_checkpoint
 
     def weights():
         yield "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(3)
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         for name, x in reversed(state(new).items()):  # the head before the embedding
             yield name, room[: x.numel()].view(x.shape).copy_(x)
 
@@ -206,6 +208,26 @@ def with_own_head(tmp_path):
     return make
 
 
+def test_the_text_model_of_one_that_also_sees_takes_its_part(make_llm, tmp_path):
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    text = FAMILIES["gemma3"].to_dict()
+    made = []
+    for seed in (0, 1):
+        config = Gemma3Config(text_config=text, vision_config=vision | dict(image_size=28))
+        torch.manual_seed(seed)
+        made.append(Gemma3ForConditionalGeneration(config).eval())
+        made[seed].save_pretrained(tmp_path / str(seed))
+    tokens = []
+    for seed in (0, 1):
+        llm = make_llm(tmp_path / str(seed))
+        tokens.append([out["token_ids"] for out in llm.generate(SOME, greedy(8), use_tqdm=False)])
+    assert tokens[0] != tokens[1]
+    llm = make_llm(tmp_path / "0")
+    llm.update_weights(made[1].state_dict().items())
+    outputs = llm.generate(SOME, greedy(8), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == tokens[1]
+
+
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 def test_a_head_that_the_loaded_checkpoint_untied_takes_new_weights(
     make_llm, with_own_head, kernels
@@ -224,6 +246,13 @@ def test_a_head_that_the_loaded_checkpoint_untied_takes_new_weights(
     assert_some(llm, new)
 
 
+def in_shards() -> torch.Tensor:
+    """What looks like a tensor of FSDP."""
+    tensor = torch.zeros(32)
+    tensor.full_tensor = lambda: tensor
+    return tensor
+
+
 GATE = "model.layers.1.mlp.gate_proj.weight"
 WRONG = {
     "missing": (lambda w: [p for p in w if p[0] != GATE], ValueError, f"lacks {GATE}: give all"),
@@ -239,6 +268,7 @@ WRONG = {
     "twice": (lambda w: [*w, w[0]], ValueError, r"model\.\S+ twice: give each tensor once"),
     "no-memory": (lambda w: [(NORM, torch.empty(32, device="meta"))], ValueError, "plain values"),
     "sparse": (lambda w: [(NORM, torch.zeros(32).to_sparse())], ValueError, "plain values"),
+    "shards": (lambda w: [(NORM, in_shards())], TypeError, rf"{NORM} in shards: give its full_te"),
     "a-dict": (dict, TypeError, r"weights has 'model\.\S+': give pairs of name and tensor"),
     "arrays": (lambda w: [(n, x.numpy()) for n, x in w], TypeError, "give pairs of name and"),
     "triples": (lambda w: [(n, x, 1) for n, x in w], TypeError, "give pairs of name and tensor"),
@@ -473,7 +503,8 @@ def test_graphs_go_on_with_new_weights_and_come_back_after_sleep(
     assert [parameter.data_ptr() for parameter in runner.model.parameters()] == places
     for level, expected in ((1, new), (2, old)):
         cache, taken = runner.kv_cache.nbytes, torch.cuda.memory_allocated()
-        llm.sleep(level)
+        with torch.inference_mode():
+            llm.sleep(level)
         assert not any(parameter.is_cuda for parameter in runner.model.parameters())
         assert torch.cuda.memory_allocated() < taken - cache
         assert torch.cuda.mem_get_info()[0] > free + cache * 0.9

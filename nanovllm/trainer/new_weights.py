@@ -70,6 +70,7 @@ class NewWeights:
         """Raises ValueError if the tensor has no place in the model, not its shape or dtype, or has
         come before.
         """
+        name = self._name_in_checkpoint(name)
         if name in self._seen:
             raise ValueError(f"weights has {name} twice: give each tensor once")
         parts = self._slices.get(name, [])
@@ -100,6 +101,19 @@ class NewWeights:
             else:
                 part.destination.copy_(tensor[part.index])
         self._seen.add(name)
+
+    def _name_in_checkpoint(self, name: str) -> str:
+        """transformers has other names than checkpoints for parts of a model that also sees."""
+        if name in self._slices or name in self._heads:
+            return name
+        if name.startswith("model.language_model."):
+            other = name.replace("model.language_model.", "language_model.model.", 1)
+        else:
+            other = name.removeprefix("model.")
+            if other == name:
+                other = f"language_model.{name}"
+        is_known = other in self._slices or other in self._heads or left_out(self.model, [other])
+        return other if is_known else name
 
     def finish(self) -> None:
         """Raises ValueError unless all have come, and a tied head is the embedding."""
