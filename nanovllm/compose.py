@@ -175,6 +175,11 @@ def collect_rarely() -> Callable[[], AbstractContextManager]:
     return garbage.full_collections_are_rare if garbage else nullcontext
 
 
+def trainer() -> Any:
+    """The room that gives a running LLM new weights, and lends its memory."""
+    return import_module("nanovllm.trainer")
+
+
 def describe_device(name: str, count: int) -> str:
     """What a user calls `count` devices, of which `name` is the first."""
     gpu = room("gpu.device")

@@ -1,6 +1,6 @@
 """The facade users import: text in, text out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from os import PathLike
 from time import perf_counter
@@ -13,6 +13,7 @@ from nanovllm.compose import (
     describe_device,
     prepare_process,
     share_cores,
+    trainer,
 )
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -26,6 +27,7 @@ from nanovllm.scores import score
 from nanovllm.session import Session
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 Prompts = str | list[str] | list[int] | list[list[int]]
@@ -244,6 +246,39 @@ class LLM:
             raise TypeError(f"callback is {shown(callback)}: give a function of a StepRecord")
         return self._session.observe(callback)
 
+    def update_weights(self, weights: "Iterable[tuple[str, Tensor]]") -> None:
+        """Go on with new weights, and with an empty prefix cache.
+
+        `weights`: pairs of name and tensor, such as `model.state_dict().items()` of a model of
+        transformers, or a checkpoint's tensors. Shapes are those of this model's checkpoint;
+        device and floating-point dtype may be others. All of them must be there, but for a head
+        that is tied. They wait in the CPU's memory, which must have room for the model, until all
+        have come: where one is wrong or missing, ValueError or TypeError names it, and the old
+        weights stay.
+
+        No request may be unfinished. An LLM that is asleep takes them too.
+        """
+        with self._session.idle("update_weights") as engine:
+            trainer().update_weights(engine, weights)
+
+    def sleep(self, level: int = 1) -> None:
+        """Lend the device's memory to others: the KV cache's and the weights'.
+
+        `level`: 1 keeps the weights, in the CPU's memory. 2 forgets them: `wake_up` reads the model
+        folder again, unless `update_weights` has brought others before it. Calls that run requests
+        raise AsleepError until `wake_up`. No request may be unfinished.
+        """
+        with self._session.idle("sleep") as engine:
+            trainer().sleep(engine, level)
+
+    def wake_up(self) -> None:
+        """Take the memory again that `sleep` gave back. The prefix cache is empty then.
+
+        An error, such as too little memory, leaves the LLM asleep: call this again.
+        """
+        with self._session.idle("wake_up") as engine:
+            trainer().wake_up(engine)
+
     @property
     def engine(self) -> LLMEngine | None:
         """What runs the requests: for those who look inside. None once this is closed."""
@@ -275,11 +310,11 @@ class LLM:
         self.close()
 
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
-        self._session.open_engine()
+        self._session.awake_engine()
         return self._inputs.from_prompts(prompts, params)
 
     def _chat_requests(self, messages: Any, params: Any, options: TemplateOptions) -> list[Request]:
-        self._session.open_engine()
+        self._session.awake_engine()
         return self._inputs.from_chats(messages, params, options or {})
 
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
@@ -306,6 +341,7 @@ class LLM:
         with session.running() as (engine, ours):
             # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
             with session.lock:
+                session.awake_engine()
                 session.settled_engine().last_call = Metrics()
                 sequences = [
                     engine.add(token_ids, params, streams=True, interactive=True)

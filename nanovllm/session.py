@@ -24,6 +24,13 @@ class ClosedError(ValueError):
         super().__init__("this LLM is closed: make a new one")
 
 
+class AsleepError(ValueError):
+    """The LLM was used between `sleep` and `wake_up`."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is asleep: call wake_up first")
+
+
 class Session:
     """An engine, and who uses it.
 
@@ -63,6 +70,13 @@ class Session:
             raise ClosedError
         return engine
 
+    def awake_engine(self) -> LLMEngine:
+        """The engine, if it may be used and steps may run."""
+        engine = self.open_engine()
+        if engine.is_asleep:
+            raise AsleepError
+        return engine
+
     def settled_engine(self) -> LLMEngine:
         """The engine, reset if an error or interrupt has left a step unfinished. Needs the lock.
 
@@ -83,7 +97,7 @@ class Session:
         Those still there when the call is closed are aborted. An error or Ctrl-C resets the engine,
         since nobody knows how far the step has come.
         """
-        engine = self.open_engine()
+        engine = self.awake_engine()
         ours: dict[int, Sequence] = {}
         try:
             yield engine, ours
@@ -122,6 +136,19 @@ class Session:
                 )
             with self.running() as (engine, _):
                 yield engine, request
+
+    @contextmanager
+    def idle(self, what: str) -> Iterator[LLMEngine]:
+        """The engine, if no request is unfinished. Holds the lock. `what` is what a call wants."""
+        self.open_engine()
+        with self.lock:
+            engine = self.settled_engine()
+            if self.requests or engine.has_unfinished():
+                raise ValueError(
+                    f"{what} was called while requests are unfinished: let them end, take their "
+                    "outputs by step, or abort them first"
+                )
+            yield engine
 
     def step(self) -> list[Sequence]:
         """Run one step; returns the requests whose last completion has ended. Needs the lock."""

@@ -55,26 +55,42 @@ def pack_weights(model: nn.Module) -> None:
             module.__class__ = PackedLMHead
         else:
             continue
-        # As for 64 rows: the order that is made for one row is slow for all others.
-        packed = torch.ops.mkldnn._reorder_linear_weight(module.weight.data, 64)
-        module.weight = nn.Parameter(packed, requires_grad=False)
+        module.weight = packed(module.get_parameter("weight"))
+
+
+def packed(weight: Tensor) -> nn.Parameter:
+    # As for 64 rows: the order that is made for one row is slow for all others.
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)
+    return nn.Parameter(reordered, requires_grad=False)
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-class PackedLinear(StackedLinear):
+class Packed(nn.Module):
+    """Before any class of layer that has a weight to pack."""
+
+    def take_weights(self, plain: nn.Module) -> None:
+        """Those of a layer like this one that is not packed."""
+        for name, parameter in plain.named_parameters(recurse=False):
+            if name == "weight":
+                self.weight = packed(parameter)
+            else:
+                self.get_parameter(name).copy_(parameter)
+
+
+class PackedLinear(Packed, StackedLinear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
-class PackedRowParallelLinear(RowParallelLinear):
+class PackedRowParallelLinear(Packed, RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(linear(x, self.weight, self.bias_of_this_rank))
 
 
-class PackedLMHead(ParallelLMHead):
+class PackedLMHead(Packed, ParallelLMHead):
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight, None)
 

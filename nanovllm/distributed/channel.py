@@ -74,6 +74,18 @@ class Synchronize:
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """To every rank: do `task(runner, *args)`, once all steps have been waited for.
+
+    Answered by Done, by every rank.
+    """
+
+    step: int
+    task: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
     """From a rank: the model is loaded and the KV cache is allocated."""
 
@@ -86,6 +98,7 @@ class Done:
 
     step: int
     result: StepResult | np.ndarray | None = None
+    error: str = ""  # of a task: the ValueError that it raised
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ from nanovllm.distributed.channel import (
     Ready,
     Start,
     Synchronize,
+    Task,
 )
 from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
 from nanovllm.layers.parallel import ParallelGroup
@@ -95,6 +96,7 @@ class TensorParallelRunner:
         self._step = 0  # the last command's number
         self._outgoing: Outgoing = memoryview(b""), []
         self._results: dict[int, Any] = {}  # those that have arrived, by step
+        self._errors: dict[int, str] = {}  # of tasks, likewise
         self._lost: str | None = None  # why the ranks are gone
         self._ranks: list[Rank] = []
         self._by_fd: dict[int, Rank] = {}
@@ -174,13 +176,24 @@ class TensorParallelRunner:
         step = self._command(Synchronize(self._step + 1))
         self._listen(lambda: all(rank.done == step for rank in self._ranks), self._step_seconds)
         self._results.clear()
+        self._errors.clear()
+
+    def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
+        """Have every rank do `task(its runner, *args)`, and wait until all have.
+
+        It may take as long as the start. A ValueError on a rank is raised here.
+        """
+        step = self._command(Task(self._step + 1, task, args))
+        self._listen(lambda: all(rank.done == step for rank in self._ranks), self._start_seconds)
+        if error := self._errors.pop(step, ""):
+            raise ValueError(error)
 
     def close(self) -> None:
         """End every rank's process, which gives its memory back."""
         end_ranks(self._ranks, self._owner)
         self._finalizer.detach()
 
-    def _command(self, message: Launch | Constrain | ReadLogits | Synchronize) -> int:
+    def _command(self, message: Launch | Constrain | ReadLogits | Synchronize | Task) -> int:
         if self._lost is not None:
             raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._lost}")
         self._send()  # what an interrupt left of the last command: every rank gets all commands
@@ -251,6 +264,8 @@ class TensorParallelRunner:
             rank.done = message.step
             if message.result is not None:
                 self._results[message.step] = message.result
+            if message.error:
+                self._errors[message.step] = message.error
         elif isinstance(message, Failed):
             self._fail(rank, message)
         else:
@@ -281,7 +296,7 @@ class TensorParallelRunner:
             time.sleep(EVIDENCE_SECONDS)  # two ranks that print at once garble each other's lines
         names = " and ".join(str(rank.number) for rank in ranks)
         remedy = "If a step may take longer, raise step_timeout"
-        if self._step == 0:
+        if self._step == 0 or seconds != self._step_seconds:
             remedy = "If loading may take longer, raise start_timeout"
         self._give_up(
             f"rank{'s' * (len(ranks) > 1)} {names} of {len(self._ranks)} gave no sign for "

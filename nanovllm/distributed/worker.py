@@ -33,6 +33,7 @@ from nanovllm.distributed.channel import (
     Ready,
     Start,
     Synchronize,
+    Task,
 )
 from nanovllm.distributed.collectives import join_group
 from nanovllm.engine.batch import LogitsEdits
@@ -110,6 +111,8 @@ def _serve(rank: int, channel: Channel) -> None:
             in_flight.clear()
             runner.synchronize()
             channel.send(Done(command.step))
+        elif isinstance(command, Task):
+            channel.send(Done(command.step, error=do(command, runner)))
         else:
             raise AssertionError(f"no command: {command!r}")
 
@@ -122,6 +125,15 @@ def _with_logits(command: Constrain) -> LogitsEdits:
 
 def _replace(by: np.ndarray, logits: Any) -> torch.Tensor:
     return torch.from_numpy(by).to(logits.device)
+
+
+def do(command: Task, runner: ModelRunner) -> str:
+    """What a ValueError says: the user's mistake ends no rank. "": there is none."""
+    try:
+        command.task(runner, *command.args)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _start(rank: int, channel: Channel) -> ModelRunner:

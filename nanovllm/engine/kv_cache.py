@@ -19,7 +19,7 @@ def allocate_kv_cache(
     Zeroed: a masked position must not hold a NaN.
     """
     shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
-    if device.type == "cpu":
+    if device.type == "cpu" and num_blocks:
         # The system provides zero pages when they are first touched, huge ones where it can:
         # touching small ones is slow. They are private: a forked process gets a copy.
         size = math.prod(shape) * dtype.itemsize

@@ -103,6 +103,7 @@ class LLMEngine:
         self.overlap = (
             self.runner.device.type != "cpu" if config.overlap is None else config.overlap
         )
+        self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
         self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # computed so far

@@ -8,6 +8,7 @@ subclass's to say.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -105,6 +106,7 @@ class ModelRunner:
         score_prompts: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
+        self.hf_config = hf_config
         self.device = device
         self.group = group
         self.transform = transform
@@ -114,17 +116,18 @@ class ModelRunner:
         self.vocab_size = hf_config.vocab_size
         self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
-        self.model = self._build_model(hf_config)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.attention_layers = [
-            module for module in self.model.modules() if isinstance(module, SelfAttention)
-        ]
         self.state = BatchState(max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
         self.resampler: Any = None  # made once a request asks for it
-        self._load(folder)
-        self._allocate()
+        self.trainer: Any = None  # what trainer/ keeps here
+        self.num_blocks = 0  # not counted yet
+        # Fills a model with the weights of the model folder.
+        self.read_weights: Callable[[nn.Module], None] = partial(load_weights, folder=folder)
+        if config.load_format == "dummy":
+            self.read_weights = init_dummy_weights
+        self.load(self.read_weights)
+        self.allocate()
 
     @property
     def info(self) -> RunnerInfo:
@@ -142,22 +145,37 @@ class ModelRunner:
             model = build_model(hf_config, self.group, self.max_model_len)
         return model.eval().requires_grad_(False)
 
-    def _load(self, folder: str) -> None:
-        if self.config.load_format == "dummy":
-            init_dummy_weights(self.model, seed=0)
-        else:
-            load_weights(self.model, folder)
+    def load(self, fill: Callable[[nn.Module], None]) -> None:
+        """Build the model, let `fill` fill it, and transform it."""
+        self.use_model(self._build_model(self.hf_config))
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self._fill(fill)
+
+    def use_model(self, model: CausalLM) -> None:
+        self.model = model
+        self.attention_layers = [
+            module for module in model.modules() if isinstance(module, SelfAttention)
+        ]
+
+    def _fill(self, fill: Callable[[nn.Module], None]) -> None:
+        fill(self.model)
         if self.transform is not None:
             self.transform(self.model)
             self.attention_name = self.attention_layers[0].attention_name
 
     @torch.inference_mode()
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Make the KV cache. Every rank has as many blocks as the one that has room for the
-        fewest.
+        fewest; after `release`, as many as before.
         """
-        self.num_blocks = self.group.minimum(self.config.num_kvcache_blocks or self._count_blocks())
+        if not self.num_blocks:
+            count = self.config.num_kvcache_blocks or self._count_blocks()
+            self.num_blocks = self.group.minimum(count)
         self._bind_cache(self.num_blocks)
+
+    def release(self) -> None:
+        """Give the KV cache's memory back. No step may run until `allocate`."""
+        self._bind_cache(0)
 
     def _count_blocks(self) -> int:
         """How many KV blocks fit into memory."""
@@ -372,6 +390,10 @@ class ModelRunner:
 
     def _answer(self, *answer: Any) -> SampledTokens:
         return SampledTokens(*answer)
+
+    def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
+        """Do `task(runner, *args)` with each rank's runner: here, with this one."""
+        task(self, *args)
 
     def synchronize(self) -> None:
         """Wait until all launched steps have run."""

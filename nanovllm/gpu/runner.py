@@ -7,7 +7,7 @@ Kernels are compiled while the weights load, and as many KV blocks are made as t
 for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
@@ -106,13 +106,13 @@ class CUDAModelRunner(ModelRunner):
             overlap_all_reduces(model)
         return model
 
-    def _load(self, folder: str) -> None:
+    def _fill(self, fill: Callable[[nn.Module], None]) -> None:
         """Load the weights, and compile kernels meanwhile."""
         if not self._has_own_kernels:
-            return super()._load(folder)
+            return super()._fill(fill)
         with ThreadPoolExecutor(1) as beside:
             compiling = beside.submit(self._compile_kernels)
-            super()._load(folder)
+            super()._fill(fill)
             compiling.result()
         self.synchronize()
 
@@ -180,7 +180,7 @@ class CUDAModelRunner(ModelRunner):
                 self._backend.decode(q, *caches, *of_all, *masks)
 
     @torch.inference_mode()
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             # A graph cannot hold what waits for the device, as plain attention does.
             is_plain = self._backend is PLAIN_BACKEND or not all(
@@ -189,11 +189,24 @@ class CUDAModelRunner(ModelRunner):
             if not is_plain and not self.config.enforce_eager:
                 self.graphs = Graphs()
                 self._padded = self._make_padded_inputs()
-            super()._allocate()
+            super().allocate()
             if self.graphs is not None:
                 self._capture_largest()
                 for size in reversed(self.decode_sizes[:-1]):
                     self._capture_decode(size)
+
+    def release(self) -> None:
+        """The graphs go too, for they know where the KV cache and the weights lie."""
+        self.synchronize()
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.graphs = self._padded = None
+        with torch.cuda.stream(self._stream):
+            self._slots.fill_(self.max_num_seqs)  # padding, as a capture needs it
+        self._slots_hold = ()
+        super().release()
+        self.synchronize()
+        torch.cuda.empty_cache()
 
     def _make_padded_inputs(self) -> PaddedInputs | None:
         decoder = self.model.model

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.models.transformer import Decoder
 
+# One for all alike, in this model and the next: each other class would be compiled anew.
+_kinds: dict[type, type] = {}
+
 
 class _Uncompiled(SelfAttention):
     @torch.compiler.disable
@@ -20,13 +23,12 @@ class _Uncompiled(SelfAttention):
 
 def compile_layers(model: nn.Module) -> None:
     """Compile the layers at their first call: once for all, and for any number of tokens."""
-    kinds: dict[type, type] = {}  # one for all alike: each other class would be compiled anew
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             kind = type(module)
-            if kind not in kinds:
-                kinds[kind] = type(f"Uncompiled{kind.__name__}", (_Uncompiled, kind), {})
-            module.__class__ = kinds[kind]
+            if kind not in _kinds:
+                _kinds[kind] = type(f"Uncompiled{kind.__name__}", (_Uncompiled, kind), {})
+            module.__class__ = _kinds[kind]
         if isinstance(module, Decoder):
             for layer in module.layers:
                 layer.compile(dynamic=True)

@@ -112,7 +112,7 @@ def check_checkpoint(
     needed = {part.name for part in slices}
     if missing := needed - checkpoint.keys():
         raise ValueError(
-            f"{folder}: no file has {_some(missing)}: download the model again, or check its "
+            f"{folder}: no file has {some_of(missing)}: download the model again, or check its "
             "config.json"
         )
     extra = {
@@ -121,7 +121,7 @@ def check_checkpoint(
     extra -= {f"{checkpoint_name(model, path)}.weight" for path, _ in tied_heads(model)}
     if extra := extra - set(left_out(model, checkpoint)):
         raise ValueError(
-            f"{folder}: the model has no place for {_some(extra)}: check its config.json"
+            f"{folder}: the model has no place for {some_of(extra)}: check its config.json"
         )
     for part in slices:
         check_tensor(part, *checkpoint[part.name])
@@ -242,11 +242,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise ValueError(f"{index} is corrupt: download it again ({error})") from error
     if missing:
         raise ValueError(
-            f"{folder} lacks {_some(missing)}, which {INDEX} names: download the model again"
+            f"{folder} lacks {some_of(missing)}, which {INDEX} names: download the model again"
         )
     return [folder / name for name in sorted(names)]
 
 
-def _some(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
+    """How an error names many."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

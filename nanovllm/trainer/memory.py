@@ -1,0 +1,88 @@
+"""Give the memory of a device back while an engine has nothing to do, and take it again.
+
+Level 1 keeps the weights in the CPU's memory; on a CPU they stay where they are. Level 2 keeps a
+model without memory in the place of the one that ran.
+"""
+
+import gc
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.checks import as_integer, shown
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.session import AsleepError
+from nanovllm.trainer.new_weights import (
+    copy_weights,
+    is_empty,
+    kept,
+    plain_model,
+    undisturbed,
+)
+
+
+def sleep(engine: LLMEngine, level: Any) -> None:
+    """See `LLM.sleep`. The engine must have nothing to do."""
+    number = as_integer(level)
+    if number is None:
+        raise TypeError(f"level is {shown(level)}: use 1 or 2")
+    if number not in (1, 2):
+        raise ValueError(f"level is {shown(level)}: use 1 to keep the weights, or 2 to forget them")
+    if engine.is_asleep:
+        raise AsleepError
+    engine.reset()  # the prefix cache goes with the KV cache
+    engine.is_asleep = True
+    engine.runner.on_all_ranks(release, number)
+
+
+def wake_up(engine: LLMEngine) -> None:
+    """See `LLM.wake_up`. Does nothing if the engine is awake."""
+    if engine.is_asleep:
+        engine.runner.on_all_ranks(restore)
+        engine.is_asleep = False
+
+
+# What each rank does with its runner.
+
+
+def release(runner: ModelRunner, level: int) -> None:
+    undisturbed(_release, runner, level)
+
+
+def _release(runner: ModelRunner, level: int) -> None:
+    runner.synchronize()
+    if level == 2:
+        runner.use_model(plain_model(runner, torch.device("meta")))
+        gc.collect()  # layers that were compiled know themselves
+    else:
+        move_weights(runner, torch.device("cpu"))
+    runner.release()
+
+
+def restore(runner: ModelRunner) -> None:
+    """An error leaves it as it was."""
+    if runner.kv_cache.numel():
+        return  # an interrupt came when this had been done
+    level = 2 if is_empty(runner.model) else 1
+    new = kept(runner).waiting
+    try:
+        if level == 2:
+            runner.load(partial(copy_weights, new) if new is not None else runner.read_weights)
+        else:
+            move_weights(runner, runner.device)
+        runner.allocate()
+    except BaseException:
+        release(runner, level)
+        raise
+    kept(runner).waiting = None
+
+
+def move_weights(runner: ModelRunner, device: torch.device) -> None:
+    """The parameters stay the same objects: layers may share one."""
+    # Tensors made in inference mode could not take the place of others.
+    with torch.inference_mode(False):
+        for parameter in runner.model.parameters():
+            if parameter.device != device:
+                parameter.data = parameter.data.to(device)
