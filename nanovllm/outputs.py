@@ -15,17 +15,8 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 
 def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    """A dict for each request: its first completion's, its prompt's and, of several completions,
-    the list of all.
-
-    prompt_token_ids: list[int].
-    num_cached_tokens: how many of them the prefix cache held when the request started.
-    text: str, "" without a tokenizer (`decode` is None).
-    token_ids: list[int] of the completion alone.
-    finish_reason: "stop" or "length".
-    logprobs: if they were asked for, a dict {token id: log-probability} for each token.
-    completions: if n > 1, a list of n dicts with the keys text, token_ids, finish_reason and
-        logprobs.
+    """A dict for each request, as `LLM.generate` describes it: of its prompt, of its first
+    completion and, if there are several, the list of all. `decode` is None without a tokenizer.
     """
     sequences = [seq for request in requests for seq in request.completions]
     completions = iter(_completions(sequences, decode))
