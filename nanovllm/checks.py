@@ -2,14 +2,15 @@
 
 import difflib
 import functools
+import inspect
 import math
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
-Class = TypeVar("Class", bound=type)
+Named = TypeVar("Named", bound=Callable[..., Any])
 ABOVE_ZERO = math.ulp(0.0)  # the least number above 0
 
 
@@ -53,14 +54,18 @@ class Range(NamedTuple):
         object.__setattr__(options, name, self.kind(value))  # the class is frozen
 
 
+def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    """By type first: 1 equals True, and an array compares with anything, item by item."""
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
 def check_choice(options: Any, name: str, choices: tuple[Any, ...], other: str = "") -> None:
     """Raise an error unless the field is one of `choices`: ValueError among texts, else TypeError.
 
     `other`: what else the error should offer.
     """
     value = getattr(options, name)
-    # By type first: 1 equals True, and an array compares with anything, item by item.
-    if any(type(value) is type(choice) and value == choice for choice in choices):
+    if is_one_of(value, choices):
         return
     if isinstance(choices[0], str):
         listed = ", ".join(map(repr, choices))
@@ -73,31 +78,57 @@ def shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
+class Foreign(NamedTuple):
+    """A name that users bring from elsewhere and that is none here."""
+
+    remedy: str  # what to do instead
+    harmless: tuple[Any, ...] = (None,)  # values that ask for nothing, or for what is done anyway
+
+
+# By what they are given to, and by name. A room may fill it.
+FOREIGN: dict[str, dict[str, Foreign]] = {}
+
+
 def refuse_unknown_names(
-    owner: str, kind: str, names: Iterable[str], known: Collection[str]
-) -> None:
-    """Raise TypeError for the first of `names` that is not `known`: "LLM has no option 'x': did you
-    mean y?"."""
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+    owner: str, kind: str, values: dict[str, Any], known: Collection[str], place: str = ""
+) -> dict[str, Any]:
+    """`values` less the foreign ones that are harmless. Raises TypeError for the first of another
+    name that is not `known`: "LLM has no option 'x': did you mean y?".
+
+    `place`: what the error should call the `owner`.
+    """
+    kept = {}
+    for name, value in values.items():
+        if name in known:
+            kept[name] = value
+            continue
+        said = f"{place or owner} has no {kind} {str(name)[:60]!r}"
+        foreign = FOREIGN.get(owner, {}).get(name)
+        if foreign is None:
+            near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the {kind}s are {', '.join(known)}"
-            raise TypeError(f"{owner} has no {kind} {name!r}: {hint}")
+            raise TypeError(f"{said}: {hint}")
+        if not is_one_of(value, foreign.harmless):
+            raise TypeError(f"{said}, given {shown(value)}: {foreign.remedy}")
+    return kept
 
 
-def name_the_nearest(kind: str) -> Callable[[Class], Class]:
-    """Let a dataclass refuse an unknown keyword by a TypeError that names the nearest field."""
+def name_the_nearest(kind: str) -> Callable[[Named], Named]:
+    """Let a dataclass or a method refuse an unknown keyword as `refuse_unknown_names` does."""
 
-    def decorate(dataclass: Class) -> Class:
-        cls: Any = dataclass
-        init = cls.__init__
+    def decorate(target: Any) -> Any:
+        is_class = inspect.isclass(target)
+        function = target.__init__ if is_class else target
+        _, *known = inspect.signature(function).parameters
 
-        @functools.wraps(init)
-        def checked(self, *args: Any, **values: Any) -> None:
-            refuse_unknown_names(cls.__name__, kind, values, cls.__dataclass_fields__)
-            init(self, *args, **values)
+        @functools.wraps(function)
+        def checked(self, *args: Any, **values: Any) -> Any:
+            values = refuse_unknown_names(target.__name__, kind, values, known)
+            return function(self, *args, **values)
 
-        cls.__init__ = checked
-        return dataclass
+        if not is_class:
+            return checked
+        target.__init__ = checked
+        return target
 
     return decorate

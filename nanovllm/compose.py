@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checks import shown
+from nanovllm.checks import FOREIGN, shown
 from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.policy import SchedulingPolicy
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.hf_config import load_eos_ids, load_hf_config
 from nanovllm.weights.hub import resolve_model_folder
@@ -180,6 +181,12 @@ def trainer() -> Any:
     return import_module("nanovllm.trainer")
 
 
+def choose_view(tokenizer: Any) -> Callable[[Sequence, dict[str, Any]], dict[str, Any]]:
+    """What makes, of a request that has ended and of its dict, what a call returns."""
+    compat = room("compat.outputs")
+    return compat.OutputView(tokenizer) if compat else lambda request, output: output
+
+
 def describe_device(name: str, count: int) -> str:
     """What a user calls `count` devices, of which `name` is the first."""
     gpu = room("gpu.device")
@@ -194,3 +201,7 @@ def room(name: str) -> Any:
         if not (error.name or "").startswith("nanovllm."):
             raise  # it is there, and misses something else
         return None
+
+
+if names := room("compat.names"):
+    FOREIGN.update(names.FOREIGN)

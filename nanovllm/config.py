@@ -108,7 +108,7 @@ class Config:
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
         """Build a config from keyword options; TypeError names the one nearest to an unknown."""
-        refuse_unknown_names("LLM", "option", options, cls.__dataclass_fields__)
+        options = refuse_unknown_names("LLM", "option", options, cls.__dataclass_fields__)
         return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
 
     def __post_init__(self) -> None:

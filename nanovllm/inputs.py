@@ -4,15 +4,18 @@ Every error names the place, the value and the remedy: TypeError for what is of 
 ValueError for the rest.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.checks import as_integer, shown
+from nanovllm.checks import as_integer, refuse_unknown_names, shown
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams
 
-Request = tuple[list[int], SamplingParams]  # the prompt's token ids, and what is asked for
+# A prompt's token ids, what is asked for, and the prompt's text if it has one.
+Request = tuple[list[int], SamplingParams, str | None]
+PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
 
 
 class Inputs:
@@ -31,23 +34,35 @@ class Inputs:
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Prompts of text or of token ids, one or several; parameters for all or for each."""
-        prompts = _split_prompts(prompts)
-        if prompts and isinstance(prompts[0], str):
-            prompts = self._encode(prompts)
-        return self._requests("prompts", prompts, sampling_params)
+        contents = [_read(f"prompts[{i}]", one) for i, one in enumerate(_split_prompts(prompts))]
+        texts, ids = [text for text, _ in contents], [ids for _, ids in contents]
+        unread = [text if ids is None else None for text, ids in contents]
+        if any(text is not None for text in unread):
+            # All go to the tokenizer together, which uses all cores then. Its errors count them, so
+            # there is an empty text for those that it need not read.
+            encoded = self._encode([text or "" for text in unread])
+            ids = [one if text is None else new for text, one, new in zip(unread, ids, encoded)]
+        return self._requests("prompts", ids, sampling_params, texts)
 
     def from_chats(
         self, messages: Any, sampling_params: Any, options: dict[str, Any]
     ) -> list[Request]:
         """One conversation or several; `options` go to the chat template."""
-        return self._requests("messages", self.encode_chats(messages, options), sampling_params)
+        texts, ids = self.encode_chats(messages, options)
+        return self._requests("messages", ids, sampling_params, texts)
 
     def encode(self, texts: Any) -> list[list[int]]:
         """The token ids of one text or several."""
-        return self._encode(_split_prompts(texts))
+        texts = _split_prompts(texts)
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f"prompts[{i}] is a {type(text).__name__}: give a str")
+        return self._encode(texts)
 
-    def encode_chats(self, messages: Any, options: dict[str, Any]) -> list[list[int]]:
-        """The token ids of one conversation or several, as the chat template writes them."""
+    def encode_chats(
+        self, messages: Any, options: dict[str, Any]
+    ) -> tuple[list[str], list[list[int]]]:
+        """One conversation or several as the chat template writes them: texts and token ids."""
         chats = _split_chats(messages)
         tokenizer = self.tokenizer
         if tokenizer is None or not (tokenizer.has_chat_template or "chat_template" in options):
@@ -57,31 +72,30 @@ class Inputs:
             )
         return tokenizer.encode_chats(chats, options)
 
-    def _encode(self, prompts: list[Any]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         if self.tokenizer is None:
             raise ValueError(
                 "prompts holds text, but the model's folder has no tokenizer: "
                 "give token ids, or add tokenizer.json"
             )
-        for i, prompt in enumerate(prompts):
-            if not isinstance(prompt, str):
-                raise TypeError(
-                    f"prompts[{i}] is a {type(prompt).__name__}: "
-                    "all prompts are text, or all are token ids"
-                )
-        return self.tokenizer.encode("prompts", prompts)
+        return self.tokenizer.encode("prompts", texts)
 
-    def _requests(self, name: str, prompts: list[Any], sampling_params: Any) -> list[Request]:
+    def _requests(
+        self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]
+    ) -> list[Request]:
         requests = []
         checked: dict[int, SamplingParams] = {}  # by the id of what was given
         for i, params in enumerate(_spread(sampling_params, len(prompts))):
             if id(params) not in checked:
                 checked[id(params)] = self._checked_params(f"sampling_params[{i}]", params)
-            requests.append(self.request(f"{name}[{i}]", prompts[i], checked[id(params)]))
+            one = self.request(f"{name}[{i}]", prompts[i], checked[id(params)], texts[i])
+            requests.append(one)
         return requests
 
-    def request(self, name: str, prompt: Any, params: SamplingParams) -> Request:
-        """One request, of a prompt that errors call `name`."""
+    def request(
+        self, name: str, prompt: Any, params: SamplingParams, text: str | None = None
+    ) -> Request:
+        """One request, of token ids that errors call `name`, and that came of `text`."""
         token_ids = _token_ids(name, prompt, self.vocab_size)
         self._check_length(name, len(token_ids), params)
         if params.max_tokens is None:
@@ -90,7 +104,7 @@ class Inputs:
         self._check_room(name, len(token_ids), params)
         if params.n > 1:
             self._check_completions(name, len(token_ids), params)
-        return token_ids, params
+        return token_ids, params, text
 
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:
@@ -236,7 +250,7 @@ class Inputs:
 
 def refuse_completions(requests: list[Request]) -> None:
     """A stream is of one completion of each prompt."""
-    for i, (_, params) in enumerate(requests):
+    for i, (_, params, _) in enumerate(requests):
         if params.n > 1:
             raise ValueError(
                 f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, "
@@ -245,17 +259,33 @@ def refuse_completions(requests: list[Request]) -> None:
 
 
 def _split_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as text or as token ids -> a list of prompts."""
-    if isinstance(prompts, str):
+    """One prompt or several -> a list of prompts."""
+    if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(
             f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
-            f"token ids{_hint(prompts)}"
+            "token ids"
         )
     if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
         return [list(prompts)]
     return list(prompts)
+
+
+def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
+    """A prompt's text if it has one, and its token ids: None if they are to be made of the text."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, dict):
+        return None, prompt
+    known = refuse_unknown_names("prompt", "key", prompt, PROMPT_KEYS, name)
+    given = {key: value for key, value in known.items() if value is not None}
+    if not given or not all(isinstance(value, PROMPT_KEYS[key]) for key, value in given.items()):
+        raise TypeError(
+            f"{name} is {shown(prompt)}: give a str as 'prompt', or a list of token ids as "
+            "'prompt_token_ids'"
+        )
+    return given.get("prompt"), given.get("prompt_token_ids")
 
 
 def _split_chats(messages: Any) -> list[list[dict[str, Any]]]:
@@ -304,21 +334,19 @@ def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
     """The ids as a list of int, all of them in the vocabulary."""
     if not isinstance(ids, (list, tuple)):
         raise TypeError(
-            f"{name} is a {type(ids).__name__}: give a str or a list of token ids, "
-            f"all prompts of one kind{_hint(ids)}"
+            f"{name} is a {type(ids).__name__}: give a str, a list of token ids, or a dict with "
+            "one of them as 'prompt' or 'prompt_token_ids'"
         )
     if not set(map(type, ids)) <= {int}:
         given, ids = ids, [as_integer(token) for token in ids]
         if None in ids:
             wrong = given[ids.index(None)]
-            raise TypeError(f"{name} holds {shown(wrong)}: token ids are integers{_hint(wrong)}")
+            is_chat = isinstance(wrong, dict)
+            hint = "; a conversation goes to chat or stream_chat" if is_chat else ""
+            raise TypeError(f"{name} holds {shown(wrong)}: token ids are integers{hint}")
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise ValueError(
             f"{name} holds token id {shown(wrong)}: the model's vocabulary is 0 to {vocab_size - 1}"
         )
     return list(ids)
-
-
-def _hint(value: Any) -> str:
-    return "; a conversation goes to chat or stream_chat" if isinstance(value, dict) else ""

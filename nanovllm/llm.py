@@ -6,9 +6,10 @@ from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checks import shown
+from nanovllm.checks import name_the_nearest, shown
 from nanovllm.compose import (
     build_engine,
+    choose_view,
     collect_rarely,
     describe_device,
     prepare_process,
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-Prompts = str | list[str] | list[int] | list[list[int]]
+Prompt = str | list[int] | dict[str, Any]
+Prompts = Prompt | list[str] | list[list[int]] | list[dict[str, Any]] | list[Prompt]
 Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
 Params = SamplingParams | list[SamplingParams] | None
 TemplateOptions = dict[str, Any] | None
@@ -66,14 +68,17 @@ class LLM:
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = engine.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
+        self._view = choose_view(self._tokenizer)
         self._session = Session(engine, collect_rarely(), share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, self.max_model_len, perf_counter() - begin)
 
+    @name_the_nearest("argument")
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
     ) -> Outputs:
-        """Complete prompts: text, or token ids.
+        """Complete prompts: text, or token ids, or a dict of either as "prompt" or
+        "prompt_token_ids".
 
         `sampling_params`: one for all, or a list as long as `prompts`. `use_tqdm`: show progress.
 
@@ -90,9 +95,12 @@ class LLM:
         logprobs: if asked for, a dict {token id: log-probability} for each token.
         cumulative_logprob: with them, float, the sum over token_ids.
         completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
+
+        The dicts have vLLM's attributes, too: `nanovllm.compat.RequestOutput`.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
+    @name_the_nearest("argument")
     def chat(
         self,
         messages: Messages,
@@ -165,16 +173,15 @@ class LLM:
     ) -> list[list[int]]:
         """The token ids that `chat` makes of each conversation: a prompt for `add_request`."""
         self._session.open_engine()
-        return self._inputs.encode_chats(messages, chat_template_kwargs or {})
+        _, token_ids = self._inputs.encode_chats(messages, chat_template_kwargs or {})
+        return token_ids
 
-    def add_request(
-        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
-    ) -> int:
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
-        ((token_ids, params),) = self._prompt_requests([prompt], sampling_params)
+        (checked,) = self._prompt_requests([prompt], sampling_params)
         session = self._session
         with session.lock, session.running():
-            request = session.settled_engine().add(token_ids, params, interactive=True)
+            request = session.settled_engine().add(*checked, interactive=True)
             session.requests[request.id] = request
         return request.id
 
@@ -187,7 +194,7 @@ class LLM:
             finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
             session.finished.clear()
             outputs = self._outputs(finished)
-        return [{"id": seq.id, **output} for seq, output in zip(finished, outputs)]
+        return [self._view(seq, {"id": seq.id, **output}) for seq, output in zip(finished, outputs)]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
@@ -289,6 +296,12 @@ class LLM:
         """The model's tokenizer, as transformers loads it at the first use. None: it has none."""
         return self._tokenizer.transformers if self._tokenizer else None
 
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """`tokenizer`, which vLLM gives by this name. Raises ValueError where there is none."""
+        if self._tokenizer is None:
+            raise ValueError("the model's folder has no tokenizer: add tokenizer.json")
+        return self._tokenizer.transformers
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `chat` knows how the model wants a conversation written."""
@@ -322,7 +335,7 @@ class LLM:
         session = self._session
         with session.lock, session.calling(), session.running() as (engine, ours):
             session.settled_engine().last_call = Metrics()
-            added = [engine.add(token_ids, params) for token_ids, params in requests]
+            added = [engine.add(*request) for request in requests]
             ours.update((request.id, request) for request in added)
             outputs: dict[int, dict[str, Any]] = {}
             with closing(Progress(len(added), ours, self.on_step, use_tqdm)):
@@ -330,7 +343,7 @@ class LLM:
                     finished = [request for request in session.step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.
                     outputs |= zip([request.id for request in finished], self._outputs(finished))
-        return [outputs[request.id] for request in added]
+        return [self._view(request, outputs[request.id]) for request in added]
 
     def _stream(self, requests: list[Request]) -> Iterator[Piece]:
         refuse_completions(requests)
@@ -344,8 +357,7 @@ class LLM:
                 session.awake_engine()
                 session.settled_engine().last_call = Metrics()
                 sequences = [
-                    engine.add(token_ids, params, streams=True, interactive=True)
-                    for token_ids, params in requests
+                    engine.add(*request, streams=True, interactive=True) for request in requests
                 ]
                 ours.update(enumerate(sequences))
             num_seen = [seq.num_prompt_tokens for seq in sequences]

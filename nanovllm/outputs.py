@@ -17,20 +17,8 @@ Decode = Callable[[list[list[int]], list[int]], list[str]]
 
 
 def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    """A dict for each request: its first completion's, its prompt's and, of several completions,
-    the list of all.
-
-    prompt_token_ids: list[int].
-    num_cached_tokens: how many of them the prefix cache held when the request started.
-    prompt_logprobs: if they were asked for, None for the first token of the prompt, then a dict
-        {token id: log-probability} for each, the prompt's own token first.
-    text: str, "" without a tokenizer (`decode` is None).
-    token_ids: list[int] of the completion alone.
-    finish_reason: "stop" or "length".
-    stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
-    logprobs: if they were asked for, a dict {token id: log-probability} for each token.
-    cumulative_logprob: with them, the sum over token_ids.
-    completions: if n > 1, a list of n dicts with the keys from text to cumulative_logprob.
+    """A dict for each request, as `LLM.generate` describes it: of its prompt, of its first
+    completion and, if there are several, the list of all. `decode` is None without a tokenizer.
     """
     sequences = [seq for request in requests for seq in request.completions]
     completions = iter(_completions(sequences, decode))

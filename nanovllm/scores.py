@@ -123,7 +123,7 @@ def _check(inputs: Inputs, name: str, context: Any, continuation: Any) -> Pair:
             if what == "context":
                 remedy += ", such as the one with which texts begin"
             raise ValueError(f"{name}: the {what} has no tokens: {remedy}")
-    token_ids, _ = inputs.request(name, [*context, *continuation], PARAMS)
+    token_ids, *_ = inputs.request(name, [*context, *continuation], PARAMS)
     return Pair(token_ids, len(context))
 
 

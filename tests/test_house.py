@@ -60,6 +60,7 @@ ROOMS = {
     # Fused layers and graphs launch kernels, and so does what samples in the sampling room's way.
     "gpu": {"kernels", "sampling"},
     "trainer": set(),
+    "compat": set(),
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel

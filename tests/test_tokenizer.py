@@ -98,7 +98,7 @@ def test_a_plain_tokenizer_is_read_without_transformers(tmp_path, make):
     want = tokenizer.transformers.apply_chat_template(
         chat, add_generation_prompt=True, return_dict=False
     )
-    assert tokenizer.encode_chats([chat], {}) == [want]
+    assert tokenizer.encode_chats([chat], {})[1] == [want]
 
 
 def test_padding_and_truncation_that_were_saved_do_not_count(tmp_path):
@@ -282,7 +282,7 @@ def test_a_chat_template_without_end_is_stopped_with_an_error(chatty):
             {"chat_template": "{% if messages[0].hangs %}" + ENDLESS + "{% endif %}"},
         )
     assert not limited_threads()
-    assert chatty.encode_chats([CHAT], {}) == [
+    assert chatty.encode_chats([CHAT], {})[1] == [
         chatty.transformers.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     ]
 
@@ -294,7 +294,7 @@ def test_a_chat_template_is_stopped_in_any_thread(chatty):
         ]
         good = [pool.submit(chatty.encode_chats, [CHAT], {}) for _ in range(3)]
     assert all("busy without end" in str(call.exception()) for call in calls)
-    assert len({tuple(call.result()[0]) for call in good}) == 1
+    assert len({tuple(call.result()[1][0]) for call in good}) == 1
     assert not limited_threads()
 
 

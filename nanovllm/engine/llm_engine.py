@@ -137,12 +137,13 @@ class LLMEngine:
         self,
         prompt: list[int],
         params: SamplingParams,
+        text: str | None = None,
         *,
         streams: bool = False,
         interactive: bool = False,
         score_from: int = 1,
     ) -> Sequence:
-        """Queue a request that has been checked; returns its first completion.
+        """Queue a request that has been checked; returns its first completion, which keeps `text`.
 
         `streams`: its text is read as it grows. `interactive`: somebody waits for this request, not
         only for the whole batch it came in, so a policy should not hold it back for the others.
@@ -152,6 +153,7 @@ class LLMEngine:
             self._make_sequence(prompt, params, i, streams, interactive) for i in range(params.n)
         ]
         seq, *siblings = sequences
+        seq.prompt_text = text
         seq.siblings = seq.forks = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq

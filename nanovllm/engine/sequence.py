@@ -67,6 +67,7 @@ class Sequence:
     prefix_id: int = field(init=False)  # of the last of those blocks
 
     # What is reported of it.
+    prompt_text: str | None = None  # if the prompt was given as text
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
     added_at: float = 0.0  # by the clock that the engine reads

@@ -163,8 +163,10 @@ class Tokenizer:
         """
         return token in self._byte_ids
 
-    def encode_chats(self, chats: list[list[dict]], options: dict[str, Any]) -> list[list[int]]:
-        """The token ids of each conversation, written by the tokenizer's chat template.
+    def encode_chats(
+        self, chats: list[list[dict]], options: dict[str, Any]
+    ) -> tuple[list[str], list[list[int]]]:
+        """Each conversation, written by the tokenizer's chat template: its text, its token ids.
 
         They end where the assistant's turn begins. Raises ValueError for a conversation that the
         template refuses, or with which it is not done after CHAT_SECONDS.
@@ -188,7 +190,7 @@ class Tokenizer:
                 f"messages[{len(texts)}] does not fit the model's chat template: {error}"
             ) from error
         # The template has written the special tokens that are needed.
-        return self.encode("messages", texts, special_tokens=False)
+        return texts, self.encode("messages", texts, special_tokens=False)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

@@ -273,8 +273,10 @@ class RecordedEngine(LLMEngine):
         self.recorder.launched(self.last_step)
         return answer
 
-    def add(self, prompt: list[int], params: SamplingParams, **how: Any) -> Sequence:
-        request = super().add(prompt, params, **how)
+    def add(
+        self, prompt: list[int], params: SamplingParams, text: str | None = None, **how: Any
+    ) -> Sequence:
+        request = super().add(prompt, params, text, **how)
         for seq in request.completions:
             max_tokens = seq.max_len - seq.num_prompt_tokens
             added = Added(

@@ -1,0 +1,184 @@
+"""Names of vLLM that are none here, and what to do instead.
+
+Its documentation of releases up to 0.31 has them, and scripts of older ones. A value that asks for
+nothing, or for what is done anyway, may stay: None, and what stands after a remedy. Any other is
+refused, with the remedy.
+"""
+
+from nanovllm.checks import Foreign
+
+ONLY_TEXT = Foreign("leave it out, only text goes in", (None, {}))
+ONLY_GENERATES = Foreign("leave it out, an LLM generates and does nothing else", (None, "auto"))
+NO_LORA = Foreign("merge the adapter into the weights", (None, False))
+NO_BEAMS = Foreign("there is no beam search, use n with a temperature", (None, False, 1.0, 1))
+NOT_SPECULATIVE = Foreign("leave it out, there is no speculative decoding")
+ONE_HOST = Foreign(
+    "leave it out, ranks are processes of one host: use tensor_parallel_size, or an LLM in each "
+    "of several processes, with device='cuda:N'",
+    (None, 1, False, "mp", "uni"),
+)
+CONFIG_FILE = Foreign("change config.json, in a copy of the folder", (None, {}))
+REVISION = Foreign("download that revision, and give its folder")
+COMPILATION = Foreign("use kernels='compile' for torch.compile's, enforce_eager for no graphs")
+ALL_LENGTHS = Foreign("leave it out, graphs serve sequences of any length", (None, 8192))
+QUANTISED = Foreign("give a checkpoint that is not quantised")
+SERVED = Foreign("leave it out, nothing is served over HTTP", (None, "", False))
+SAMPLING_FILE = Foreign("give SamplingParams what you want of generation_config.json", (None, {}))
+STRUCTURED = Foreign("leave it out, SamplingParams says what is wanted", (None, "auto"))
+IN_TEMPLATE = "give it in chat_template_kwargs"
+
+OPTIONS = {
+    "additional_config": ONLY_GENERATES,
+    "allowed_local_media_path": Foreign(ONLY_TEXT.remedy, (None, "")),
+    "allowed_media_domains": ONLY_TEXT,
+    "async_scheduling": Foreign("use overlap"),
+    "attention_config": Foreign("use attention_backend"),
+    "block_size": Foreign("use kvcache_block_size, a multiple of 16"),
+    "calculate_kv_scales": Foreign("leave it out, KV is stored in dtype", (None, False)),
+    "chat_template": Foreign("give chat chat_template_kwargs={'chat_template': ...}"),
+    "code_revision": REVISION,
+    "compilation_config": COMPILATION,
+    "config_format": Foreign("give a folder in Hugging Face's form", (None, "auto", "hf")),
+    "convert": Foreign(ONLY_GENERATES.remedy, (None, "auto", "none")),
+    "cpu_offload_gb": Foreign(
+        "use tensor_parallel_size, weights stay where they are", (None, 0, 0.0)
+    ),
+    "data_parallel_size": ONE_HOST,
+    "decode_context_parallel_size": ONE_HOST,
+    "disable_async_output_proc": Foreign("use overlap=False", (None, False)),
+    "disable_custom_all_reduce": Foreign("use symmetric_memory=False", (None, False)),
+    "disable_log_requests": Foreign("use on_step or trace", (None, True)),
+    "disable_log_stats": Foreign("use metrics or on_step", (None, True)),
+    "disable_sliding_window": Foreign("leave it out, windows are the model's", (None, False)),
+    "distributed_executor_backend": ONE_HOST,
+    "download_dir": Foreign("set the variable HF_HOME"),
+    "enable_chunked_prefill": Foreign(
+        "leave it out, prompts longer than max_num_batched_tokens are computed in chunks",
+        (None, True),
+    ),
+    "enable_expert_parallel": ONE_HOST,
+    "enable_log_requests": Foreign("use on_step or trace", (None, False)),
+    "enable_lora": NO_LORA,
+    "enable_prompt_embeds": Foreign("give token ids", (None, False)),
+    "generation_config": Foreign(SAMPLING_FILE.remedy, (None, "vllm")),
+    "guided_decoding_backend": STRUCTURED,
+    "hf_config_path": CONFIG_FILE,
+    "hf_overrides": CONFIG_FILE,
+    "hf_token": Foreign("set the variable HF_TOKEN", (None, False)),
+    "kv_cache_dtype": Foreign("leave it out, KV is stored in dtype", (None, "auto")),
+    "kv_cache_memory_bytes": Foreign("use num_kvcache_blocks or gpu_memory_utilization"),
+    "kv_transfer_config": Foreign("leave it out, KV stays in its LLM"),
+    "limit_mm_per_prompt": ONLY_TEXT,
+    "logprobs_mode": Foreign(
+        "leave it out, they are of the model's own logits", (None, "raw_logprobs")
+    ),
+    "max_context_len_to_capture": ALL_LENGTHS,
+    "max_logprobs": Foreign("leave it out, SamplingParams takes up to 20", (None, 20)),
+    "max_lora_rank": NO_LORA,
+    "max_loras": NO_LORA,
+    "max_seq_len_to_capture": ALL_LENGTHS,
+    "mm_processor_kwargs": ONLY_TEXT,
+    "model_impl": Foreign("leave it out, models are this library's", (None, "auto", "vllm")),
+    "model_loader_extra_config": Foreign("leave it out, safetensors are read", (None, {})),
+    "num_gpu_blocks_override": Foreign("use num_kvcache_blocks"),
+    "num_scheduler_steps": Foreign("use overlap", (None, 1)),
+    "num_speculative_tokens": NOT_SPECULATIVE,
+    "optimization_level": COMPILATION,
+    "override_generation_config": SAMPLING_FILE,
+    "override_pooler_config": ONLY_GENERATES,
+    "pipeline_parallel_size": ONE_HOST,
+    "pooler_config": ONLY_GENERATES,
+    "preemption_mode": Foreign(
+        "leave it out, preempted requests are computed anew", (None, "recompute")
+    ),
+    "prefix_caching_hash_algo": Foreign(
+        "leave it out, prefixes are compared in full", (None, "builtin", "sha256")
+    ),
+    "profiler_config": Foreign("use trace"),
+    "quantization": QUANTISED,
+    "quantization_config": QUANTISED,
+    "reasoning_parser": SERVED,
+    "revision": REVISION,
+    "rope_scaling": CONFIG_FILE,
+    "rope_theta": CONFIG_FILE,
+    "runner": Foreign(ONLY_GENERATES.remedy, (None, "auto", "generate")),
+    "served_model_name": SERVED,
+    "skip_tokenizer_init": Foreign("leave it out, and give token ids", (None, False)),
+    "speculative_config": NOT_SPECULATIVE,
+    "speculative_model": NOT_SPECULATIVE,
+    "structured_outputs_config": STRUCTURED,
+    "swap_space": Foreign("leave it out, preempted requests are computed anew", (None, 0, 0.0)),
+    "task": Foreign(ONLY_GENERATES.remedy, (None, "auto", "generate")),
+    "tokenizer": Foreign("put the tokenizer's files into the model's folder"),
+    "tokenizer_mode": Foreign("leave it out, it is read as transformers does", (None, "auto")),
+    "tokenizer_revision": REVISION,
+    "trust_remote_code": Foreign(
+        "leave it out, no code of a model folder is ever run", (None, False)
+    ),
+    "use_tqdm_on_load": Foreign("leave it out, loading shows no progress", (None, False)),
+    "use_v2_block_manager": Foreign("leave it out, there is one kind of blocks", (None, True)),
+    "worker_use_ray": ONE_HOST,
+}
+PARAMETERS = {
+    "best_of": Foreign("use n, and take the best of the outputs", (None, 1)),
+    "detokenize": Foreign("leave it out, and read token_ids", (None, True)),
+    "early_stopping": NO_BEAMS,
+    "extra_args": Foreign("leave it out, nothing reads it", (None, {})),
+    "flat_logprobs": Foreign("leave it out, and read the dicts' logprobs", (None, False)),
+    "guided_decoding": Foreign("give structured_outputs, as in today's vLLM"),
+    "length_penalty": NO_BEAMS,
+    "logprob_token_ids": Foreign("use logprobs"),
+    "output_kind": Foreign("leave it out: generate returns all at the end, stream what is new"),
+    "output_text_buffer_length": Foreign("leave it out, and use stream", (None, 0)),
+    "repetition_detection": Foreign("use repetition_penalty or stop"),
+    "skip_reading_prefix_cache": Foreign(
+        "make the LLM with enable_prefix_caching=False", (None, False)
+    ),
+    "spaces_between_special_tokens": Foreign(
+        "leave it out, text is as the tokenizer decodes it", (None, True)
+    ),
+    "thinking_token_budget": Foreign("use max_tokens"),
+    "truncate_prompt_tokens": Foreign("shorten what encode returns, and give these token ids"),
+    "use_beam_search": NO_BEAMS,
+}
+IN_GENERATE = {
+    "guided_options_request": Foreign("give SamplingParams(structured_outputs=...)"),
+    "lora_request": NO_LORA,
+    "mm_processor_kwargs": ONLY_TEXT,
+    "priority": Foreign("give a SamplingParams with its priority for each prompt"),
+    "prompt_adapter_request": NO_LORA,
+    "prompt_token_ids": Foreign("give them as prompts"),
+    "tokenization_kwargs": Foreign("give the token ids that get_tokenizer() makes", (None, {})),
+}
+IN_CHAT = {
+    "add_generation_prompt": Foreign(IN_TEMPLATE, (None, True)),
+    "chat_template": Foreign(IN_TEMPLATE),
+    "chat_template_content_format": Foreign(
+        "leave it out, the template gets what you give", (None, "auto", "string")
+    ),
+    "continue_final_message": Foreign(
+        f"{IN_TEMPLATE}, with add_generation_prompt=False", (None, False)
+    ),
+    "lora_request": NO_LORA,
+    "mm_processor_kwargs": ONLY_TEXT,
+    "tokenization_kwargs": Foreign("give generate what encode_chat returns", (None, {})),
+    "tools": Foreign(IN_TEMPLATE),
+}
+IN_PROMPT = {
+    "role": Foreign("a conversation goes to chat or stream_chat"),
+    "cache_salt": Foreign("leave it out, or make the LLM with enable_prefix_caching=False"),
+    "decoder_prompt": Foreign("use 'prompt', models are decoders alone"),
+    "encoder_prompt": Foreign("use 'prompt', models are decoders alone"),
+    "mm_processor_kwargs": ONLY_TEXT,
+    "multi_modal_data": ONLY_TEXT,
+    "multi_modal_uuids": ONLY_TEXT,
+    "prompt_embeds": Foreign("give 'prompt_token_ids'"),
+    "token_type_ids": Foreign("leave it out, models are decoders alone"),
+}
+FOREIGN = {
+    "LLM": OPTIONS,
+    "SamplingParams": PARAMETERS,
+    "generate": IN_GENERATE,
+    "chat": IN_CHAT,
+    "prompt": IN_PROMPT,
+}

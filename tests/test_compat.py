@@ -1,0 +1,454 @@
+"""For those who come from vLLM: its scripts run, outputs have its attributes and stay dicts, and
+what is not here is refused with a remedy.
+"""
+
+import copy
+import inspect
+import json
+import pickle
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from call_helpers import Plain, check_empty, completed, generate, make_folder, make_llm
+from transformers import AutoTokenizer
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
+from nanovllm.compat.names import FOREIGN
+from nanovllm.config import Config
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+CHAT = [{"role": "user", "content": "in the end"}]
+WRITTEN = "<|user|>in the end<|assistant|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return Plain(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with make_llm(folder) as llm:
+        yield llm
+
+
+# Scripts
+
+# As people write them after the first pages of vLLM's documentation.
+SCRIPT = """
+from vllm import LLM, SamplingParams
+
+prompts = ["Hello, my name is", "The president of the", "The capital of", "The future of AI is"]
+sampling_params = SamplingParams(temperature=0.0, top_p=0.95, max_tokens=12)
+
+
+def main():
+    llm = LLM(
+        model=MODEL,
+        trust_remote_code=False,
+        tensor_parallel_size=1,
+        dtype="float32",
+        gpu_memory_utilization=0.9,
+        enforce_eager=True,
+        max_num_seqs=16,
+        max_model_len=256,
+        quantization=None,
+        swap_space=0,
+        disable_log_stats=True,
+        enable_chunked_prefill=True,
+        seed=0,
+    )
+    outputs = llm.generate(prompts, sampling_params, use_tqdm=False, lora_request=None)
+    for output in outputs:
+        print((output.prompt, output.outputs[0].text))
+
+    tokenizer = llm.get_tokenizer()
+    conversation = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(
+        conversation, tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    by_chat = llm.chat(conversation, sampling_params, use_tqdm=False, add_generation_prompt=True)
+    by_text = llm.generate(prompts=[{"prompt": text}], sampling_params=sampling_params)
+    by_ids = llm.generate({"prompt_token_ids": ids}, sampling_params=sampling_params)
+    for (output,) in (by_chat, by_text, by_ids):
+        assert output.finished and output.prompt_token_ids == ids
+        print((output.prompt, output.outputs[0].text))
+    llm.close()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_script_for_vllm_runs_once_its_import_is_changed(folder, plain, tokenizer, capsys):
+    script = SCRIPT.replace("from vllm import", "from nanovllm import")
+    assert script.count("vllm") == SCRIPT.count("vllm")
+    exec(compile(script, "script.py", "exec"), {"MODEL": str(folder), "__name__": "__main__"})
+    hello = "<|user|>Hello<|assistant|>"
+    texts = ["Hello, my name is", "The president of the", "The capital of", "The future of AI is"]
+    expected = []
+    for text, prompt in [(t, t) for t in texts] + [(hello, hello), (hello, hello), (hello, None)]:
+        tokens = plain.greedy(tokenizer(text)["input_ids"], 12)
+        if (end := tokenizer.eos_token_id) in tokens:
+            tokens = tokens[: tokens.index(end)]
+        expected.append(str((prompt, tokenizer.decode(tokens, skip_special_tokens=True))))
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+# Prompts
+
+MIXTURE = ["the", {"prompt": "in"}, [7, 8], {"prompt_token_ids": [9, 10]}, (11, 12)]
+
+
+def test_prompts_of_all_forms_may_be_mixed(llm):
+    alone = ["the", "in", [7, 8], [9, 10], [11, 12]]
+    outputs = llm.generate(MIXTURE, GREEDY, use_tqdm=False)
+    assert completed(outputs) == [generate(llm, [prompt], GREEDY)[0] for prompt in alone]
+    assert [output["prompt_token_ids"] for output in outputs][2:] == alone[2:]
+
+
+def test_one_prompt_in_a_dict_needs_no_list(llm):
+    expected = generate(llm, ["the end"], GREEDY)
+    ids = llm.encode("the end")[0]
+    for prompt in (TextPrompt(prompt="the end"), TokensPrompt(prompt_token_ids=ids)):
+        assert generate(llm, prompt, GREEDY) == expected
+        assert "".join(text for _, text, *_ in llm.stream(prompt, GREEDY)) == expected[0]["text"]
+    request_id = llm.add_request({"prompt": "the end"}, GREEDY)
+    while llm.has_unfinished():
+        outputs = llm.step()
+    assert completed(outputs) == [{"id": request_id, **expected[0]}]
+
+
+def test_token_ids_count_where_a_dict_has_both_and_the_text_is_kept(llm):
+    prompt = {"prompt_token_ids": [7, 8], "prompt": "the end", "multi_modal_data": None}
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert (output.prompt, output["prompt_token_ids"]) == ("the end", [7, 8])
+
+
+def test_an_error_counts_the_prompts_of_all_forms(llm):
+    with pytest.raises(ValueError, match=r"prompts\[2\] is '.ud800', which holds half a character"):
+        llm.generate([[7], {"prompt": "in"}, "\ud800"], use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "prompt, error, message",
+    [
+        ({}, TypeError, r"is \{\}: give a str as 'prompt', or a list of token ids as 'prompt_to"),
+        ({"prompt": None}, TypeError, r"is \{'prompt': None\}: give a str as 'prompt'"),
+        ({"prompt": [7]}, TypeError, r"is \{'prompt': \[7\]\}: give a str as"),
+        ({"prompt_token_ids": "the"}, TypeError, r"is \{'prompt_token_ids': 'the'\}: give a str"),
+        ({"prompt_token_ids": [7], "prompt": 5}, TypeError, r"is \{.*\}: give a str"),
+        ({"prompt_token_ids": []}, ValueError, "is empty: give at least one token"),
+        ({"prompt_token_ids": [999]}, ValueError, "holds token id 999: the model's vocabulary"),
+        ({"promt": "the"}, TypeError, "has no key 'promt': did you mean prompt"),
+        ({3: 4}, TypeError, "has no key '3': the keys are prompt, prompt_token_ids"),
+    ],
+    ids=str,
+)
+def test_a_wrong_dict_is_refused_before_any_prompt_is_queued(llm, prompt, error, message):
+    with pytest.raises(error, match=r"^prompts\[1\] " + message):
+        llm.generate(["the", prompt], use_tqdm=False)
+    check_empty(llm)
+
+
+# Outputs
+
+RICH = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=6, logprobs=2)
+
+
+@pytest.mark.parametrize("params", [GREEDY, RICH], ids=["one", "several"])
+def test_attributes_are_the_dicts_items(llm, params):
+    (output,) = llm.generate(["the end"], params, use_tqdm=False)
+    assert isinstance(output, RequestOutput) and output.finished
+    assert output.prompt == "the end"
+    assert output.prompt_token_ids is output["prompt_token_ids"]
+    assert output.num_cached_tokens == output["num_cached_tokens"]
+    completions = output.get("completions", [output])
+    assert len(output.outputs) == len(completions) == params.n
+    for i, (view, one) in enumerate(zip(output.outputs, completions)):
+        assert isinstance(view, CompletionOutput) and view.index == i
+        for name in ("text", "token_ids", "finish_reason"):
+            assert getattr(view, name) is view[name] is one[name]
+        assert view == {name: one[name] for name in view}
+        assert not view.keys() & {"prompt_token_ids", "num_cached_tokens", "completions"}
+        assert (view.logprobs is None) == (params.logprobs is None)
+        assert view.stop_reason == one.get("stop_reason")
+        assert view.cumulative_logprob == one.get("cumulative_logprob")
+    assert output.prompt_logprobs is None
+
+
+def test_request_ids_are_strings_that_count_upwards(llm):
+    outputs = llm.generate(["the", "in"], GREEDY, use_tqdm=False)
+    first, second = [output.request_id for output in outputs]
+    assert isinstance(first, str) and int(second) == int(first) + 1
+
+
+def test_outputs_of_step_have_them_too_and_say_the_id_first(llm):
+    ids = [llm.add_request(prompt, GREEDY) for prompt in ("the end", [7, 8])]
+    outputs = {}
+    while llm.has_unfinished():
+        outputs |= {output.request_id: output for output in llm.step()}
+    first, second = [outputs[str(i)] for i in ids]
+    assert (first.prompt, second.prompt) == ("the end", None)
+    assert first.outputs[0].text == first["text"] == generate(llm, ["the end"], GREEDY)[0]["text"]
+    assert "id" not in first.outputs[0]
+    assert [next(iter(output.items())) for output in (first, second)] == [
+        ("id", number) for number in ids
+    ]
+
+
+def test_a_chats_prompt_is_what_the_template_wrote(llm):
+    (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False)
+    assert output.prompt == WRITTEN and output.outputs[0].text == output["text"]
+
+
+def test_an_output_behaves_as_the_dict_it_is(llm):
+    for params in (GREEDY, RICH):
+        (output,) = llm.generate(["the end"], params, use_tqdm=False)
+        same = dict(output)
+        assert type(same) is dict and isinstance(output, dict)
+        assert output == same and same == output and repr(output) == repr(same)
+        assert json.dumps(output) == json.dumps(same)
+        assert output | {"a": 1} == same | {"a": 1} and {**output} == same
+        changed = copy.deepcopy(output)
+        changed["token_ids"].append(5)
+        assert changed != output == same
+        output["text"] = "other"
+        assert output.outputs[0].text == ("other" if params.n == 1 else same["text"])
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, "pickle"])
+def test_a_copy_has_what_the_output_has(llm, duplicate):
+    if duplicate == "pickle":
+        duplicate = lambda value: pickle.loads(pickle.dumps(value))  # noqa: E731
+    (output,) = llm.generate(["the end"], RICH, use_tqdm=False)
+    twin = duplicate(output)
+    assert type(twin) is RequestOutput and twin == output and twin is not output
+    assert (twin.prompt, twin.request_id) == (output.prompt, output.request_id)
+    for one, other in zip(twin.outputs, output.outputs):
+        assert one == other and one.index == other.index and one.logprobs == other.logprobs
+    completion = duplicate(output.outputs[1])
+    assert type(completion) is CompletionOutput and completion.index == 1
+    assert completion == output.outputs[1] and completion.logprobs == output.outputs[1].logprobs
+
+
+def test_a_pickled_output_takes_along_no_tokenizer_and_no_other_tokens(llm):
+    outputs = llm.generate(["the end", "in"], [GREEDY, RICH], use_tqdm=False)
+    assert [bool(output.outputs[0].logprobs) for output in outputs] == [False, True]
+    poor, rich = pickle.loads(pickle.dumps(outputs))
+    rows = [row for one in rich["completions"] for row in one["logprobs"]]
+    assert vars(poor)["_texts"] == {}
+    assert vars(rich)["_texts"].keys() == {token for row in rows for token in row}
+
+
+def test_an_attribute_cannot_be_set_in_vain(llm):
+    (output,) = llm.generate(["the"], GREEDY, use_tqdm=False)
+    with pytest.raises(AttributeError):
+        output.outputs[0].text = "other"
+    with pytest.raises(AttributeError):
+        output.prompt_token_ids = [1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_logprobs_have_transformers_values_ranks_and_texts(llm, plain, tokenizer, count):
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=8, logprobs=count, ignore_eos=True)
+    (output,) = llm.generate([[7, 8, 9]], params, use_tqdm=False)
+    tokens, unranked = [7, 8, 9], 0
+    for token, row in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+        expected = plain.logits(tokens).log_softmax(-1)
+        best = expected.argsort(descending=True).tolist()
+        assert set(row) == {token, *best[:count]}
+        for i, one in row.items():
+            assert isinstance(one, Logprob)
+            assert one.logprob == pytest.approx(expected[i].item(), abs=1e-4)
+            assert one.decoded_token == tokenizer.decode([i])
+            assert one.rank == (best.index(i) + 1 if i in best[:count] else None)
+        unranked += token not in best[:count]
+        tokens.append(token)
+    assert unranked
+
+
+def test_special_tokens_have_a_text_in_logprobs(llm, tokenizer):
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    (output,) = llm.generate(["the"], params, use_tqdm=False)
+    view = RequestOutput({**output, "logprobs": [{257: -1.0}]}, make_request(llm), output._texts)
+    assert view.outputs[0].logprobs[0][257].decoded_token == "<|user|>" == tokenizer.decode([257])
+
+
+def make_request(llm, **values):
+    """A sequence, with what views read of one."""
+    request = llm.engine._make_sequence([7], SamplingParams(logprobs=1), 0, False, False)
+    for name, value in values.items():
+        setattr(request, name, value)
+    return request
+
+
+def test_what_only_some_dicts_have_is_an_attribute_too(llm):
+    values = {
+        "prompt_token_ids": [7, 8],
+        "num_cached_tokens": 0,
+        "prompt_logprobs": [None, {8: -3.0, 9: -0.5}],
+        "text": "a",
+        "token_ids": [4],
+        "finish_reason": "stop",
+        "stop_reason": 4,
+        "cumulative_logprob": -0.25,
+        "logprobs": [{4: -0.25}],
+    }
+    output = RequestOutput(values, make_request(llm), {token: str(token) for token in range(20)})
+    output._counts = {"logprobs": 1, "prompt_logprobs": 1}
+    (one,) = output.outputs
+    assert (one.stop_reason, one.cumulative_logprob) == (4, -0.25)
+    assert one.logprobs == [{4: Logprob(-0.25, 1, "4")}]
+    assert output.prompt_logprobs == [
+        None,
+        {8: Logprob(-3.0, None, "8"), 9: Logprob(-0.5, 1, "9")},
+    ]
+    assert "prompt_logprobs" not in one
+
+
+def test_without_a_tokenizer_the_texts_are_none(tmp_path):
+    with make_llm(make_folder(tmp_path, tokenizer=False)) as llm:
+        (output,) = llm.generate([[7]], SamplingParams(logprobs=1, max_tokens=1), use_tqdm=False)
+        (row,) = output.outputs[0].logprobs
+        assert {one.decoded_token for one in row.values()} == {None} and output.prompt is None
+        with pytest.raises(ValueError, match="no tokenizer: add tokenizer.json"):
+            llm.get_tokenizer()
+
+
+def test_get_tokenizer_gives_transformers(llm, tokenizer):
+    own = llm.get_tokenizer()
+    assert own is llm.tokenizer and type(own) is type(tokenizer)
+    assert own.encode("the end") == tokenizer.encode("the end")
+    assert own.eos_token_id == tokenizer.eos_token_id
+
+
+# What is not here
+
+CALLS = {
+    "LLM": lambda llm, **values: Config.from_options("a folder", values),
+    "SamplingParams": lambda llm, **values: SamplingParams(**values),
+    "generate": lambda llm, **values: llm.generate("the", GREEDY, use_tqdm=False, **values),
+    "chat": lambda llm, **values: llm.chat(CHAT, GREEDY, use_tqdm=False, **values),
+    "prompt": lambda llm, **values: llm.generate(
+        {"prompt": "the", **values}, GREEDY, use_tqdm=False
+    ),
+}
+NAMES = [(owner, name) for owner, names in FOREIGN.items() for name in names]
+
+
+@pytest.mark.parametrize("owner, name", NAMES)
+def test_a_name_of_vllm_that_is_not_here_is_refused_with_a_remedy(llm, owner, name):
+    value, remedy = object(), FOREIGN[owner][name].remedy
+    place = "prompts[0]" if owner == "prompt" else owner
+    message = rf"^{re.escape(place)} has no \w+ '{name}', given <object .*>: {re.escape(remedy)}$"
+    with pytest.raises(TypeError, match=message):
+        CALLS[owner](llm, **{name: value})
+    check_empty(llm)
+
+
+@pytest.mark.parametrize("owner", FOREIGN)
+def test_values_that_ask_for_what_is_done_anyway_change_nothing(llm, owner):
+    usual = CALLS[owner](llm)
+    usual = completed(usual) if isinstance(usual, list) else usual
+    for name, foreign in FOREIGN[owner].items():
+        assert None in foreign.harmless
+        for value in foreign.harmless:
+            same = CALLS[owner](llm, **{name: value})
+            assert (completed(same) if isinstance(same, list) else same) == usual
+
+
+def test_a_harmless_value_is_told_from_one_that_equals_it():
+    for value in (0, 1, 0.0):
+        with pytest.raises(TypeError, match="'trust_remote_code', given .*: leave it out"):
+            Config.from_options("a folder", {"trust_remote_code": value})
+
+
+OWN_NAMES = {
+    "LLM": {field.name for field in fields(Config)},
+    "SamplingParams": {field.name for field in fields(SamplingParams)},
+    "generate": set(inspect.signature(LLM.generate).parameters),
+    "chat": set(inspect.signature(LLM.chat).parameters),
+    "prompt": {"prompt", "prompt_token_ids"},
+}
+
+
+def test_what_a_remedy_tells_to_use_is_there():
+    known = set.union(*OWN_NAMES.values(), vars(LLM))
+    told = 0
+    for owner, name in NAMES:
+        for use in re.findall(r"\buse '?([a-z_]+)", FOREIGN[owner][name].remedy):
+            assert use in known, (owner, name)
+            told += 1
+    assert told > 20
+
+
+def test_the_remedies_for_chats_work(llm):
+    template = "{{ messages[0].content }}{% if tools %}{{ tools | length }}{% endif %}"
+    options = {"chat_template": template, "tools": [{"type": "function", "function": {}}]}
+    (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+    assert output.prompt == "in the end1"
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template_kwargs=options)
+    assert output.prompt == "<|user|>in the end"
+
+
+@pytest.mark.parametrize("call", ["generate", "chat"])
+def test_an_unknown_argument_names_the_nearest(llm, call):
+    with pytest.raises(TypeError, match=f"{call} has no argument 'use_tdqm': did you mean use_tqd"):
+        getattr(llm, call)("the", use_tdqm=False)
+
+
+# The table of the readers' README
+
+README = (Path(nanovllm.__file__).parent / "README.md").read_text()
+TABLE = README.split("| of vLLM | here | refused, with what to do instead |\n")[1].split("\n\n")[0]
+ROWS = {
+    name: [re.findall(r"`(\w+)`", cell) for cell in cells]
+    for name, *cells in (line.strip("| ").split(" | ") for line in TABLE.splitlines()[1:])
+}
+OWNERS = {
+    "`LLM(...)`": "LLM",
+    "`SamplingParams(...)`": "SamplingParams",
+    "`generate(...)`": "generate",
+    "`chat(...)`": "chat",
+    "prompts": "prompt",
+}
+
+
+@pytest.mark.parametrize("row", OWNERS)
+def test_what_the_table_says_is_here_is_here_and_the_rest_is_refused(row):
+    here, refused = ROWS[row]
+    assert here and set(here) <= OWN_NAMES[OWNERS[row]]
+    assert refused and set(refused) <= FOREIGN[OWNERS[row]].keys()
+
+
+def test_the_attributes_and_methods_that_the_table_names_are_there(llm):
+    (output,) = llm.generate("the", RICH, use_tqdm=False)
+    owners = {"outputs": output, "of these `outputs`": output.outputs[0], "methods": llm}
+    assert ROWS.keys() == OWNERS.keys() | owners.keys()
+    for row, owner in owners.items():
+        names = ROWS[row][0]
+        assert len(names) > 2 and all(hasattr(owner, name) for name in names)
+
+
+@pytest.mark.parametrize("name", ["beam_search", "embed", "classify", "reward", "collective_rpc"])
+def test_methods_that_are_said_not_to_be_here_are_not(name):
+    assert f"`{name}`" in README.split("embeds nothing. ")[1].split("are not here")[0]
+    assert not hasattr(LLM, name)
