@@ -30,14 +30,15 @@ SOURCES = {
 # The core: what each part may import besides itself, from the bottom to the top.
 CORE = {
     "checks": set(),
-    "sampling_params": {"checks"},
+    "constraint_checks": {"checks"},
+    "sampling_params": {"checks", "constraint_checks"},
     "config": {"checks"},
     "weights": set(),
     "layers": {"sampling_params", "weights"},
     "models": {"weights", "layers"},
     "engine": {"sampling_params", "config", "weights", "layers", "models"},
     "log": {"config", "engine"},
-    "inputs": {"checks", "sampling_params", "config", "engine"},
+    "inputs": {"checks", "constraint_checks", "sampling_params", "config", "engine"},
     "outputs": {"engine"},
     "session": {"checks", "engine"},
     "llm": {
@@ -61,7 +62,7 @@ ROOMS = {
         "compose",  # each rank's process puts its own runner together
     },
 }
-OPEN_TO_ROOMS = {*CORE} - {"log", "inputs", "outputs", "llm"}
+OPEN_TO_ROOMS = {*CORE} - {"constraint_checks", "log", "inputs", "outputs", "llm"}
 BESIDES = {"compose", "__init__", "__main__"}
 
 WITHOUT_TORCH = [
