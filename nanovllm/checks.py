@@ -32,6 +32,15 @@ def as_number(value: Any) -> Any:
     return value if isinstance(value, numbers.Rational) else float(value)
 
 
+def token_ids(name: str, given: Any) -> tuple[int, ...]:
+    """The integers of a list that an error calls `name`. Raises TypeError for anything else."""
+    ids = [as_integer(token) for token in given] if isinstance(given, (list, tuple)) else [None]
+    found = tuple([token for token in ids if token is not None])
+    if len(found) < len(ids):
+        raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
+    return found
+
+
 class Range(NamedTuple):
     """What a field of an options class may hold: a number from `least` to `most`."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.checks import as_integer, refuse_unknown_names, shown
 from nanovllm.config import Config
+from nanovllm.constraint_checks import resolve_constraints
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams
 
@@ -134,8 +135,8 @@ class Inputs:
         """The same, with token ids for texts that are to be barred."""
         self._check_params(name, params)
         if params.edits_logits:
-            params = replace(params, bad_words=self._barred_sequences(name, params))
-            self._check_edits(name, params)
+            stop_ids = frozenset() if params.ignore_eos else self.stop_ids
+            params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, stop_ids)
         if params.structured_outputs is not None:
             self._check_form(name, params)
         return params
@@ -151,46 +152,6 @@ class Inputs:
             self.constraints.make(params)
         except ValueError as error:
             raise ValueError(f"{name}.{error}") from error
-
-    def _barred_sequences(self, name: str, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of the texts among bad_words, each with and without a space before it."""
-        sequences = dict.fromkeys(params.barred_sequences)  # a set in order
-        texts = [word for word in params.bad_words or () if isinstance(word, str)]
-        if texts and self.tokenizer is None:
-            raise ValueError(
-                f"{name}.bad_words holds text, but the model's folder has no tokenizer: "
-                "give lists of token ids, or add tokenizer.json"
-            )
-        for text in texts:
-            bare = text.removeprefix(" ") or text
-            both = self.tokenizer.encode(f"{name}.bad_words", [bare, f" {bare}"], False)
-            if not any(both):
-                raise ValueError(
-                    f"{name}.bad_words holds {shown(text)}, of which the model's tokenizer makes "
-                    "no tokens: leave it out"
-                )
-            sequences |= dict.fromkeys([tuple(ids) for ids in both if ids])
-        return tuple(sequences)
-
-    def _check_edits(self, name: str, params: SamplingParams) -> None:
-        """Token ids must be the vocabulary's, and some token must be left to be sampled."""
-        allowed, sequences = params.allowed_token_ids, params.barred_sequences
-        of_field = {
-            "logit_bias": list(dict(params.logit_bias or ())),
-            "allowed_token_ids": list(allowed or ()),
-            "bad_words": [token for sequence in sequences for token in sequence],
-        }
-        for field, ids in of_field.items():
-            _token_ids(f"{name}.{field}", ids, self.vocab_size)
-        barred = {sequence[0] for sequence in sequences if len(sequence) == 1}
-        if params.min_tokens:
-            stop_ids = frozenset() if params.ignore_eos else self.stop_ids
-            barred |= stop_ids.union(params.stop_token_ids or ())
-        if barred.issuperset(range(self.vocab_size) if allowed is None else allowed):
-            raise ValueError(
-                f"{name} bars every token by bad_words, by min_tokens={params.min_tokens} or by "
-                "what allowed_token_ids leaves out: allow one that ends no output"
-            )
 
     def _check_params(self, name: str, params: SamplingParams) -> None:
         _token_ids(f"{name}.stop_token_ids", params.stop_token_ids, self.vocab_size)

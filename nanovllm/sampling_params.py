@@ -6,19 +6,11 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanovllm.checks import (
-    ABOVE_ZERO,
-    Range,
-    as_integer,
-    as_number,
-    check_choice,
-    name_the_nearest,
-    shown,
-)
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.checks import ABOVE_ZERO, Range, check_choice, name_the_nearest, shown, token_ids
+from nanovllm.constraint_checks import keep_constraints
+from nanovllm.structured_outputs import StructuredOutputsParams, keep_form
 
 MAX_LOGPROBS = 20
-MAX_BIAS = 100
 INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
 LogitsProcessor = Callable[[list[int], Any], Any]  # as SamplingParams describes it
 # Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
@@ -137,9 +129,11 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_choice(self, name, (True, False))
         self._check_stops()
-        self._check_constraints()
+        given = self.logit_bias, self.allowed_token_ids, self.bad_words, self.logits_processors
+        if any([one is not None and one != () for one in given]):
+            keep_constraints(self)
         if self.structured_outputs is not None:
-            self._check_structured_outputs()
+            keep_form(self)
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -150,38 +144,11 @@ class SamplingParams:
             raise ValueError(
                 "stop holds an empty string, which would end every output at once: leave it out"
             )
-        ids = _token_ids("stop_token_ids", self.stop_token_ids or ())
+        given = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = token_ids("stop_token_ids", given)
         # Frozen, so the caller's list must not change it.
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", ids)
-
-    def _check_constraints(self) -> None:
-        set_field = object.__setattr__
-        set_field(self, "logit_bias", _pairs(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise ValueError(
-                    "allowed_token_ids is empty, so nothing could be sampled: name a token, or use "
-                    "None for all"
-                )
-            set_field(self, "allowed_token_ids", allowed)
-        words = self.bad_words if self.bad_words is not None else ()
-        if not isinstance(words, (list, tuple)):
-            raise TypeError(f"bad_words is {shown(words)}: use a list of strings")
-        words = tuple(
-            [word if isinstance(word, str) else _token_ids("bad_words", word) for word in words]
-        )
-        if not all(words):
-            raise ValueError("bad_words holds an empty one, which bars nothing: leave it out")
-        set_field(self, "bad_words", words)
-        functions = self.logits_processors if self.logits_processors is not None else ()
-        if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
-            raise TypeError(
-                f"logits_processors is {shown(functions)}: use a list of functions of token ids "
-                "and logits"
-            )
-        set_field(self, "logits_processors", tuple(functions))
 
     @property
     def barred_sequences(self) -> list[tuple[int, ...]]:
@@ -220,39 +187,8 @@ class SamplingParams:
         """Whether temperature and seed alone decide which token is sampled."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
-        return no_filter and not (self.min_tokens or self.penalizes or self.edits_logits)
-
-
-def _pairs(given: Any) -> tuple[tuple[int, float], ...]:
-    """logit_bias as pairs. JSON has no integers for keys: strings that spell them are taken."""
-    try:
-        bias = dict(given or ())
-    except (TypeError, ValueError):
-        raise TypeError(f"logit_bias is {shown(given)}: use a dict of token ids") from None
-    pairs = []
-    for key, value in bias.items():
-        spelt = isinstance(key, str) and key.isdecimal()
-        token, number = as_integer(int(key) if spelt else key), as_number(value)
-        if token is None:
-            raise TypeError(f"logit_bias holds {shown(key)}: token ids are integers")
-        if number is None:
-            raise TypeError(f"logit_bias[{token}] is {shown(value)}: use a number")
-        if not -MAX_BIAS <= number <= MAX_BIAS:
-            raise ValueError(
-                f"logit_bias[{token}] is {shown(value)}: use a number from -100 to 100, or "
-                "bad_words or allowed_token_ids to bar a token"
-            )
-        pairs.append((token, float(number)))
-    return tuple(pairs)
-
-
-def _token_ids(name: str, given: Any) -> tuple[int, ...]:
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
-    ids = [token for one in given if (token := as_integer(one)) is not None]
-    if len(ids) < len(given):
-        raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
-    return tuple(ids)
+        free = not (self.min_tokens or self.penalizes or self.edits_logits)
+        return no_filter and free and self.structured_outputs is None
 
 
 @dataclass(frozen=True, slots=True)

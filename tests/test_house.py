@@ -31,14 +31,15 @@ SOURCES = {
 CORE = {
     "checks": set(),
     "structured_outputs": {"checks"},
-    "sampling_params": {"checks", "structured_outputs"},
+    "constraint_checks": {"checks"},
+    "sampling_params": {"checks", "constraint_checks", "structured_outputs"},
     "config": {"checks"},
     "weights": set(),
     "layers": {"sampling_params", "weights"},
     "models": {"weights", "layers"},
     "engine": {"sampling_params", "config", "weights", "layers", "models"},
     "log": {"config", "engine"},
-    "inputs": {"checks", "sampling_params", "config", "engine"},
+    "inputs": {"checks", "constraint_checks", "sampling_params", "config", "engine"},
     "outputs": {"engine"},
     "session": {"checks", "engine"},
     "scores": {"checks", "sampling_params", "engine", "inputs", "outputs", "session"},
@@ -67,7 +68,7 @@ ROOMS = {
         "compose",  # each rank's process puts its own runner together
     },
 }
-OPEN_TO_ROOMS = {*CORE} - {"log", "inputs", "outputs", "scores", "llm"}
+OPEN_TO_ROOMS = {*CORE} - {"constraint_checks", "log", "inputs", "outputs", "scores", "llm"}
 BESIDES = {"compose", "__init__", "__main__"}
 
 WITHOUT_TORCH = [
