@@ -1,5 +1,6 @@
 """A trace: its events tell what the engine did, and the page in a browser shows what they tell."""
 
+import dataclasses
 import gc
 import html
 import json
@@ -100,7 +101,10 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
     for _ in range(40):
-        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        prompt, params = random_request(rng, beginnings)
+        if rng.random() < 0.3:
+            params = dataclasses.replace(params, prompt_logprobs=0, max_tokens=0)
+        ids.append(llm.add_request(prompt, params))
         for _ in range(rng.randrange(4)):
             done = {output["id"] for output in llm.step()}
             ids = [id for id in ids if id not in done]
