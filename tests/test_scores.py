@@ -15,7 +15,7 @@ from engine_helpers import FAMILIES, MODELS, PROMPTS, VOCAB, assert_empty, asser
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_device import check_empty, output_alone
-from test_scheduler import Server, make_scheduler, serve, streams
+from test_scheduler import NO_WINDOW, WINDOWS, Server, make_scheduler, serve, streams
 
 from nanovllm import SamplingParams
 from nanovllm.sampling import prompt_logprobs
@@ -102,7 +102,7 @@ def test_scores_are_the_same_in_any_chunks(checkpoint, make_llm, budget, overlap
         check_score(checkpoint, *pair)
 
 
-@given(streams(), st.data())
+@given(streams(NO_WINDOW | WINDOWS), st.data())
 @tries(150)
 def test_each_token_asked_for_is_scored_once_wherever_a_sequence_is_stopped(stream, data):
     """Preempted, paused, aborted, forked, in chunks, with hits: by a scheduler of a device that
@@ -299,6 +299,32 @@ def test_no_end_of_sequence_ends_what_generates_nothing(make_llm):
     """The token that its last step samples is dropped, whichever it is."""
     (output,) = generate(make_llm(), [LONG], asking(stop_token_ids=list(range(VOCAB))))
     assert output["finish_reason"] == "length" and output["prompt_token_ids"] == LONG
+
+
+def test_what_is_asked_of_outputs_means_nothing_where_there_are_none(checkpoint, make_llm):
+    only_7 = dict(allowed_token_ids=[7], logits_processors=[lambda tokens, logits: logits * 0])
+    params = [
+        asking(most, logprobs=1, repetition_penalty=1.5, **options)
+        for most, options in enumerate((only_7, dict(temperature=1.0, top_k=3, n=2)))
+    ]
+    for output, one in zip(generate(make_llm(), [LONG] * 2, params), params):
+        check_prompt(checkpoint, output, LONG, one.prompt_logprobs)
+        for completion in output.get("completions", [output]):
+            assert (completion["token_ids"], completion["logprobs"]) == ([], [])
+            assert completion["cumulative_logprob"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prompts_are_scored_in_steps_that_wait_for_the_host(checkpoint, make_llm, overlap):
+    """Where a callable of the user's edits the logits of other rows, or of the same."""
+    llm = make_llm(overlap=overlap, max_num_batched_tokens=24)
+    edited = dict(logits_processors=[lambda tokens, logits: -logits])
+    params = [asking(i % 3, 6, **(edited if i % 2 else {})) for i in range(len(PROMPTS))]
+    outputs = generate(llm, PROMPTS, params)
+    for prompt, one, output in zip(PROMPTS, params, outputs):
+        check_prompt(checkpoint, output, prompt, one.prompt_logprobs)
+        if not one.logits_processors:
+            assert output["token_ids"] == checkpoint.expected(prompt, 6)
 
 
 def test_a_text_may_be_a_token_longer_than_max_model_len(checkpoint, make_llm):
