@@ -52,13 +52,13 @@ class Inputs:
         texts, ids = self.encode_chats(messages, options)
         return self._requests("messages", ids, sampling_params, texts)
 
-    def encode(self, texts: Any) -> list[list[int]]:
-        """The token ids of one text or several."""
+    def encode(self, texts: Any, name: str = "prompts") -> list[list[int]]:
+        """The token ids of one text or several, which errors call `name`."""
         texts = _split_prompts(texts)
         for i, text in enumerate(texts):
             if not isinstance(text, str):
-                raise TypeError(f"prompts[{i}] is a {type(text).__name__}: give a str")
-        return self._encode(texts)
+                raise TypeError(f"{name}[{i}] is a {type(text).__name__}: give a str")
+        return self._encode(texts, name)
 
     def encode_chats(
         self, messages: Any, options: dict[str, Any]
@@ -73,13 +73,13 @@ class Inputs:
             )
         return tokenizer.encode_chats(chats, options)
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str], name: str = "prompts") -> list[list[int]]:
         if self.tokenizer is None:
             raise ValueError(
-                "prompts holds text, but the model's folder has no tokenizer: "
+                f"{name} holds text, but the model's folder has no tokenizer: "
                 "give token ids, or add tokenizer.json"
             )
-        return self.tokenizer.encode("prompts", texts)
+        return self.tokenizer.encode(name, texts)
 
     def _requests(
         self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]

@@ -93,18 +93,19 @@ def _encode(inputs: Inputs, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any
     """The pairs, token ids in place of what is text, as evaluation harnesses make them.
 
     The context and the whole text are encoded, and what the whole has after as many tokens as the
-    context has is the continuation. A token mostly begins with a space, so spaces at the context's
-    end belong to the continuation.
+    context has is the continuation. Many tokens begin with a space, so spaces at the context's end
+    go to the continuation.
     """
-    texts = []
-    for context, continuation in pairs:
-        if isinstance(context, str) and isinstance(continuation, str):
-            texts += [context.rstrip(), context + continuation]
-    encoded = iter(inputs.encode(texts) if texts else [])
+    texts = [pair for pair in pairs if isinstance(pair[0], str) and isinstance(pair[1], str)]
+    if not texts:
+        return pairs
+    contexts = inputs.encode([context.rstrip() for context, _ in texts], "pairs")
+    wholes = inputs.encode([context + continuation for context, continuation in texts], "pairs")
+    encoded = iter(zip(contexts, wholes))
     made = []
     for context, continuation in pairs:
         if isinstance(context, str) and isinstance(continuation, str):
-            context, whole = next(encoded), next(encoded)
+            context, whole = next(encoded)
             continuation = whole[len(context) :]
         made.append((context, continuation))
     return made
@@ -131,21 +132,19 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
     """Run all pairs to their end; returns their scores in order."""
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))
-    followers: dict[int, list[int]] = {}  # by a request's id: the pairs that wait for it
-    place_of: dict[int, int] = {}  # of its own pair
+    under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
     with session.lock, session.calling(), session.running() as (engine, ours):
         session.settled_engine().last_call = Metrics()
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]
-        # Pairs under way, and those that follow them, never need more than all blocks: so a context
+        # Those under way and those that follow them never need more than all blocks, so a context
         # is still cached when the others come.
         room = blocks.num_blocks
 
-        def start(place: int, others: list[int]) -> None:
+        def start(place: int, followers: list[int]) -> None:
             token_ids, num_context = pairs[place]
             request = engine.add(token_ids, PARAMS, score_from=num_context)
-            ours[request.id], place_of[request.id] = request, place
-            followers[request.id] = others
+            ours[request.id], under_way[request.id] = request, (place, followers)
 
         with closing(Progress(len(pairs), ours, session.observe, use_tqdm)):
             while waiting or ours:
@@ -155,11 +154,11 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
                     start(first, others)
                 for request in session.step():
                     if ours.pop(request.id, None):
-                        place = place_of.pop(request.id)
+                        place, followers = under_way.pop(request.id)
                         scores[place] = pairs[place].read(request)
                         room += sizes[place]
-                        for other in followers.pop(request.id):
-                            start(other, [])
+                        for follower in followers:
+                            start(follower, [])
     return [scores[i] for i in range(len(pairs))]
 
 

@@ -145,6 +145,11 @@ class Checkpoint:
                 .tolist()
             )
 
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), VOCAB]: of what follows each token."""
+        with torch.no_grad():
+            return self._model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
     def _generate(self, prompt: list[int], count: int) -> list[int]:
         how = GenerationConfig(
             max_new_tokens=count, do_sample=False, output_logits=True, return_dict_in_generate=True

@@ -7,6 +7,7 @@ written into a block that the sequence got from another.
 """
 
 import os
+from array import array
 from dataclasses import dataclass
 
 from nanovllm.engine.batch import Batch, Fork, PrefillChunk
@@ -179,6 +180,20 @@ class SimulatedDevice:
         for slot, token in zip(sampling, sampled):
             self.tokens[owners[slot].id].append(token)
         return sampled
+
+    def score(self, batch: Batch) -> tuple[bytes, ...]:
+        """Of each scored token of a prompt, its position and itself, as 8 bytes each."""
+        records = []
+        for chunk in batch.prefills:
+            if chunk.scored is not None:
+                begin, token_ids, _ = chunk.scored
+                assert 0 <= begin < begin + len(token_ids) <= len(chunk.token_ids), (
+                    "the step has the hidden state of the token before each"
+                )
+                first = chunk.start + begin + 1
+                pairs = enumerate(token_ids, first)
+                records.append(array("q", [number for pair in pairs for number in pair]).tobytes())
+        return tuple(records)
 
     def _copy_blocks(self, batch: Batch, decoding: list[Sequence]) -> None:
         """Before anything is written; all sources are read before a copy is written."""

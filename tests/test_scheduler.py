@@ -37,6 +37,7 @@ class Request:
     completions: int = 1
     interactive: bool = False
     pauses: tuple[tuple[int, int], ...] = ()  # from and to which step after its arrival
+    score_from: int | None = None  # the first token of the prompt that is scored
 
 
 def make_sequence(
@@ -46,12 +47,16 @@ def make_sequence(
     stop_ids=frozenset(),
     completions: int = 1,
     interactive: bool = False,
+    score_from: int | None = None,
 ) -> Sequence:
     """Of several completions, the first; the others' ids are 100, 200, ... more, seeds 1, 2, ...
 
     Priorities go round by id.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, priority=-id % 3)
+    scores = None if score_from is None else 0
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, priority=-id % 3, prompt_logprobs=scores
+    )
     seq, *siblings = [
         Sequence(
             id + 100 * i,
@@ -67,6 +72,8 @@ def make_sequence(
     seq.siblings = seq.forks = tuple(siblings)
     for sibling in siblings:
         sibling.parent = seq
+    if score_from is not None:
+        seq.num_scored = min(score_from, len(prompt))
     return seq
 
 
@@ -88,6 +95,7 @@ class Server:
 
     scheduler: WatchedScheduler
     in_flight: deque = field(default_factory=deque)
+    scored: deque = field(default_factory=deque)  # what these steps say of prompts
     batches: list = field(default_factory=list)
     as_planned: list = field(default_factory=list)
 
@@ -108,8 +116,9 @@ class Server:
             self.batches.append(batch)
             self.as_planned.append(copy.deepcopy(batch))
             self.in_flight.append(self.device.launch(batch))
+            self.scored.append(self.device.score(batch))
         while len(self.in_flight) > (delay and batch is not None):
-            self.scheduler.commit(self.in_flight.popleft())
+            self.scheduler.commit(self.in_flight.popleft(), {}, self.scored.popleft())
             check_blocks(self.scheduler)
 
     def check_budgets(self, batch):
@@ -268,6 +277,7 @@ def serve(server: Server, requests: list[Request], delays: list[bool]) -> dict[i
                     request.stop_ids,
                     request.completions,
                     request.interactive,
+                    request.score_from,
                 )
             for begin, end in request.pauses:
                 for seq in sequences[id].unfinished if since == begin else ():

@@ -162,6 +162,22 @@ def test_rows_that_need_all_logits_draw_the_same_on_any_number_of_ranks(llms, si
     ]
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_prompts_and_continuations_have_the_scores_of_one_rank(llms, size):
+    prompts = make_prompts(8, seed=11)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=2, temperature=0)
+    outputs, expected = [llms[n].generate(prompts, params, use_tqdm=False) for n in (size, 1)]
+    for output, other in zip(outputs, expected):
+        assert output["token_ids"] == other["token_ids"]
+        for values, others in zip(output["prompt_logprobs"], other["prompt_logprobs"], strict=True):
+            assert values is others or values == pytest.approx(others, abs=1e-4)
+    contexts, continuations = prompts[:4] * 2, prompts[4:] * 2
+    scores, expected = [llms[n].score(contexts, continuations, False) for n in (size, 1)]
+    for score, other in zip(scores, expected, strict=True):
+        assert score["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+        assert score["is_greedy"] == other["is_greedy"]
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -1,5 +1,6 @@
 """A trace: its events tell what the engine did, and the page in a browser shows what they tell."""
 
+import dataclasses
 import gc
 import html
 import json
@@ -112,6 +113,11 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
     kinds = {type(event) for event in llm.engine.recorder.events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
+    for _ in range(8):  # a few more, that are scored
+        prompt, params = random_request(rng, beginnings)
+        llm.add_request(prompt, dataclasses.replace(params, prompt_logprobs=0, max_tokens=0))
+    while llm.has_unfinished():
+        llm.step()
     assert not watched.replay.tables and not any(watched.replay.ref_counts)
     assert_empty(llm)
 

@@ -186,7 +186,7 @@ class LLMEngine:
             interactive=interactive,
         )
         seq.added_at = perf_counter()
-        if self.constraints is not None and not params.samples_plainly:
+        if self.constraints is not None and params.max_tokens and not params.samples_plainly:
             seq.constraint = self.constraints.make(params)
             if seq.constraint is not None:
                 self._constrained.append(seq)

@@ -54,7 +54,8 @@ class Metrics:
             self.requests += 1
             self.prompt_tokens += seq.num_prompt_tokens
             self.cached_tokens += seq.num_cached_tokens
-            self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
+            if num_output:
+                self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
         if num_output > 1:
             assert seq.first_token_at is not None
             self.seconds_per_output_token.append((now - seq.first_token_at) / (num_output - 1))

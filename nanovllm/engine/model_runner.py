@@ -119,6 +119,7 @@ class ModelRunner:
         self.state = BatchState(max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
+        self._prompt_logprobs: Any = None  # of the last step
         self.resampler: Any = None  # made once a request asks for it
         self.trainer: Any = None  # what trainer/ keeps here
         self.num_blocks = 0  # not counted yet
@@ -197,23 +198,23 @@ class ModelRunner:
             self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
         slots = self._upload_decode_slots(batch.decode_slots)
         self._copy_blocks(batch.block_copies)
-        prompt_logprobs = None
+        self._prompt_logprobs = None
         if batch.prefills:
-            output, prompt_logprobs = self._mixed_step(slots, batch.prefills)
+            output = self._mixed_step(slots, batch.prefills)
         else:
             output = self._decode_step(slots, batch)
         logprobs = []
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
             logprobs = self.resampler.resample(sampled, output)
-        return self._answer(output.tokens, logprobs, prompt_logprobs)
+        return self._answer(output.tokens, logprobs, self._prompt_logprobs)
 
     @torch.inference_mode()
     def constrain(self, edits: LogitsEdits) -> SampledTokens:
         """Sample for the last step's rows that wait for the host. The answer replaces `launch`'s,
         where these rows' tokens mean nothing.
         """
-        return self._answer(*self.resampler.constrain(edits))
+        return self._answer(*self.resampler.constrain(edits), self._prompt_logprobs)
 
     @torch.inference_mode()
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
@@ -236,12 +237,9 @@ class ModelRunner:
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
 
-    def _mixed_step(
-        self, slots: Tensor, chunks: tuple[PrefillChunk, ...]
-    ) -> tuple[StepOutput, Any]:
+    def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
         """Decoding sequences and prompt chunks in one forward pass -> a token for each of the
-        former, then one for each chunk that ends its prompt, then one for each fork; and what is
-        asked of log-probabilities in prompts.
+        former, then one for each chunk that ends its prompt, then one for each fork.
         """
         decodes = len(slots)
         prefill = self._prefill_inputs(chunks)
@@ -271,16 +269,15 @@ class ModelRunner:
             logits_indices=None if some_scored else indices,
         )
         hidden = self._forward(token_ids, positions, metadata)
-        prompt_logprobs = None
         if some_scored:  # so these are of all tokens
-            prompt_logprobs = self._score(hidden[decodes:], chunks)
+            self._prompt_logprobs = self._score(hidden[decodes:], chunks)
             hidden = hidden[indices]
         self._copy_to_forks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting_d]))
         positions = prefill.context_lens[starting_d]
         if context_lens is not None:
             positions = torch.cat((context_lens, positions))
-        return self._sample(hidden[: len(last_tokens)], slots, positions), prompt_logprobs
+        return self._sample(hidden[: len(last_tokens)], slots, positions)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
         """Bring the chunks' tokens to the device, and set the state of their batch slots and of

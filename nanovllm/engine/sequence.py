@@ -194,7 +194,7 @@ class Sequence:
     def _sampling_metadata(self) -> SamplingMetadata | None:
         """What decides the next tokens beside temperature and seed; None: nothing does."""
         params, waits = self.params, self.constraint is not None
-        if params.is_plain and not waits:
+        if self.held_back is not None or params.is_plain and not waits:
             return None
         if params.logits_processors:  # the host's alone: functions do not go to other processes
             params = replace(params, logits_processors=())
