@@ -113,7 +113,7 @@ def test_a_script_for_vllm_runs_once_its_import_is_changed(folder, plain, tokeni
 
 # Prompts
 
-MIXTURE = ["the", {"prompt": "in"}, [7, 8], {"prompt_token_ids": [9, 10]}, (11, 12)]
+MIXTURE = ["the", {"prompt": "in", "prompt_token_ids": None}, [7, 8], {"prompt_token_ids": [9, 10]}, (11, 12)]
 
 
 def test_prompts_of_all_forms_may_be_mixed(llm):
