@@ -113,7 +113,13 @@ def test_a_script_for_vllm_runs_once_its_import_is_changed(folder, plain, tokeni
 
 # Prompts
 
-MIXTURE = ["the", {"prompt": "in"}, [7, 8], {"prompt_token_ids": [9, 10]}, (11, 12)]
+MIXTURE = [
+    "the",
+    {"prompt": "in", "prompt_token_ids": None},
+    [7, 8],
+    {"prompt_token_ids": [9, 10]},
+    (11, 12),
+]
 
 
 def test_prompts_of_all_forms_may_be_mixed(llm):
@@ -267,10 +273,20 @@ def test_an_attribute_cannot_be_set_in_vain(llm):
 
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_logprobs_have_transformers_values_ranks_and_texts(llm, plain, tokenizer, count):
-    params = SamplingParams(temperature=1.5, seed=5, max_tokens=8, logprobs=count, ignore_eos=True)
+    params = SamplingParams(
+        temperature=1.5,
+        seed=5,
+        max_tokens=8,
+        logprobs=count,
+        prompt_logprobs=count,
+        ignore_eos=True,
+    )
     (output,) = llm.generate([[7, 8, 9]], params, use_tqdm=False)
-    tokens, unranked = [7, 8, 9], 0
-    for token, row in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True):
+    (completion,) = output.outputs
+    assert output.prompt_logprobs[0] is None
+    rows = [*output.prompt_logprobs[1:], *completion.logprobs]
+    tokens, unranked = [7], 0
+    for token, row in zip([8, 9, *completion.token_ids], rows, strict=True):
         expected = plain.logits(tokens).log_softmax(-1)
         best = expected.argsort(descending=True).tolist()
         assert set(row) == {token, *best[:count]}
@@ -450,5 +466,5 @@ def test_the_attributes_and_methods_that_the_table_names_are_there(llm):
 
 @pytest.mark.parametrize("name", ["beam_search", "embed", "classify", "reward", "collective_rpc"])
 def test_methods_that_are_said_not_to_be_here_are_not(name):
-    assert f"`{name}`" in README.split("embeds nothing. ")[1].split("are not here")[0]
+    assert f"`{name}`" in README.split("pairs of\n  name and tensor. ")[1].split("are not here")[0]
     assert not hasattr(LLM, name)

@@ -59,6 +59,7 @@ OPTIONS = {
     "enable_expert_parallel": ONE_HOST,
     "enable_log_requests": Foreign("use on_step or trace", (None, False)),
     "enable_lora": NO_LORA,
+    "enable_sleep_mode": Foreign("leave it out, sleep needs no option", (None, True, False)),
     "enable_prompt_embeds": Foreign("give token ids", (None, False)),
     "generation_config": Foreign(SAMPLING_FILE.remedy, (None, "vllm")),
     "guided_decoding_backend": STRUCTURED,
@@ -69,6 +70,7 @@ OPTIONS = {
     "kv_cache_memory_bytes": Foreign("use num_kvcache_blocks or gpu_memory_utilization"),
     "kv_transfer_config": Foreign("leave it out, KV stays in its LLM"),
     "limit_mm_per_prompt": ONLY_TEXT,
+    "logits_processors": Foreign("give SamplingParams(logits_processors=...)", (None, [])),
     "logprobs_mode": Foreign(
         "leave it out, they are of the model's own logits", (None, "raw_logprobs")
     ),
@@ -120,12 +122,12 @@ OPTIONS = {
     "worker_use_ray": ONE_HOST,
 }
 PARAMETERS = {
-    "best_of": Foreign("use n, and take the best of the outputs", (None, 1)),
+    "best_of": Foreign("use n, and choose by cumulative_logprob", (None, 1)),
     "detokenize": Foreign("leave it out, and read token_ids", (None, True)),
     "early_stopping": NO_BEAMS,
     "extra_args": Foreign("leave it out, nothing reads it", (None, {})),
     "flat_logprobs": Foreign("leave it out, and read the dicts' logprobs", (None, False)),
-    "guided_decoding": Foreign("give structured_outputs, as in today's vLLM"),
+    "guided_decoding": Foreign("use structured_outputs"),
     "length_penalty": NO_BEAMS,
     "logprob_token_ids": Foreign("use logprobs"),
     "output_kind": Foreign("leave it out: generate returns all at the end, stream what is new"),
