@@ -56,6 +56,7 @@ ROOMS = {
     # Fused layers and graphs launch kernels, and so does what samples in the sampling room's way.
     "gpu": {"kernels", "sampling"},
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
+    "integrations": {"jobs"},  # which knows what rows and lines ask for
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel
         "compose",  # each rank's process puts its own runner together
@@ -80,6 +81,7 @@ OWNERS = {
     "tqdm": r"outputs\.py|jobs/loop\.py",
     "pyarrow": r"jobs/parquet\.py",
     "sqlite3": r"jobs/journal\.py",
+    "ray": r"integrations/ray_replicas\.py",
     "importlib": r"compose\.py|kernels/flash_attention\.py",  # by a name that no rule here sees
 }
 NAMES_OWNERS = {"CUDAGraph": r"gpu/cuda_graph\.py", "distributed": r"distributed/.*"}

@@ -29,6 +29,12 @@ COMPLETION = [
     ("finish_reason", pa.string()),
     ("logprobs", pa.list_(pa.map_(pa.int32(), pa.float32()))),
 ]
+RESULT = [
+    *COMPLETION,
+    ("num_prompt_tokens", pa.int32()),
+    ("completions", pa.list_(pa.struct(COMPLETION))),
+    ("error", pa.string()),
+]
 
 
 class ParquetRows:
@@ -65,9 +71,7 @@ class ParquetRows:
             numbered = enumerate(self._rows(group), begin + 1)
             inside = [(first, last) for first, last in done if last > begin]
             for number, row in without(inside, numbered):
-                yield Line(
-                    number, {name: value for name, value in row.items() if value is not None}
-                )
+                yield Line(number, given_fields(row))
 
     def _rows(self, group: int) -> Iterator[dict[str, Any]]:
         for batch in self._file.iter_batches(ROWS, row_groups=[group]):
@@ -84,10 +88,7 @@ def output_schema(repeated: Iterable[str], source: Any) -> pa.Schema:
         [
             ("line", pa.int64()),
             *[(name, types.get(name, pa.string())) for name in repeated],
-            *COMPLETION,
-            ("num_prompt_tokens", pa.int32()),
-            ("completions", pa.list_(pa.struct(COMPLETION))),
-            ("error", pa.string()),
+            *RESULT,
         ]
     )
 
@@ -97,16 +98,25 @@ def write_parquet(path: Path, records: Iterable[bytes], schema: pa.Schema) -> No
     part = part_of(path)
     try:
         with pq.ParquetWriter(part, schema) as writer:
-            while rows := [as_row(record, schema) for record in islice(records, ROWS)]:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
+            while rows := [json.loads(record) for record in islice(records, ROWS)]:
+                writer.write_table(as_table(rows, schema))
         put_in_place(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 
-def as_row(record: bytes, schema: pa.Schema) -> dict[str, Any]:
-    row = json.loads(record)
+def as_table(records: Iterable[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Records of results as rows. What a record has and the schema has not is left out."""
+    return pa.Table.from_pylist([as_row(record, schema) for record in records], schema)
+
+
+def given_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without its nulls, which are fields that are not there."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def as_row(row: dict[str, Any], schema: pa.Schema) -> dict[str, Any]:
     for completion in (row, *row.get("completions", ())):
         if "logprobs" in completion:  # JSON's names are text, a map's keys are token ids
             completion["logprobs"] = [
