@@ -7,8 +7,9 @@ then, and by whom, `jobs/pool.py` decides.
 import logging
 import os
 import signal
+import sys
 from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -100,15 +101,15 @@ def replicas_engine(config: Config, num_replicas: int, address: str | None) -> I
     """
     check_options(config)
     config = replace(config, model=absolute(config.model))
-    ray = connect(num_replicas, address)
-    try:
-        resources = resources_of(config, num_replicas, ray.cluster_resources(), address is None)
-        cluster = RayCluster(ray, config, resources)
-        pool = Pool(cluster, num_replicas, config.max_num_seqs)
-        pool.wait_for_all(config.start_timeout)
-        yield pool
-    finally:
-        ray.shutdown()  # which ends this job's actors, and a cluster that was begun for it
+    with redirect_stdout(sys.stderr):  # where Ray prints what dies, beside the job's line of totals
+        ray = connect(num_replicas, address)
+        try:
+            resources = resources_of(config, num_replicas, ray.cluster_resources(), address is None)
+            pool = Pool(RayCluster(ray, config, resources), num_replicas, config.max_num_seqs)
+            pool.wait_for_all(config.start_timeout)
+            yield pool
+        finally:
+            ray.shutdown()  # which ends this job's actors, and a cluster that was begun for it
 
 
 def check_options(config: Config) -> None:
