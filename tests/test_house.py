@@ -63,6 +63,7 @@ ROOMS = {
     "trainer": set(),
     "compat": set(),
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
+    "integrations": {"jobs"},  # which knows what rows and lines ask for
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel
         "compose",  # each rank's process puts its own runner together
@@ -88,6 +89,7 @@ OWNERS = {
     "pyarrow": r"jobs/parquet\.py",
     "llguidance": r"structured/grammars\.py",
     "sqlite3": r"jobs/journal\.py",
+    "ray": r"integrations/ray_replicas\.py",
     "importlib": r"compose\.py|kernels/flash_attention\.py",  # by a name that no rule here sees
 }
 NAMES_OWNERS = {"CUDAGraph": r"gpu/cuda_graph\.py", "distributed": r"distributed/.*"}

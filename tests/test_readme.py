@@ -59,8 +59,13 @@ def bench_commands(code: str) -> list[str]:
 
 
 def run_examples(path: Path, names: dict, replacements: dict[str, str]) -> None:
-    """Run a README's Python blocks one after the other, in the same namespace."""
+    """Run a README's Python blocks one after the other, in the same namespace.
+
+    But for the script that needs Ray, which test_ray.py runs.
+    """
     for line, code in code_blocks(path, "python"):
+        if "import ray\n" in code:
+            continue
         for old, new in replacements.items():
             code = code.replace(old, new)
         exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
@@ -234,7 +239,8 @@ def test_ci_runs_every_install_line_of_both():
     pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
     run = re.findall(pattern, script, flags=re.MULTILINE)
     told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + READERS_TEXT)
-    assert told and set(told) <= {*run, 'pip install -e ".[plot]"', 'pip install -e ".[parquet]"'}
+    parts_of_dev = {f'pip install -e ".[{extra}]"' for extra in ("plot", "parquet", "ray")}
+    assert told and set(told) <= {*run, *parts_of_dev}
 
 
 # The README for readers and contributors.

@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from nanovllm.compose import room
 from nanovllm.config import Config
 from nanovllm.jobs.errors import JobError, RefusedError
 from nanovllm.jobs.job import Job, run_job
-from nanovllm.jobs.loop import num_ahead
+from nanovllm.jobs.loop import Engine, num_ahead
 from nanovllm.jobs.options import add_flags, given_flags
 from nanovllm.jobs.worker import Worker
 from nanovllm.llm import LLM
@@ -64,6 +64,16 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         metavar="JSON",
         help="for the chat template, such as '{\"enable_thinking\": false}'",
     )
+    parser.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="N",
+        help="share the lines out to so many LLMs, each on GPUs of its own; needs Ray",
+    )
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the Ray cluster that they run on, or auto"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     llm = parser.add_argument_group("options of the LLM")
     add_flags(llm, Config, leave_out={"model"})
@@ -81,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with interrupts() as stop:
             job = make_job(args)
-            print(run_job(job, lambda: local_engine(job), stop))
+            print(run_job(job, lambda: make_engine(job, args.address), stop))
     except Interrupted as interrupt:
         say(f"{interrupt}: what is done is kept. The same command goes on from there.")
         return 128 + interrupt.number
@@ -102,6 +112,8 @@ def make_job(args: argparse.Namespace) -> Job:
     with refusing():
         config = Config.from_options(args.model, given_flags(args, Config))
         params = SamplingParams(**given_flags(args, SamplingParams))
+    if args.replicas < 1:
+        raise RefusedError(f"--replicas is {args.replicas}: use 1 or more")
     return Job(
         input=args.input,
         output=args.output,
@@ -110,23 +122,36 @@ def make_job(args: argparse.Namespace) -> Job:
         template_options=args.chat_template_kwargs,
         keep=tuple(args.keep),
         strict=args.strict,
+        replicas=args.replicas,
         show_progress=not args.quiet,
     )
 
 
+def make_engine(job: Job, address: str | None) -> AbstractContextManager[Engine]:
+    if job.replicas == 1 and address is None:
+        return local_engine(job.config)
+    replicas = room("integrations.ray_replicas")
+    if replicas is None:
+        raise RefusedError("--replicas needs nanovllm/integrations, which is not there")
+    return replicas.replicas_engine(job.config, job.replicas, address)
+
+
 @contextmanager
-def local_engine(job: Job) -> Iterator[Worker]:
-    options: dict[str, Any] = {
-        field.name: getattr(job.config, field.name) for field in fields(Config)
-    }
-    policy = None
-    if job.config.scheduling_policy == "throughput" and (rolling := room("policies.rolling")):
-        policy = rolling.RollingPolicy(num_ahead(job.config.max_num_seqs))
-        options["scheduling_policy"] = policy
+def local_engine(config: Config) -> Iterator[Worker]:
     with refusing():
-        llm = LLM(options.pop("model"), **options)
+        llm, policy = make_llm(config)
     with llm:
         yield Worker(llm, policy)
+
+
+def make_llm(config: Config) -> tuple[LLM, Any]:
+    """An LLM for requests that keep coming; and its policy, if that is to be told of the last."""
+    options: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(Config)}
+    policy = None
+    if config.scheduling_policy == "throughput" and (rolling := room("policies.rolling")):
+        policy = rolling.RollingPolicy(num_ahead(config.max_num_seqs))
+        options["scheduling_policy"] = policy
+    return LLM(options.pop("model"), **options), policy
 
 
 @contextmanager

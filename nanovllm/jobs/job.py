@@ -47,7 +47,11 @@ MakeEngine = Callable[[], AbstractContextManager[Engine]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done. `strict`: stop at the first line that cannot be done."""
+    """What is to be done.
+
+    strict: stop at the first line that cannot be done.
+    replicas: of the model, each of which runs max_num_seqs requests at the same time.
+    """
 
     input: Path
     output: Path
@@ -56,6 +60,7 @@ class Job:
     template_options: dict[str, Any] | None = None
     keep: tuple[str, ...] = ()
     strict: bool = False
+    replicas: int = 1
     show_progress: bool = True
 
     @property
@@ -125,7 +130,7 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
             return f"{job.output} is complete already: nothing was left to do"
         if job.strict and (line := journal.first_failed()) is not None:
             raise JobError(f"line {line} could not be done in an earlier run, and this is --strict")
-        begun, before = perf_counter(), journal.totals()
+        seconds, before = 0.0, journal.totals()
         if before.done < source.num_lines:
             with make_engine() as engine:
                 begun = perf_counter()
@@ -135,11 +140,12 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
                     engine,
                     journal,
                     Progress(job.output.name, source.num_lines, before, job.show_progress),
-                    num_running=job.config.max_num_seqs,
+                    num_running=job.config.max_num_seqs * job.replicas,
                     strict=job.strict,
                     stop=stop,
                 )
-        seconds, totals = perf_counter() - begun, journal.totals()
+                seconds = perf_counter() - begun
+        totals = journal.totals()
         if totals.done != source.num_lines:
             raise JobError(f"{job.input} has changed while the job ran: begin anew")
         write(interruptible(journal.records(), stop))

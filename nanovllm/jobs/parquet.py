@@ -31,6 +31,13 @@ COMPLETION = [
     ("logprobs", LOGPROBS),
     ("cumulative_logprob", pa.float64()),
 ]
+RESULT = [
+    *COMPLETION,
+    ("num_prompt_tokens", pa.int32()),
+    ("completions", pa.list_(pa.struct(COMPLETION))),
+    ("prompt_logprobs", LOGPROBS),
+    ("error", pa.string()),
+]
 
 
 class ParquetRows:
@@ -67,9 +74,7 @@ class ParquetRows:
             numbered = enumerate(self._rows(group), begin + 1)
             inside = [(first, last) for first, last in done if last > begin]
             for number, row in without(inside, numbered):
-                yield Line(
-                    number, {name: value for name, value in row.items() if value is not None}
-                )
+                yield Line(number, given_fields(row))
 
     def _rows(self, group: int) -> Iterator[dict[str, Any]]:
         for batch in self._file.iter_batches(ROWS, row_groups=[group]):
@@ -86,11 +91,7 @@ def output_schema(repeated: Iterable[str], source: Any) -> pa.Schema:
         [
             ("line", pa.int64()),
             *[(name, types.get(name, pa.string())) for name in repeated],
-            *COMPLETION,
-            ("num_prompt_tokens", pa.int32()),
-            ("completions", pa.list_(pa.struct(COMPLETION))),
-            ("prompt_logprobs", LOGPROBS),
-            ("error", pa.string()),
+            *RESULT,
         ]
     )
 
@@ -100,16 +101,25 @@ def write_parquet(path: Path, records: Iterable[bytes], schema: pa.Schema) -> No
     part = part_of(path)
     try:
         with pq.ParquetWriter(part, schema) as writer:
-            while rows := [as_row(record, schema) for record in islice(records, ROWS)]:
-                writer.write_table(pa.Table.from_pylist(rows, schema))
+            while rows := [json.loads(record) for record in islice(records, ROWS)]:
+                writer.write_table(as_table(rows, schema))
         put_in_place(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 
-def as_row(record: bytes, schema: pa.Schema) -> dict[str, Any]:
-    row = json.loads(record)
+def as_table(records: Iterable[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Records of results as rows. What a record has and the schema has not is left out."""
+    return pa.Table.from_pylist([as_row(record, schema) for record in records], schema)
+
+
+def given_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without its nulls, which are fields that are not there."""
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def as_row(row: dict[str, Any], schema: pa.Schema) -> dict[str, Any]:
     for part in (row, *row.get("completions", ())):
         for name in ("logprobs", "prompt_logprobs"):
             if name in part:  # JSON's names are text, a map's keys are token ids

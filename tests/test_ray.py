@@ -1,0 +1,238 @@
+"""Ray: a job on several replicas, and a step of a pipeline, while processes are killed.
+
+Ray runs in processes of its own here: its threads would be in the way of tests that fork.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from call_helpers import make_folder, make_llm
+from job_helpers import arguments, kept_lines, read_lines, some_lines, write_lines
+from process_helpers import descendants
+from test_readme import READERS, ROOT, code_blocks
+
+from nanovllm import SamplingParams
+from nanovllm.__main__ import main
+
+TESTS = Path(__file__).parent
+ENV = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "RAY_USAGE_STATS_ENABLED": "0"}
+NUM_LINES = 400
+SECONDS = 300  # then a process counts as hung
+
+needs_ray = pytest.mark.skipif(
+    subprocess.run([sys.executable, "-c", "import ray.data"], capture_output=True).returncode != 0,
+    reason='needs Ray: pip install -e ".[ray]"',
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+# Without Ray.
+
+
+def test_one_replica_imports_nothing_of_ray(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the"}])
+    argv = arguments(source, tmp_path / "out.jsonl", model)
+    code = (
+        f"import sys; from nanovllm.__main__ import main; assert main({argv}) == 0; "
+        "print([name for name in sys.modules if name.split('.')[0] == 'ray' or "
+        "name.startswith(('nanovllm.integrations', 'nanovllm.jobs.pool'))])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
+    assert run.stdout.splitlines()[-1] == "[]", run.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--replicas", "2"], "pip install 'nanovllm[ray]'"),
+        (["--address", "auto"], "pip install 'nanovllm[ray]'"),
+        (["--replicas", "0"], "--replicas is 0: use 1 or more"),
+        (["--replicas", "2", "--device", "cuda:1"], "GPUs of its own: use cuda"),
+        (["--replicas", "2", "--trace", "run.html"], "--trace is of one LLM"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(model, tmp_path, capsys, monkeypatch, flags, words):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the"}])
+    assert main([*arguments(source, tmp_path / "out.jsonl", model), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+# A job.
+
+
+class Driver:
+    """A process that does a job with two replicas, its progress watched."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        argv.remove("--quiet")
+        command = [sys.executable, "-m", "nanovllm", *argv, "--replicas", "2"]
+        self.log = log
+        with open(log, "w") as errors:
+            self.process = subprocess.Popen(
+                command, env=ENV, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+
+    def wait_for_lines(self, num_lines: int) -> None:
+        """Until so many are done, those of earlier runs included."""
+        while self.num_done() < num_lines:
+            try:
+                self.process.wait(0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(self.log.read_text())
+
+    def num_done(self) -> int:
+        done = re.findall(rf"(\d+)/{NUM_LINES} ", self.log.read_text())
+        return int(done[-1]) if done else 0
+
+    def actors(self) -> list[int]:
+        return [
+            pid
+            for pid in descendants(self.process.pid, zombies=False)
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Actor")
+        ]
+
+
+def listening(pids: set[int]) -> set[str]:
+    """The addresses that processes listen on, in the kernel's hexadecimal notation."""
+    sockets = set()
+    for pid in pids:
+        for name in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                sockets |= {*re.findall(r"socket:\[(\d+)\]", os.readlink(name))}
+            except OSError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:
+                found.add(local.split(":")[0])
+    return found
+
+
+@pytest.fixture(scope="module")
+def job(model, tmp_path_factory):
+    """A job whose process is killed, and then a replica of the process that goes on with it."""
+    folder = tmp_path_factory.mktemp("job")
+    source = write_lines(folder / "in.jsonl", some_lines(NUM_LINES, most_tokens=100))
+    sampling = ("--temperature", "0.8", "--seed", "5")
+    assert main([*arguments(source, folder / "alone.jsonl", model), *sampling]) == 0
+    output = folder / "out.jsonl"
+    argv = [*arguments(source, output, model), *sampling]
+
+    first = Driver(argv.copy(), folder / "first.log")
+    first.wait_for_lines(60)
+    seen = {"listening": listening({first.process.pid, *descendants(first.process.pid)})}
+    first.process.kill()
+    first.process.wait()
+    seen["kept"] = len(kept_lines(output))
+
+    second = Driver(argv.copy(), folder / "second.log")
+    second.wait_for_lines(seen["kept"] + 60)
+    seen["actors"] = second.actors()
+    os.kill(seen["actors"][0], signal.SIGKILL)
+    seen["done_at_death"] = second.num_done()
+    said, _ = second.process.communicate(timeout=SECONDS)
+    seen |= {"status": second.process.returncode, "said": said, "log": second.log.read_text()}
+    return seen | {"output": output, "alone": folder / "alone.jsonl"}
+
+
+@needs_ray
+def test_a_job_whose_process_and_replicas_are_killed_ends_as_an_undisturbed_one(job):
+    """In the order of the input, with the same tokens and the same errors of bad lines."""
+    assert job["status"] == 0, job["log"]
+    assert len(job["actors"]) == 2 and 60 <= job["kept"] < job["done_at_death"] < NUM_LINES
+    assert job["output"].read_bytes() == job["alone"].read_bytes()
+    assert "a replica was lost: " in job["log"]
+
+
+@needs_ray
+def test_a_job_on_replicas_computes_nothing_that_was_kept(job):
+    assert job["said"].startswith(f"{NUM_LINES} lines done, {job['kept']} of them in earlier runs")
+    computed = sum(len(record.get("token_ids", ())) for record in read_lines(job["output"]))
+    assert f" {computed:,} output tokens;" in job["said"]
+
+
+@needs_ray
+@pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="needs Linux")
+def test_on_this_machine_ray_listens_on_the_loopback_interface_alone(job):
+    assert job["listening"]
+    assert job["listening"] <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+# A pipeline.
+
+
+@pytest.fixture(scope="module")
+def pipeline(model, tmp_path_factory) -> dict:
+    """What the README's script makes of 60 rows, in batches of 8, with an actor that is killed."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    (script,) = [code for _, code in code_blocks(READERS, "python") if "import ray\n" in code]
+    for old, new in {
+        "ray.init()": "ray.init(address='local', num_cpus=4, include_dashboard=False, "
+        "object_store_memory=2**27)",
+        "nanovllm.integrations.ray import Generate": "ray_faults import DyingGenerate as Generate",
+        "batch_size=4096": "batch_size=8",
+        "num_gpus=1": "num_cpus=1",
+        '"keep"': '"device": "cpu", "max_model_len": 256, "keep"',
+    }.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    rows = [row | {"id": i} for i, row in enumerate(some_rows())]
+    source = write_lines(folder / "in.jsonl", rows)
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(model), str(source), str(folder / "out")],
+        env=ENV | {"ONE_DEATH": str(folder / "death"), "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert run.returncode == 0, run.stderr
+    assert (folder / "death").exists()
+    import pyarrow.parquet
+
+    results = pyarrow.parquet.read_table(folder / "out").to_pylist()
+    return {"rows": rows, "results": results}
+
+
+def some_rows() -> list[dict]:
+    rows = [
+        {"prompt": "the" + " in" * (i % 5) + "x" * i, "max_tokens": 4 + i % 8} for i in range(60)
+    ]
+    rows[20] |= {"temperature": -1}
+    rows[31] |= {"prompt": "x" * 500}
+    rows[45] |= {"prompt": None}
+    return rows
+
+
+@needs_ray
+def test_each_row_comes_back_right_once_though_an_actor_is_killed(pipeline, model):
+    results = {result["id"]: result for result in pipeline["results"]}
+    assert len(pipeline["results"]) == 60 and {*results} == {*range(60)}
+    good = [row for row in pipeline["rows"] if results[row["id"]]["error"] is None]
+    params = [SamplingParams(temperature=0, max_tokens=row["max_tokens"]) for row in good]
+    with make_llm(model) as llm:
+        outputs = llm.generate([row["prompt"] for row in good], params, use_tqdm=False)
+    for row, output in zip(good, outputs):
+        result = results[row["id"]]
+        assert result["token_ids"] == output["token_ids"]
+        assert (result["prompt"], result["text"]) == (row["prompt"], output["text"])
+
+
+@needs_ray
+def test_a_bad_row_gets_an_error_and_its_batch_does_not_fail(pipeline):
+    errors = {result["id"]: result["error"] for result in pipeline["results"] if result["error"]}
+    assert {*errors} == {20, 31, 45}
+    assert "temperature is -1" in errors[20] and "has no prompt" in errors[45]
+    assert "max_model_len" in errors[31]
