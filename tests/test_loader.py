@@ -23,7 +23,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import LLM
-from nanovllm.engine.model_runner import resolve_dtype
+from nanovllm.engine.dtype import resolve_dtype
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies

@@ -5,11 +5,9 @@ scheduler's. This runner is plain, and right on any device; what a device can do
 subclass's to say.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +24,9 @@ from nanovllm.engine.batch import (
     StepResult,
 )
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
+from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
 from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
+from nanovllm.engine.packing import pack_chunks, sampled_places
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
@@ -249,19 +249,10 @@ class ModelRunner:
             decode = self._advance(slots)
             context_lens, block_tables = decode.context_lens, decode.block_tables
             token_ids, positions, slot_mapping = map(torch.cat, zip(decode[:3], prefill[:3]))
-        # Tokens are sampled from a chunk's last token if it ends its prompt, and for each of its
-        # forks from the same.
-        ending = [i for i, chunk in enumerate(chunks) if chunk.is_last]
-        forking = [i for i, chunk in enumerate(chunks) for _ in chunk.forks]
-        ends = decodes + np.cumsum([len(chunk.token_ids) for chunk in chunks])
-        last_tokens = [*range(decodes), *(ends[ending + forking] - 1)]
-        # Among the S sequences.
-        starting = [*ending, *range(len(chunks), len(chunks) + len(forking))]
+        places = sampled_places(decodes, chunks)
         # A forward pass carries at least one token to its end.
-        sizes = [max(1, len(last_tokens)), len(starting)]
-        indices, starting_d = self._upload(
-            np.array((last_tokens or [0]) + starting, dtype=np.int64)
-        ).split(sizes)
+        wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
+        indices, starting = self._upload_all(np.int64, wanted, places.sequences)
         some_scored = any([chunk.scored is not None for chunk in chunks])
         metadata = AttentionMetadata(
             *(slot_mapping, decodes, context_lens, block_tables),
@@ -273,11 +264,11 @@ class ModelRunner:
             self._prompt_logprobs = self._score(hidden[decodes:], chunks)
             hidden = hidden[indices]
         self._copy_to_forks(chunks)
-        slots = torch.cat((slots, prefill.batch_slots[starting_d]))
-        positions = prefill.context_lens[starting_d]
+        slots = torch.cat((slots, prefill.batch_slots[starting]))
+        positions = prefill.context_lens[starting]
         if context_lens is not None:
             positions = torch.cat((context_lens, positions))
-        return self._sample(hidden[: len(last_tokens)], slots, positions)
+        return self._sample(hidden[: len(places.tokens)], slots, positions)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
         """Bring the chunks' tokens to the device, and set the state of their batch slots and of
@@ -285,39 +276,29 @@ class ModelRunner:
         """
         sequences: list[PrefillChunk | Fork] = [*chunks]
         sequences += [fork for chunk in chunks for fork in chunk.forks]
-        token_ids, starts_q = pack([chunk.token_ids for chunk in chunks])
-        blocks, starts = pack([seq.block_table for seq in sequences])
-        tables = np.zeros((len(sequences), self.max_blocks), dtype=np.int64)
-        tables[np.arange(self.max_blocks) < np.diff(starts)[:, None]] = blocks
-        ends = np.array([seq.end for seq in sequences])
-        starts_k = np.concatenate(([0], np.cumsum(ends[: len(chunks)])))
-
-        # Of each token: its chunk, and where it stands.
-        chunk_of = np.repeat(np.arange(len(chunks)), np.diff(starts_q))
-        positions = np.arange(len(token_ids)) + (ends[: len(chunks)] - starts_q[1:])[chunk_of]
-        block, offset = np.divmod(positions, self.block_size)
-        kv_slots = tables[chunk_of, block] * self.block_size + offset
-        kv_slots[positions < np.array([chunk.write_from for chunk in chunks])[chunk_of]] = -1
-
-        # Few uploads: each takes the host some microseconds.
+        packed = pack_chunks(chunks, sequences, self.block_size, self.max_blocks)
         temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
-        tables_d, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
-            np.int32, tables.ravel(), starts_q, starts_k, ends, temperatures.view(np.int32)
+        # Few uploads: each takes the host some microseconds.
+        tables, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
+            np.int32,
+            packed.block_tables.ravel(),  # first, so that its place is aligned
+            *(packed.cu_seqlens_q, packed.cu_seqlens_k, packed.context_lens),
+            temperatures.view(np.int32),
         )
-        token_ids_d, positions_d, slot_mapping, slots, seeds = self._upload_all(
+        token_ids, positions, slot_mapping, slots, seeds = self._upload_all(
             np.int64,
-            *(token_ids, positions, kv_slots),
+            *(packed.token_ids, packed.positions, packed.slot_mapping),
             np.array([seq.batch_slot for seq in sequences]),
             np.array([seq.seed for seq in sequences]),
         )
-        tables_d = tables_d.view(tables.shape)
-        self.state.start(slots, context_lens, tables_d, temperatures_d.view(torch.float32), seeds)
+        tables = tables.view(packed.block_tables.shape)
+        self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
         self._start_resampling(sequences)
 
-        cached = tables_d[: len(chunks)] if any(chunk.start for chunk in chunks) else None
-        longest = int(np.diff(starts_q).max()), int(ends.max())
+        cached = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
+        longest = int(np.diff(packed.cu_seqlens_q).max()), int(packed.context_lens.max())
         metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, *longest, cached)
-        return PrefillInputs(token_ids_d, positions_d, slot_mapping, slots, context_lens, metadata)
+        return PrefillInputs(token_ids, positions, slot_mapping, slots, context_lens, metadata)
 
     def _upload_all(self, dtype: type, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         sizes = [len(array) for array in arrays]
@@ -400,44 +381,3 @@ class ModelRunner:
         self.synchronize()
         self.attention_layers.clear()
         del self.model, self.kv_cache
-
-
-def pack(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows one after the other, and where each starts; the last start is the end of all."""
-    starts = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
-    return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=starts[-1]), starts
-
-
-def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations.
-
-    "auto" is float32 on a CPU, the checkpoint's elsewhere. Raises ValueError if that is none.
-    """
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cpu":
-        return torch.float32
-    given = (
-        getattr(hf_config, "dtype", None)
-        or getattr(hf_config, "torch_dtype", None)
-        or torch.bfloat16
-    )
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(
-            f"config.json: dtype is {given!r}: it must be one such as 'bfloat16'; or give the "
-            "option dtype"
-        )
-    return dtype
-
-
-@contextmanager
-def tensors_default_to(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
-    """Make these the defaults for new tensors inside the block."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(previous)

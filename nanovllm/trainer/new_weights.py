@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import shown
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import ModelRunner, tensors_default_to
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.models import build_model
 from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import (
