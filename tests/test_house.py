@@ -73,8 +73,14 @@ OPEN_TO_ROOMS = {*CORE} - {"constraint_checks", "log", "inputs", "outputs", "sco
 BESIDES = {"compose", "__init__", "__main__"}
 
 WITHOUT_TORCH = [
-    *(f"engine/{name}.py" for name in ("sequence", "batch", "packing", "scheduler", "block_manager")),
-    *("engine/policy.py", "sampling_params.py", "structured_outputs.py", "config.py"),
+    *(f"engine/{name}.py" for name in ("sequence", "batch", "packing", "scheduler")),
+    *(
+        "engine/block_manager.py",
+        "engine/policy.py",
+        "sampling_params.py",
+        "structured_outputs.py",
+        "config.py",
+    ),
     *(name for name in FILES if name.startswith("policies/")),
 ]
 OWNERS = {
