@@ -458,9 +458,10 @@ def test_the_token_that_is_dropped_leaves_no_text(llm):
 
 
 def test_the_lowest_of_equally_likely_tokens_is_the_likeliest():
-    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
-    (record,) = prompt_logprobs.make_records(logits, torch.tensor([2]), most=1).tolist()
-    assert [token for token, _ in record] == [2, 1]
+    logits = torch.randint(0, 3, (50, 500), generator=torch.Generator().manual_seed(0)).float()
+    records = prompt_logprobs.make_records(logits, torch.full((50,), 4), most=1)
+    assert (records[:, 0, 0] == 4).all()
+    assert records[:, 1, 0].tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def test_a_chat_is_scored_as_its_template_writes_it(llm):
