@@ -19,6 +19,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
 from nanovllm.compat.names import FOREIGN
 from nanovllm.config import Config
+from nanovllm.jobs.formats import Request
+from nanovllm.jobs.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 CHAT = [{"role": "user", "content": "in the end"}]
@@ -261,6 +263,17 @@ def test_a_pickled_output_takes_along_no_tokenizer_and_no_other_tokens(llm):
     rows = [row for one in rich["completions"] for row in one["logprobs"]]
     assert vars(poor)["_texts"] == {}
     assert vars(rich)["_texts"].keys() == {token for row in rows for token in row}
+
+
+def test_a_jobs_outputs_are_plain_dicts(llm):
+    """They may go to another process, where nobody reads attributes."""
+    worker = Worker(llm)
+    assert worker.add([Request(1, [7, 8], RICH)]) == []
+    ended = []
+    while not ended:
+        ended = worker.step()
+    ((_, output),) = ended
+    assert type(output) is dict and len(output["completions"]) == 3
 
 
 def test_an_attribute_cannot_be_set_in_vain(llm):
