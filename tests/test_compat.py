@@ -465,6 +465,9 @@ OWNERS = {
 def test_what_the_table_says_is_here_is_here_and_the_rest_is_refused(row):
     here, refused = ROWS[row]
     assert here and set(here) <= OWN_NAMES[OWNERS[row]]
+    if options := {"LLM": Config, "SamplingParams": SamplingParams}.get(OWNERS[row]):
+        defaults = {field.name: field.default for field in fields(options)} | {"model": "a folder"}
+        assert options(**{name: defaults[name] for name in here})
     assert refused and set(refused) <= FOREIGN[OWNERS[row]].keys()
 
 
