@@ -19,6 +19,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
 from nanovllm.compat.names import FOREIGN
 from nanovllm.config import Config
+from nanovllm.jobs.formats import Request
+from nanovllm.jobs.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 CHAT = [{"role": "user", "content": "in the end"}]
@@ -263,6 +265,17 @@ def test_a_pickled_output_takes_along_no_tokenizer_and_no_other_tokens(llm):
     assert vars(rich)["_texts"].keys() == {token for row in rows for token in row}
 
 
+def test_a_jobs_outputs_are_plain_dicts(llm):
+    """They may go to another process, where nobody reads attributes."""
+    worker = Worker(llm)
+    assert worker.add([Request(1, [7, 8], RICH)]) == []
+    ended = []
+    while not ended:
+        ended = worker.step()
+    ((_, output),) = ended
+    assert type(output) is dict and len(output["completions"]) == 3
+
+
 def test_an_attribute_cannot_be_set_in_vain(llm):
     (output,) = llm.generate(["the"], GREEDY, use_tqdm=False)
     with pytest.raises(AttributeError):
@@ -452,6 +465,9 @@ OWNERS = {
 def test_what_the_table_says_is_here_is_here_and_the_rest_is_refused(row):
     here, refused = ROWS[row]
     assert here and set(here) <= OWN_NAMES[OWNERS[row]]
+    if options := {"LLM": Config, "SamplingParams": SamplingParams}.get(OWNERS[row]):
+        defaults = {field.name: field.default for field in fields(options)} | {"model": "a folder"}
+        assert options(**{name: defaults[name] for name in here})
     assert refused and set(refused) <= FOREIGN[OWNERS[row]].keys()
 
 

@@ -61,7 +61,7 @@ class Worker:
             outputs = self._llm.step()
         except InvalidLogitsError as error:
             return self._go_on_without(error.request_ids)
-        for output in outputs:
+        for output in map(dict, outputs):  # what else outputs carry would travel with them
             request = self._requests.pop(output["id"])
             self.num_prompt_tokens -= len(output["prompt_token_ids"])
             if request.wants_token_texts and request.params.logprobs is not None:
