@@ -2,6 +2,7 @@
 weights, and what is refused changes nothing.
 """
 
+import gc
 import os
 import signal
 import weakref
@@ -25,7 +26,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from nanovllm import LLM
 from nanovllm.session import AsleepError
-from nanovllm.trainer import new_weights
+from nanovllm.trainer import memory, new_weights
 
 SOME = [PROMPTS[2], PROMPTS[5], PROMPTS[8]]
 NORM = "model.norm.weight"
@@ -177,7 +178,7 @@ def test_a_generator_may_use_one_tensors_memory_for_all(make_llm, get_checkpoint
     def weights():
         yield "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(3)
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        for name, x in reversed(state(new).items()):  # the head before the embedding
+        for name, x in sorted(state(new).items()):  # the head before the embedding
             yield name, room[: x.numel()].view(x.shape).copy_(x)
 
     llm.update_weights(weights())
@@ -389,6 +390,76 @@ def test_an_llm_that_sleeps_says_so_and_forgets_nothing_else(make_llm, checkpoin
     llm.wake_up()
     assert_some(llm, checkpoint)
     assert steps
+
+
+def test_a_stream_that_begins_as_another_thread_lets_the_llm_sleep_says_so(
+    make_llm, checkpoint, monkeypatch
+):
+    llm = make_llm()
+    lock, sleeps = llm._session.lock, [llm.sleep]
+
+    class Lock:
+        def __enter__(self):
+            if sleeps:
+                sleeps.pop()()
+            lock.acquire()
+
+        def __exit__(self, *error):
+            lock.release()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._session, "lock", Lock())
+        with pytest.raises(AsleepError):
+            next(llm.stream(SOME[0]))
+    llm.wake_up()
+    assert_some(llm, checkpoint)
+
+
+def test_compiled_layers_give_their_memory_back_at_once(make_llm):
+    """Each is in a circle with what torch.compile makes of it."""
+    llm = make_llm(kernels="compile")
+    weights = [weakref.ref(parameter) for parameter in llm.engine.runner.model.parameters()]
+    gc.disable()
+    try:
+        llm.sleep(2)
+        assert not any(ref() is not None for ref in weights)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_llm_wakes_up_with_as_many_blocks_as_it_had(make_llm, checkpoint, monkeypatch, level):
+    """However much memory there is now: who uses the LLM knows how many it has."""
+    llm = make_llm(num_kvcache_blocks=None)
+    shape = llm.engine.runner.kv_cache.shape
+    monkeypatch.setattr(llm.engine.runner, "_count_blocks", lambda: 7)
+    llm.sleep(level)
+    llm.wake_up()
+    assert llm.engine.runner.kv_cache.shape == shape
+    assert llm.engine.scheduler.blocks.num_blocks == llm.num_kvcache_blocks == shape[2]
+    assert_some(llm, checkpoint)
+
+
+def test_an_output_that_nobody_took_is_not_lost(make_llm, checkpoint):
+    llm = make_llm()
+    llm.add_request(PROMPTS[4], greedy(2))
+    llm.generate(PROMPTS[5], greedy(9), use_tqdm=False)
+    assert not llm.engine.has_unfinished() and llm.has_unfinished()
+    with pytest.raises(ValueError, match="sleep was called while requests are unfinished: let"):
+        llm.sleep()
+    (output,) = llm.step()
+    assert output["token_ids"] == checkpoint.expected(PROMPTS[4], 2)
+    llm.sleep()
+
+
+def test_an_llm_that_woke_up_as_an_interrupt_came_takes_no_memory_twice(make_llm, checkpoint):
+    llm = make_llm()
+    llm.sleep()
+    memory.restore(llm.engine.runner)  # and nobody was told
+    cache = llm.engine.runner.kv_cache
+    llm.wake_up()
+    assert llm.engine.runner.kv_cache is cache
+    assert_some(llm, checkpoint)
 
 
 @pytest.mark.parametrize("level", [1, 2])
