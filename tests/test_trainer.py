@@ -2,6 +2,7 @@
 weights, and what is refused changes nothing.
 """
 
+import gc
 import os
 import signal
 import weakref
@@ -25,7 +26,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from nanovllm import LLM
 from nanovllm.session import AsleepError
-from nanovllm.trainer import new_weights
+from nanovllm.trainer import memory, new_weights
 
 SOME = [PROMPTS[2], PROMPTS[5], PROMPTS[8]]
 NORM = "model.norm.weight"
@@ -91,49 +92,48 @@ def test_layers_that_torch_compile_made_take_new_weights_and_are_not_compiled_an
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     llm.update_weights(state(trained).items())
     assert_some(llm, trained)
-    llm.sleep(2)
+    weights = [weakref.ref(parameter) for parameter in llm.engine.runner.model.parameters()]
+    gc.disable()  # a layer is in a circle with what was made of it
+    try:
+        llm.sleep(2)
+        assert not any(ref() is not None for ref in weights)
+    finally:
+        gc.enable()
     llm.wake_up()
     assert_some(llm, checkpoint)
     assert compiled > 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
+@pytest.mark.parametrize("name", ["tied", "experts"])
 def test_several_ranks_take_new_weights_refuse_wrong_ones_and_sleep(
-    make_llm, get_checkpoint, get_trained
+    make_llm, get_checkpoint, get_trained, name
 ):
-    for name in ("tied", "experts"):
-        old, new = get_checkpoint(name), get_trained(name)
-        llm = make_llm(old.folder, tensor_parallel_size=2)
-        assert_some(llm, old)
-        llm.update_weights(state(new).items())
-        assert_some(llm, new)
-        with pytest.raises(ValueError, match=f"weights lacks {NORM}: give all"):
-            llm.update_weights((n, x) for n, x in state(old).items() if n != NORM)
-        assert_some(llm, new)
-        llm.sleep()
-        with pytest.raises(AsleepError):
-            llm.generate(SOME)
-        llm.wake_up()
-        assert_some(llm, new)
-        llm.sleep(2)
-        llm.wake_up()
-        assert_some(llm, old)
-        llm.sleep(2)
-        llm.update_weights(state(new).items())
-        llm.wake_up()
-        assert_some(llm, new)
-
-
-def test_no_rank_takes_a_head_of_which_another_rank_says_that_it_is_not_tied(
-    make_llm, get_checkpoint, get_trained
-):
-    old, new = get_checkpoint("tied"), get_trained("tied")
+    old, new = get_checkpoint(name), get_trained(name)
     llm = make_llm(old.folder, tensor_parallel_size=2)
-    head = state(new)["lm_head.weight"].clone()
-    head[-1] += 1  # in the last rank's shard
-    with pytest.raises(ValueError, match="lm_head.weight that is not model.embed_tokens.weight"):
-        llm.update_weights((state(new) | {"lm_head.weight": head}).items())
     assert_some(llm, old)
+    llm.update_weights(state(new).items())
+    assert_some(llm, new)
+    with pytest.raises(ValueError, match=f"weights lacks {NORM}: give all"):
+        llm.update_weights((n, x) for n, x in state(old).items() if n != NORM)
+    if name == "tied":
+        head = state(old)["lm_head.weight"].clone()
+        head[-1] += 1  # which the last rank alone sees
+        with pytest.raises(ValueError, match="lm_head.weight that is not model.embed_tokens.we"):
+            llm.update_weights((state(old) | {"lm_head.weight": head}).items())
+    assert_some(llm, new)
+    llm.sleep()
+    with pytest.raises(AsleepError):
+        llm.generate(SOME)
+    llm.wake_up()
+    assert_some(llm, new)
+    llm.sleep(2)
+    llm.wake_up()
+    assert_some(llm, old)
+    llm.sleep(2)
+    llm.update_weights(state(new).items())
+    llm.wake_up()
+    assert_some(llm, new)
 
 
 def test_the_prefix_cache_is_empty_after_an_update(make_llm, checkpoint, trained):
@@ -177,7 +177,7 @@ def test_a_generator_may_use_one_tensors_memory_for_all(make_llm, get_checkpoint
     def weights():
         yield "model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(3)
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        for name, x in reversed(state(new).items()):  # the head before the embedding
+        for name, x in sorted(state(new).items()):  # the head before the embedding
             yield name, room[: x.numel()].view(x.shape).copy_(x)
 
     llm.update_weights(weights())
@@ -391,6 +391,64 @@ def test_an_llm_that_sleeps_says_so_and_forgets_nothing_else(make_llm, checkpoin
     assert steps
 
 
+def test_a_stream_that_begins_as_another_thread_lets_the_llm_sleep_says_so(
+    make_llm, checkpoint, monkeypatch
+):
+    llm = make_llm()
+    lock, sleeps = llm._session.lock, [llm.sleep]
+
+    class Lock:
+        def __enter__(self):
+            if sleeps:
+                sleeps.pop()()
+            lock.acquire()
+
+        def __exit__(self, *error):
+            lock.release()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._session, "lock", Lock())
+        with pytest.raises(AsleepError):
+            next(llm.stream(SOME[0]))
+    llm.wake_up()
+    assert_some(llm, checkpoint)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_llm_wakes_up_with_as_many_blocks_as_it_had(make_llm, checkpoint, monkeypatch, level):
+    """However much memory there is now: who uses the LLM knows how many it has."""
+    llm = make_llm(num_kvcache_blocks=None)
+    shape = llm.engine.runner.kv_cache.shape
+    monkeypatch.setattr(llm.engine.runner, "_count_blocks", lambda: 7)
+    llm.sleep(level)
+    llm.wake_up()
+    assert llm.engine.runner.kv_cache.shape == shape
+    assert llm.engine.scheduler.blocks.num_blocks == llm.num_kvcache_blocks == shape[2]
+    assert_some(llm, checkpoint)
+
+
+def test_an_output_that_nobody_took_is_not_lost(make_llm, checkpoint):
+    llm = make_llm()
+    llm.add_request(PROMPTS[4], greedy(2))
+    llm.generate(PROMPTS[5], greedy(9), use_tqdm=False)
+    assert not llm.engine.has_unfinished() and llm.has_unfinished()
+    with pytest.raises(ValueError, match="sleep was called while requests are unfinished: let"):
+        llm.sleep()
+    (output,) = llm.step()
+    assert output["token_ids"] == checkpoint.expected(PROMPTS[4], 2)
+    llm.sleep()
+
+
+def test_an_llm_that_woke_up_as_an_interrupt_came_takes_no_memory_twice(make_llm, checkpoint):
+    llm = make_llm()
+    llm.sleep()
+    memory.restore(llm.engine.runner)  # and nobody was told
+    cache = llm.engine.runner.kv_cache
+    llm.wake_up()
+    assert llm.engine.runner.kv_cache is cache
+    assert_some(llm, checkpoint)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_closed_llm_does_not_wake_up(make_llm, level):
     llm = make_llm()
@@ -495,19 +553,21 @@ def test_graphs_go_on_with_new_weights_and_come_back_after_sleep(
     llm = make_llm(old.folder, **GPU, **options)
     runner = llm.engine.runner
     assert_some(llm, old)
-    graphs, free = runner.graphs, torch.cuda.mem_get_info()[0]
+    graphs = runner.graphs
     places = [parameter.data_ptr() for parameter in runner.model.parameters()]
     llm.update_weights((name, x.cuda()) for name, x in state(new).items())
     assert_some(llm, new)
     assert runner.graphs is graphs
     assert [parameter.data_ptr() for parameter in runner.model.parameters()] == places
     for level, expected in ((1, new), (2, old)):
+        torch.cuda.empty_cache()
         cache, taken = runner.kv_cache.nbytes, torch.cuda.memory_allocated()
+        free, _ = torch.cuda.mem_get_info()
         with torch.inference_mode():
             llm.sleep(level)
         assert not any(parameter.is_cuda for parameter in runner.model.parameters())
         assert torch.cuda.memory_allocated() < taken - cache
-        assert torch.cuda.mem_get_info()[0] > free + cache * 0.9
+        assert torch.cuda.mem_get_info()[0] > free + cache / 2
         llm.wake_up()
         assert (runner.graphs is None) == (graphs is None)
         assert_some(llm, expected)

@@ -148,15 +148,12 @@ class ModelRunner:
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
         """Build the model, let `fill` fill it, and transform it."""
-        self.use_model(self._build_model(self.hf_config))
+        self.model = self._build_model(self.hf_config)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self._fill(fill)
-
-    def use_model(self, model: CausalLM) -> None:
-        self.model = model
         self.attention_layers = [
-            module for module in model.modules() if isinstance(module, SelfAttention)
+            module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
+        self._fill(fill)
 
     def _fill(self, fill: Callable[[nn.Module], None]) -> None:
         fill(self.model)

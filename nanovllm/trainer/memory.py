@@ -1,14 +1,14 @@
 """Give the memory of a device back while an engine has nothing to do, and take it again.
 
-Level 1 keeps the weights in the CPU's memory; on a CPU they stay where they are. Level 2 keeps a
-model without memory in the place of the one that ran.
+Level 1 keeps the weights in the CPU's memory; on a CPU they stay where they are. Level 2 leaves the
+model without any, and `wake_up` builds a new one.
 """
 
-import gc
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanovllm.checks import as_integer, shown
 from nanovllm.engine.llm_engine import LLMEngine
@@ -18,7 +18,6 @@ from nanovllm.trainer.new_weights import (
     copy_weights,
     is_empty,
     kept,
-    plain_model,
     undisturbed,
 )
 
@@ -54,8 +53,7 @@ def release(runner: ModelRunner, level: int) -> None:
 def _release(runner: ModelRunner, level: int) -> None:
     runner.synchronize()
     if level == 2:
-        runner.use_model(plain_model(runner, torch.device("meta")))
-        gc.collect()  # layers that were compiled know themselves
+        forget_weights(runner.model)
     else:
         move_weights(runner, torch.device("cpu"))
     runner.release()
@@ -77,6 +75,13 @@ def restore(runner: ModelRunner) -> None:
         release(runner, level)
         raise
     kept(runner).waiting = None
+
+
+def forget_weights(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            nothing = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            setattr(module, name, nn.Parameter(nothing, requires_grad=False))
 
 
 def move_weights(runner: ModelRunner, device: torch.device) -> None:

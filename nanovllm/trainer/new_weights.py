@@ -193,7 +193,7 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
 
 
 def begin(runner: ModelRunner) -> None:
-    kept(runner).arriving = NewWeights(plain_model(runner, torch.device("cpu")))
+    kept(runner).arriving = NewWeights(plain_model(runner))
 
 
 def add(
@@ -233,11 +233,9 @@ def arriving(runner: ModelRunner) -> NewWeights:
     return new
 
 
-def plain_model(runner: ModelRunner, device: torch.device) -> CausalLM:
-    """The runner's model before anything filled or transformed it; on the meta device, without
-    memory.
-    """
-    with tensors_default_to(runner.dtype, device):
+def plain_model(runner: ModelRunner) -> CausalLM:
+    """The runner's model, on the CPU, as it is before anything fills and transforms it."""
+    with tensors_default_to(runner.dtype, torch.device("cpu")):
         model = build_model(runner.hf_config, runner.group, runner.max_model_len)
     if model.lm_head.tied and not runner.model.lm_head.tied:
         model.lm_head.untie()  # the checkpoint that was loaded has a head of its own
@@ -245,6 +243,7 @@ def plain_model(runner: ModelRunner, device: torch.device) -> CausalLM:
 
 
 def is_empty(model: nn.Module) -> bool:
+    """Whether it is asleep and has no weights."""
     return next(model.parameters()).is_meta
 
 
