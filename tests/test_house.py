@@ -63,7 +63,8 @@ ROOMS = {
     "trainer": set(),
     "compat": set(),
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
-    "integrations": {"jobs"},  # which knows what rows and lines ask for
+    # A job's rows and lines are asked for alike; a model of another tool calls an LLM.
+    "integrations": {"jobs", "llm"},
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel
         "compose",  # each rank's process puts its own runner together
@@ -96,6 +97,7 @@ OWNERS = {
     "llguidance": r"structured/grammars\.py",
     "sqlite3": r"jobs/journal\.py",
     "ray": r"integrations/ray_replicas\.py",
+    "lm_eval": r"integrations/lm_eval\.py",
     "importlib": r"compose\.py|kernels/flash_attention\.py",  # by a name that no rule here sees
 }
 NAMES_OWNERS = {"CUDAGraph": r"gpu/cuda_graph\.py", "distributed": r"distributed/.*"}
