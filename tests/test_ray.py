@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from call_helpers import make_folder, make_llm
@@ -18,6 +19,10 @@ from test_readme import READERS, ROOT, code_blocks
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
+from nanovllm.config import Config
+from nanovllm.integrations.ray_replicas import RayCluster, resources_of
+from nanovllm.jobs.errors import RefusedError
+from nanovllm.jobs.pool import ReplicaLostError
 
 TESTS = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -65,6 +70,48 @@ def test_replicas_that_cannot_be_are_refused(model, tmp_path, capsys, monkeypatc
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the"}])
     assert main([*arguments(source, tmp_path / "out.jsonl", model), *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_each_replica_takes_the_gpus_of_its_ranks_and_no_other_takes_any():
+    there = {"CPU": 8.0, "GPU": 4.0}
+    auto, ranks = Config("m"), Config("m", tensor_parallel_size=2)
+    assert resources_of(auto, 4, there, is_local=True) == {"num_cpus": 1, "num_gpus": 1}
+    assert resources_of(ranks, 2, there, is_local=True) == {"num_cpus": 1, "num_gpus": 2}
+    assert resources_of(Config("m", device="cpu"), 4, there, is_local=True) == {"num_cpus": 2}
+    assert resources_of(auto, 16, {"CPU": 8.0}, is_local=True) == {"num_cpus": 1}
+    assert resources_of(auto, 2, {"CPU": 8.0}, is_local=False) == {"num_cpus": 1}
+    with pytest.raises(RefusedError, match="take 6 GPUs, and there are 4"):
+        resources_of(ranks, 3, there, is_local=True)
+    # A cluster may grow.
+    assert resources_of(ranks, 3, there, is_local=False) == {"num_cpus": 1, "num_gpus": 2}
+
+
+def test_what_an_actor_refuses_ends_the_job_and_what_it_dies_of_does_not():
+    """Ray wraps what an actor raised, and tells the death of one by errors of its own."""
+
+    class RayError(Exception):
+        cause: Exception
+
+    class RayTaskError(RayError):
+        pass
+
+    def get(error):
+        raise error
+
+    errors = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+    ray = SimpleNamespace(
+        exceptions=errors, get=get, remote=lambda _: SimpleNamespace(options=dict)
+    )
+    cluster = RayCluster(ray, Config("m"), {})
+    wrapped = RayTaskError("a page of traceback")
+    wrapped.cause = RefusedError("no such option")
+    with pytest.raises(RefusedError, match="^no such option$"):
+        cluster.result(wrapped)
+    wrapped.cause = RuntimeError("out of memory")
+    with pytest.raises(ReplicaLostError, match="^RuntimeError: out of memory$"):
+        cluster.result(wrapped)
+    with pytest.raises(ReplicaLostError, match="^The actor died$"):
+        cluster.result(RayError("The actor died.\n\tclass_name: Actor"))
 
 
 # A job.

@@ -6,6 +6,7 @@ then, and by whom, `jobs/pool.py` decides.
 
 import logging
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Hashable, Iterator
@@ -129,9 +130,13 @@ def absolute(model: str) -> str:
 def connect(num_replicas: int, address: str | None) -> Any:
     """Ray, connected to the cluster, or to one on this machine that is begun for this process."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 take minutes, if nobody answers
     if address is None:
         # Also on Linux, to keep it to the loopback interface. Ray reads this when it is imported.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Who connects must know a token. Ray's own would lie in a file that others may read.
+        if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         options: dict[str, Any] = dict(address="local", include_dashboard=False)
         options["num_cpus"] = max(num_replicas, os.cpu_count() or 1)
         options["object_store_memory"] = OBJECT_STORE
