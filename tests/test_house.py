@@ -30,8 +30,9 @@ SOURCES = {
 # The core: what each part may import besides itself, from the bottom to the top.
 CORE = {
     "checks": set(),
+    "structured_outputs": {"checks"},
     "constraint_checks": {"checks"},
-    "sampling_params": {"checks", "constraint_checks"},
+    "sampling_params": {"checks", "constraint_checks", "structured_outputs"},
     "config": {"checks"},
     "weights": set(),
     "layers": {"sampling_params", "weights"},
@@ -51,6 +52,7 @@ ROOMS = {
     "policies": set(),
     "text": set(),
     "sampling": set(),
+    "structured": set(),
     "trace": set(),
     "cpu": set(),
     "kernels": set(),
@@ -67,7 +69,7 @@ BESIDES = {"compose", "__init__", "__main__"}
 
 WITHOUT_TORCH = [
     *(f"engine/{name}.py" for name in ("sequence", "batch", "scheduler", "block_manager")),
-    *("engine/policy.py", "sampling_params.py", "config.py"),
+    *("engine/policy.py", "sampling_params.py", "structured_outputs.py", "config.py"),
     *(name for name in FILES if name.startswith("policies/")),
 ]
 OWNERS = {
@@ -80,6 +82,7 @@ OWNERS = {
     "transformers": r"weights/.*|text/.*|llm\.py",
     "tqdm": r"outputs\.py|jobs/loop\.py",
     "pyarrow": r"jobs/parquet\.py",
+    "llguidance": r"structured/grammars\.py",
     "sqlite3": r"jobs/journal\.py",
     "importlib": r"compose\.py|kernels/flash_attention\.py",  # by a name that no rule here sees
 }

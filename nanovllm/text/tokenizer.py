@@ -128,6 +128,10 @@ class Tokenizer:
         """What decodes without transformers' help, if the folder's tokenizer has it."""
         return self._plain or getattr(self.transformers, "backend_tokenizer", None)
 
+    def to_json(self) -> str | None:
+        """All that tokenizer.json says, as text; None if there is no such form of the tokenizer."""
+        return None if self._backend is None else self._backend.to_str()
+
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         if self._backend is None:

@@ -1,0 +1,1 @@
+"""Outputs of a given form: JSON by a schema, what an expression matches, a choice, a grammar."""

@@ -1,0 +1,170 @@
+"""Which tokens may come next, if an output must have a given form. Owns llguidance, an extra.
+
+Knows texts, tokens and bit masks. Knows nothing of steps, blocks and tensors.
+
+llguidance (https://github.com/guidance-ai/llguidance) parses the output so far by Earley's
+algorithm, and walks a trie of the vocabulary along what its lexer allows. It compiles in about a
+millisecond, since it works out masks as they are asked for.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from nanovllm.structured_outputs import StructuredOutputsParams
+
+MOST_KEPT = 256  # compiled grammars
+INSTALL = 'pip install -e ".[structured]"'
+# What an error says beside llguidance's message, if that has these words.
+REMEDIES = {
+    "Unimplemented keys": 'leave them out, or put "x-guidance": {"lenient": true} into the schema, '
+    "which leaves them unheeded",
+    "Unknown format": 'leave it out, or put "x-guidance": {"lenient": true} into the schema',
+    "coerce_one_of": 'put "x-guidance": {"coerce_one_of": true} into the schema, which takes them '
+    "for anyOf",
+    "NoExtension": "no text has this form: change it",
+}
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer, such as text.tokenizer's."""
+
+    def to_json(self) -> str | None:
+        """The tokenizer as tokenizer.json holds it; None if there is no such form."""
+
+
+class Grammars:
+    """Compiles what requests ask for, once for all that ask for the same.
+
+    `vocab_size`: the model's, which may exceed the tokenizer's. `stop_ids`: tokens that end an
+    output. Nothing is loaded before the first request asks.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_ids = stop_ids
+        self.compile = lru_cache(MOST_KEPT)(self._compile)
+
+    def matcher(self, params: StructuredOutputsParams) -> "Matcher":
+        """What holds one completion to its form."""
+        return Matcher(self.compile(params))
+
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        """llguidance's matcher of nothing so far, to be copied.
+
+        Raises ValueError if the form cannot be held to, or nothing has it.
+        """
+        llguidance, tokens = self._llguidance, self._tokens
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        try:
+            grammar = to_grammar(llguidance.LLMatcher, params)
+            matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
+        except Exception as error:  # its reader of GBNF has errors of its own
+            raise ValueError(refusal(params, str(error))) from error
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            first.compute_bitmask()  # what nothing satisfies is found here
+            if not first.is_error():
+                return matcher
+            matcher = first
+        raise ValueError(refusal(params, matcher.get_error()))
+
+    @cached_property
+    def _llguidance(self) -> Any:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ValueError(
+                f"structured_outputs needs the package llguidance, which cannot be imported "
+                f"({error}): {INSTALL}"
+            ) from error
+        return llguidance
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """llguidance's form of the vocabulary: the bytes of each token."""
+        text = self._tokenizer.to_json() if self._tokenizer is not None else None
+        if text is None:
+            raise ValueError(
+                "structured_outputs needs to know the text of each token, but the model's folder "
+                "has no tokenizer.json: add it"
+            )
+        if not self._stop_ids:
+            raise ValueError(
+                "structured_outputs needs a token that ends an output, and the model's folder "
+                "names none: give eos_token_id in its generation_config.json"
+            )
+        try:
+            return self._llguidance.LLTokenizer(
+                text, n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids)
+            )
+        except ValueError as error:
+            raise ValueError(
+                "structured_outputs needs to know the bytes of each token, which llguidance does "
+                f"not find in this model's tokenizer.json: use another model ({error})"
+            ) from error
+
+
+class Matcher:
+    """Reads the tokens of one completion, and says which may come next."""
+
+    def __init__(self, start: Any) -> None:
+        """`start`: llguidance's matcher of nothing so far."""
+        self._matcher = start.deep_copy()
+        self._num_read = 0
+
+    def fill(self, output: Sequence[int], mask: np.ndarray) -> None:
+        """Say what may follow `output`, the tokens so far, of which the last call knew the first.
+
+        `mask` [ceil(V / 32)] int32, contiguous: gets bit i of word w set if token 32 * w + i may.
+        Where the output may end, these are the model's stop ids; where it must, no others.
+        """
+        new = output[self._num_read :]
+        self._num_read += len(new)
+        matcher = self._matcher
+        if new:
+            matcher.consume_tokens(new)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow what was read: the output has its form."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+
+def to_grammar(compiler: Any, params: StructuredOutputsParams) -> str:
+    """llguidance's form of what is asked for. `compiler`: its class LLMatcher."""
+    if params.json is not None or params.json_object:
+        options: dict[str, Any] = {}
+        if params.disable_any_whitespace:
+            options["whitespace_flexible"] = False
+        if params.whitespace_pattern is not None:
+            options["whitespace_pattern"] = params.whitespace_pattern
+        schema = params.json if params.json is not None else '{"type": "object"}'
+        return compiler.grammar_from_json_schema(schema, overrides=options)
+    if params.regex is not None:
+        return compiler.grammar_from_regex(params.regex)
+    if params.choice is not None:
+        # One lexeme, so that one choice may begin with another.
+        choices = " | ".join([json.dumps(choice, ensure_ascii=False) for choice in params.choice])
+        return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    assert params.grammar is not None, "one of the kinds is given"
+    return compiler.grammar_from_lark(any_to_lark(params.grammar))
+
+
+def refusal(params: StructuredOutputsParams, problem: str) -> str:
+    """What a user is told of what cannot be compiled."""
+    problem = " ".join(problem.split("\n<non-verbose/>")[0].split())[:500]
+    remedies = [remedy for words, remedy in REMEDIES.items() if words in problem]
+    return (
+        f"structured_outputs.{params.kind} cannot be compiled ({problem}): "
+        f"{remedies[0] if remedies else 'change it'}"
+    )

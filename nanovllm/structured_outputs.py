@@ -1,0 +1,124 @@
+"""The form that an output must have, as a request asks for it.
+
+Knows names and types. Whether a schema, expression or grammar says something that can be held to,
+the room that compiles them tells.
+"""
+
+import json
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from nanovllm.checks import check_choice, name_the_nearest, shown
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+# vLLM's names that are not done here, and what to do instead.
+REFUSED = {
+    "structural_tag": "write a grammar of the text with its tags",
+    "disable_additional_properties": 'write "additionalProperties": false into the schema',
+}
+
+
+@name_the_nearest("parameter")
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What the whole text of an output must be. Names and meanings are vLLM's. Exactly one of:
+
+    json: JSON that a schema describes: a dict, or its text. Properties come in the schema's order.
+    regex: what the regular expression matches as a whole; without look-around, back-references and
+        inner anchors.
+    choice: one of these strings.
+    grammar: what the grammar derives, from `start` in Lark's notation, or from `root` in GBNF's
+        (`root ::= ...`).
+    json_object: True: a JSON object, whatever is in it.
+
+    For json and json_object:
+
+    disable_any_whitespace: none between the parts of the JSON, rather than as much as is sampled.
+    whitespace_pattern: a regular expression of what may stand there.
+
+    A wrong type raises TypeError, a wrong value ValueError.
+    """
+
+    json: str | dict[str, Any] | None = None  # kept as text
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None  # kept as a tuple
+    grammar: str | None = None
+    json_object: bool | None = None
+    _: KW_ONLY
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: None = None
+    disable_additional_properties: bool = False
+
+    @classmethod
+    def of(cls, given: Any) -> "StructuredOutputsParams":
+        """What `given` is or, as a dict, says."""
+        if isinstance(given, cls):
+            return given
+        if not isinstance(given, dict):
+            raise TypeError(
+                f"structured_outputs is {shown(given)}: "
+                "use a StructuredOutputsParams, or a dict of its parameters"
+            )
+        try:
+            return cls(**{str(name): value for name, value in given.items()})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"structured_outputs: {error}") from None
+
+    def __post_init__(self) -> None:
+        for name, remedy in REFUSED.items():
+            if (value := getattr(self, name)) not in (None, False):
+                raise ValueError(f"{name} is {shown(value)}, which is not supported: {remedy}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} is {shown(value)}: use a string")
+        check_choice(self, "json_object", (True, False, None))
+        check_choice(self, "disable_any_whitespace", (True, False))
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given) or 'nothing'} is given: use exactly one of "
+                f"{', '.join(KINDS)}"
+            )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise ValueError(
+                f"whitespace_pattern is {shown(self.whitespace_pattern)}, "
+                "but disable_any_whitespace is True: use one of them"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Which of the five is given."""
+        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+
+
+def _schema_text(given: Any) -> str:
+    """A schema as JSON."""
+    if not isinstance(given, (str, dict)):
+        raise TypeError(
+            f"json is {shown(given)}: use a JSON schema as a dict or as text, such as what "
+            "pydantic's model_json_schema() returns"
+        )
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"json is {shown(given)}, which is not JSON ({error}): use a JSON schema"
+        ) from error
+    if not isinstance(schema, dict):
+        raise ValueError(f"json is {shown(given)}: use a schema that is an object")
+    return text
+
+
+def _choices(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
+        raise TypeError(f"choice is {shown(given)}: use a list of strings")
+    if not given:
+        raise ValueError("choice is empty: give at least one string")
+    return tuple(given)

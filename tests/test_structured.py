@@ -1,0 +1,225 @@
+"""Outputs of a given form: JSON by a schema, what a regular expression matches, a choice, a
+grammar.
+"""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason='pip install -e ".[structured]"')
+
+from nanovllm import TINY_MODEL
+from nanovllm.structured import grammars
+from nanovllm.structured.grammars import Grammars, Matcher
+from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.text import load_tokenizer
+
+TOKENIZER = load_tokenizer(TINY_MODEL)
+EOS, LAST = 0, 4095  # of the tiny model's vocabulary
+PADDED = 4099  # entries, if a model has more than its tokenizer
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "name": {"type": "string", "maxLength": 9}},
+    "required": ["x", "name"],
+    "additionalProperties": False,
+}
+
+
+def make_grammars(**options) -> Grammars:
+    return Grammars(
+        **dict(tokenizer=TOKENIZER, vocab_size=PADDED, stop_ids=frozenset({EOS})) | options
+    )
+
+
+def as_params(**given) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**given)
+
+
+def allowed(matcher: Matcher, output: list[int]) -> list[int]:
+    mask = np.full(-(-PADDED // 32), -1, dtype=np.int32)
+    matcher.fill(output, mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def text_of(output: list[int]) -> str:
+    return TOKENIZER.decode([output])[0]
+
+
+REGEXES = [
+    r"ab*",
+    r"(foo|bar)+x?",
+    r"[^a-z]{0,3}é",
+    r"\d{2}:\d{2}",
+    r".{0,2}end",
+    r"(a|ab)(c|bcd)?",
+]
+
+
+@pytest.mark.parametrize("regex", REGEXES)
+def test_an_output_may_end_exactly_where_the_expression_matches(regex):
+    """At every place of random walks: by Python's own matcher."""
+    compiled, rng = make_grammars(), random.Random(regex)
+    ends = 0
+    for _ in range(12):
+        matcher, output = compiled.matcher(as_params(regex=regex)), list[int]()
+        while len(output) < 12:
+            tokens = allowed(matcher, output)
+            whole = text_of(output)
+            if "\ufffd" not in whole:  # no character is cut
+                assert (EOS in tokens) == bool(re.fullmatch(regex, whole)), whole
+                ends += EOS in tokens
+            if tokens == [EOS]:
+                break
+            output.append(rng.choice([token for token in tokens if token != EOS]))
+    assert ends
+
+
+def test_no_token_without_text_is_allowed_inside_a_string():
+    matcher = make_grammars().matcher(as_params(json={"type": "string"}))
+    tokens = allowed(matcher, TOKENIZER.encode("text", ['"some'])[0])
+    assert len(tokens) > 3000  # tokens
+    assert EOS not in tokens and max(tokens) <= LAST
+
+
+def test_where_an_output_must_end_all_stop_ids_are_allowed_and_nothing_else():
+    stop_ids = frozenset({EOS, 300, 7})
+    matcher = make_grammars(stop_ids=stop_ids).matcher(as_params(choice=["yes"]))
+    assert stop_ids.isdisjoint(allowed(matcher, [])) and not matcher.is_complete
+    assert set(allowed(matcher, TOKENIZER.encode("text", ["yes"])[0])) == stop_ids
+    assert matcher.is_complete
+
+
+def test_a_matcher_reads_what_is_new_however_much_it_is():
+    text = '{"x": 12, "name": "ab"}'
+    (output,) = TOKENIZER.encode("text", [text])
+    compiled, rng = make_grammars(), random.Random(0)
+    one_by_one = compiled.matcher(as_params(json=POINT))
+    expected = [allowed(one_by_one, output[:i]) for i in range(len(output) + 1)]
+    for _ in range(5):
+        matcher = compiled.matcher(as_params(json=POINT))
+        for i in sorted(rng.sample(range(len(output)), 4)):
+            assert allowed(matcher, output[:i]) == expected[i]
+            assert allowed(matcher, output[:i]) == expected[i]  # as if it were asked twice
+        assert allowed(matcher, output) == expected[-1] and matcher.is_complete
+
+
+def test_a_grammar_is_compiled_once_for_all_who_ask_for_the_same(monkeypatch):
+    monkeypatch.setattr(grammars, "MOST_KEPT", 3)
+    compiled = make_grammars()
+    matchers = [compiled.matcher(as_params(json=given)) for given in (POINT, json.dumps(POINT))]
+    assert compiled.compile.cache_info().misses == 1
+    # Each has a state of its own.
+    assert allowed(matchers[0], TOKENIZER.encode("text", ["{"])[0]) != allowed(matchers[1], [])
+    for i in range(9):
+        compiled.matcher(as_params(regex=f"a{{{i}}}"))
+    assert compiled.compile.cache_info().currsize == 3
+
+
+GRAMMARS = {
+    "lark": 'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]{1,3}/',
+    "gbnf": 'root ::= sum\nsum ::= [0-9]+ | "(" sum "+" sum ")"',
+}
+
+
+@pytest.mark.parametrize("notation", GRAMMARS)
+@pytest.mark.parametrize(
+    "text, fits", [("(1+(22+3))", True), ("7", True), ("(1+2", False), ("1+2", False)]
+)
+def test_a_grammar_may_be_written_for_lark_or_as_gbnf(notation, text, fits):
+    matcher = make_grammars().matcher(as_params(grammar=GRAMMARS[notation]))
+    output: list[int] = []
+    for token in TOKENIZER.encode("text", [text])[0]:
+        if token not in allowed(matcher, output):
+            assert not fits
+            return
+        output.append(token)
+    assert (EOS in allowed(matcher, output)) == fits
+
+
+@pytest.mark.parametrize(
+    "options, accepted, refused",
+    [
+        ({}, ['{"x":1,"name":""}', '{ "x" :\n1, "name": ""}'], []),
+        (dict(disable_any_whitespace=True), ['{"x":1,"name":""}'], ['{"x": 1,"name":""}']),
+        (dict(whitespace_pattern=" ?"), ['{"x": 1, "name":""}'], ['{"x":  1,"name":""}']),
+    ],
+)
+def test_whitespace_is_what_the_options_say(options, accepted, refused):
+    for text in accepted + refused:
+        matcher = make_grammars().matcher(as_params(json=POINT, **options))
+        output: list[int] = []
+        for token in TOKENIZER.encode("text", [text])[0]:
+            if token not in allowed(matcher, output):
+                break
+            output.append(token)
+        assert (text_of(output) == text and EOS in allowed(matcher, output)) == (text in accepted)
+
+
+WRONG = {
+    "nothing": ({}, ValueError, "nothing is given: use exactly one of json, regex"),
+    "two": (dict(regex="a", choice=["b"]), ValueError, "regex and choice is given: use exactly"),
+    "unknown": (dict(jsn={}), TypeError, "no parameter 'jsn': did you mean json"),
+    "structural_tag": (dict(structural_tag={}), ValueError, "structural_tag is {}, which is not"),
+    "no-more-properties": (
+        dict(json=POINT, disable_additional_properties=True),
+        ValueError,
+        'not supported: write "additionalProperties": false',
+    ),
+    "json-type": (dict(json=[1]), TypeError, r"json is \[1\]: use a JSON schema as a dict or"),
+    "json-text": (dict(json='{"a'), ValueError, "json is '{\"a', which is not JSON"),
+    "json-nan": (dict(json={"minimum": float("nan")}), ValueError, "which is not JSON"),
+    "json-number": (dict(json="5"), ValueError, "json is '5': use a schema that is an object"),
+    "regex-type": (dict(regex=7), TypeError, "regex is 7: use a string"),
+    "choice-type": (dict(choice="ab"), TypeError, "choice is 'ab': use a list of strings"),
+    "choice-of-numbers": (dict(choice=[1]), TypeError, r"choice is \[1\]: use a list of strings"),
+    "choice-empty": (dict(choice=[]), ValueError, "choice is empty: give at least one"),
+    "grammar-type": (dict(grammar=[]), TypeError, r"grammar is \[\]: use a string"),
+    "json-object": (dict(json_object=1), TypeError, "json_object is 1: use True or False"),
+    "whitespace": (
+        dict(json=POINT, whitespace_pattern=" ", disable_any_whitespace=True),
+        ValueError,
+        "whitespace_pattern is ' ', but disable_any_whitespace is True: use one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_parameters_are_refused(name):
+    given, error, message = WRONG[name]
+    with pytest.raises(error, match=f"^structured_outputs: .*{message}"):
+        StructuredOutputsParams.of(given)
+
+
+# What reads well and cannot be held to, with what the error says of it.
+CANNOT = {
+    "unique": (dict(json={"type": "array", "uniqueItems": True}), "json .*uniqueItems.*x-guidance"),
+    "one-of": (dict(json={"oneOf": [{"minimum": 1}, {"type": "integer"}]}), "json .*coerce_one_of"),
+    "format": (dict(json={"type": "string", "format": "isbn"}), "json .*Unknown format: isbn"),
+    "type": (dict(json={"type": "strin"}), "json .*Invalid type: strin"),
+    "elsewhere": (dict(json={"$ref": "https://example.org/a.json"}), "json .*not present"),
+    "itself": (dict(json={"$ref": "#"}), "json .*no text has this form: change it"),
+    "nothing-fits": (
+        dict(json={"type": "integer", "minimum": 2, "maximum": 1}),
+        "json .*Unsatisfiable",
+    ),
+    "pattern": (dict(json={"type": "string", "pattern": "("}), "json .*unclosed group"),
+    "regex": (dict(regex="a(b"), "regex .*unclosed group.*: change it"),
+    "look-ahead": (dict(regex="(?=a)b"), "regex .*look-around"),
+    "half-a-character": (dict(regex="\ud800"), "regex .*surrogates"),
+    "lark": (dict(grammar="start: other"), "grammar .*unknown name"),
+    "gbnf": (dict(grammar="root ::= ("), r"grammar .*Expected '\)'"),
+    "choice": (dict(choice=["\udc00"]), "choice .*surrogates"),
+    "whitespace": (dict(json_object=True, whitespace_pattern="("), "json_object .*unclosed group"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_cannot_be_compiled_is_refused_with_the_reason(name):
+    given, message = CANNOT[name]
+    params = StructuredOutputsParams.of(given)
+    with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}") as raised:
+        make_grammars().compile(params)
+    assert len(str(raised.value)) < 700
