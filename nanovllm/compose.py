@@ -46,17 +46,27 @@ def build_engine(config: Config) -> tuple[LLMEngine, Any]:
         engine = engine_class(config, hf_config, folder, make_runner, policy)
     try:
         engine.stop_ids = load_eos_ids(folder)
-        if constraints := room("sampling.constraints"):
-            engine.constraints = constraints.Constraints(engine.vocab_size)
         tokenizer = loading.result() if loading else None
         if tokenizer is not None:
             engine.make_detokenizer = lambda: text.Detokenizer(tokenizer)
             if tokenizer.eos_token_id is not None:
                 engine.stop_ids |= {tokenizer.eos_token_id}
+        engine.constraints = make_constraints(engine, tokenizer)
     except BaseException:
         engine.close()
         raise
     return engine, tokenizer
+
+
+def make_constraints(engine: LLMEngine, tokenizer: Any) -> Any:
+    """What says which tokens may come next, where a request's tokens decide it."""
+    constraints, structured = room("sampling.constraints"), room("structured.grammars")
+    if constraints is None:
+        return None
+    make_matcher = None
+    if structured is not None:
+        make_matcher = structured.Grammars(tokenizer, engine.vocab_size, engine.stop_ids).matcher
+    return constraints.Constraints(engine.vocab_size, make_matcher)
 
 
 def choose_policy(given: Any) -> SchedulingPolicy:

@@ -27,6 +27,7 @@ class Inputs:
         self.num_blocks = engine.runner.info.num_blocks
         self.cache_tokens = engine.cache_tokens
         self.window = engine.window
+        self.constraints = engine.constraints
         self.stop_ids = engine.stop_ids
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
@@ -110,7 +111,21 @@ class Inputs:
         if params.edits_logits:
             stop_ids = frozenset() if params.ignore_eos else self.stop_ids
             params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, stop_ids)
+        if params.structured_outputs is not None:
+            self._check_form(name, params)
         return params
+
+    def _check_form(self, name: str, params: SamplingParams) -> None:
+        """What the text is to be must be something that it can be held to."""
+        if self.constraints is None:
+            raise ValueError(
+                f"{name}.structured_outputs is given, but nanovllm/sampling is not there: "
+                "leave it out"
+            )
+        try:
+            self.constraints.make(params)
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from error
 
     def _check_params(self, name: str, params: SamplingParams) -> None:
         _token_ids(f"{name}.stop_token_ids", params.stop_token_ids, self.vocab_size)

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.checks import ABOVE_ZERO, Range, check_choice, name_the_nearest, shown, token_ids
 from nanovllm.constraint_checks import keep_constraints
+from nanovllm.structured_outputs import StructuredOutputsParams, keep_form
 
 MAX_LOGPROBS = 20
 NOTHING: tuple[()] = ()
@@ -71,6 +72,9 @@ class SamplingParams:
         may stand for a text.
     logits_processors: functions (token ids of the output so far, logits [V] float32, a tensor) ->
         logits. They run on this process's host, one row after the other: a step waits for them.
+    structured_outputs: what form the text must have, such as JSON by a schema: a
+        StructuredOutputsParams, or a dict of its parameters. The output ends with "stop" where the
+        form is complete; "length" says that it is cut. Stop strings end it as ever.
     include_stop_str_in_output: keep the stop string that ended the output in its text.
     skip_special_tokens: leave special tokens, such as end-of-sequence, out of the text.
     priority: where the LLM's scheduling_policy is "priority", requests with lower numbers go first.
@@ -102,6 +106,7 @@ class SamplingParams:
     logits_processors: list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None = (
         NOTHING  # so too
     )
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = 0
@@ -122,6 +127,8 @@ class SamplingParams:
         given = self.logit_bias, self.bad_words, self.logits_processors
         if self.allowed_token_ids is not None or any([one is not NOTHING for one in given]):
             keep_constraints(self)
+        if self.structured_outputs is not None:
+            keep_form(self)
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -165,7 +172,8 @@ class SamplingParams:
         """Whether temperature and seed alone decide which token is sampled."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
         no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
-        return no_filter and not (self.min_tokens or self.penalizes or self.edits_logits)
+        free = not (self.min_tokens or self.penalizes or self.edits_logits)
+        return no_filter and free and self.structured_outputs is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,18 @@ class StructuredOutputsParams:
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
+def keep_form(params: Any) -> None:
+    """Put a StructuredOutputsParams into the place of what was given to SamplingParams."""
+    form = StructuredOutputsParams.of(params.structured_outputs)
+    object.__setattr__(params, "structured_outputs", form)  # the class is frozen
+    for name in ("ignore_eos", "min_tokens"):
+        if value := getattr(params, name):
+            raise ValueError(
+                f"{name} is {value} beside structured_outputs, which says where an output ends: "
+                "leave one of them out"
+            )
+
+
 def _schema_text(given: Any) -> str:
     """A schema as JSON."""
     if not isinstance(given, (str, dict)):

@@ -87,9 +87,9 @@ def test_no_token_without_text_is_allowed_inside_a_string():
 def test_where_an_output_must_end_all_stop_ids_are_allowed_and_nothing_else():
     stop_ids = frozenset({EOS, 300, 7})
     matcher = make_grammars(stop_ids=stop_ids).matcher(as_params(choice=["yes"]))
-    assert stop_ids.isdisjoint(allowed(matcher, [])) and not matcher.is_complete
-    assert set(allowed(matcher, TOKENIZER.encode("text", ["yes"])[0])) == stop_ids
-    assert matcher.is_complete
+    assert stop_ids.isdisjoint(allowed(matcher, [])) and not matcher.is_complete([])
+    (output,) = TOKENIZER.encode("text", ["yes"])
+    assert matcher.is_complete(output) and set(allowed(matcher, output)) == stop_ids
 
 
 def test_a_matcher_reads_what_is_new_however_much_it_is():
@@ -103,7 +103,7 @@ def test_a_matcher_reads_what_is_new_however_much_it_is():
         for i in sorted(rng.sample(range(len(output)), 4)):
             assert allowed(matcher, output[:i]) == expected[i]
             assert allowed(matcher, output[:i]) == expected[i]  # as if it were asked twice
-        assert allowed(matcher, output) == expected[-1] and matcher.is_complete
+        assert allowed(matcher, output) == expected[-1] and matcher.is_complete(output)
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask_for_the_same(monkeypatch):

@@ -53,12 +53,18 @@ class Constraints(Protocol):
     """
 
     def make(self, params: SamplingParams) -> Any:
-        """What a new sequence keeps as its `constraint`. None: nothing depends on its tokens."""
+        """What a new sequence keeps as its `constraint`. None: nothing depends on its tokens.
+
+        Raises ValueError for what cannot be held to.
+        """
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
         """Of rows of a step, by place, and sequences that have a constraint: what may come next,
         after all of their `token_ids`.
         """
+
+    def completed(self, sampled: list[Sequence]) -> list[Sequence]:
+        """Those of sequences that got a token whose outputs end with it."""
 
 
 Launched = tuple[SampledTokens, bool]  # a step, and whether it brings any first tokens
@@ -229,15 +235,17 @@ class LLMEngine:
             return [], []
         tokens, some_first = launched
         sampled, ended = self.scheduler.commit(*tokens.wait())
+        if self._constrained and self.constraints is not None:
+            self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
-            self._stop_by_text(self.detokenizer.update(sampled), ended)
+            self._stop(self.detokenizer.update(sampled), ended)
         if some_first or ended:
             self._record_commit(sampled if some_first else [], ended)
         self._settle()
         return sampled, ended
 
-    def _stop_by_text(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
-        """A sequence whose text has come to a stop string joins those that `ended`."""
+    def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
+        """Sequences that are complete, or come to a stop string, join those that `ended`."""
         for seq in stopped:
             if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
                 self.scheduler.abort(seq)

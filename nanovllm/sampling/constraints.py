@@ -7,6 +7,7 @@ constraint: a class with the method of LogitsConstraint, and a line in `Constrai
 Shapes: V vocabulary entries, W = ceil(V / 32) words of a bitmask.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling.logits_edits import ALL, num_words
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 
 class LogitsConstraint(Protocol):
@@ -33,6 +35,9 @@ class LogitsConstraint(Protocol):
         it comes, so a `fill` may also write the whole. What bits beyond V hold has no meaning. If
         no bit is left, the call fails with InvalidLogitsError.
         """
+
+    def is_complete(self, token_ids: list[int]) -> bool:
+        """Whether the output ends with `token_ids`, for nothing may follow. Asked before `fill`."""
 
 
 class SequenceConstraint(NamedTuple):
@@ -57,20 +62,47 @@ class BadWords:
             if token_ids[-len(begin) :] == begin:
                 bits[last // 32] &= ~np.uint32(1 << last % 32)
 
+    def is_complete(self, token_ids: list[int]) -> bool:
+        return False
+
 
 class Constraints:
     """Makes the constraints that requests ask for, and asks them step by step."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        make_matcher: Callable[[StructuredOutputsParams], LogitsConstraint] | None = None,
+    ) -> None:
+        """`make_matcher`: what holds an output to its form; None: nothing can."""
         self.vocab_size = vocab_size
+        self._make_matcher = make_matcher
 
     def make(self, params: SamplingParams) -> SequenceConstraint | None:
         masks: list[LogitsConstraint] = []
         if words := [word for word in params.barred_sequences if len(word) > 1]:
             masks.append(BadWords(words))
+        if isinstance(form := params.structured_outputs, StructuredOutputsParams):
+            masks.append(self._matcher(form))
         if not masks and not params.logits_processors:
             return None
         return SequenceConstraint(tuple(masks), tuple(params.logits_processors or ()))
+
+    def _matcher(self, form: StructuredOutputsParams) -> LogitsConstraint:
+        if self._make_matcher is None:
+            raise ValueError(
+                "structured_outputs is given, but nanovllm/structured is not there: leave it out"
+            )
+        return self._make_matcher(form)
+
+    def completed(self, sampled: list[Sequence]) -> list[Sequence]:
+        """Those of the sequences, each with a new token, whose outputs end with it."""
+        return [
+            seq
+            for seq in sampled
+            if seq.constraint is not None
+            and any([part.is_complete(seq.output_ids) for part in seq.constraint.masks])
+        ]
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
         shape = len(rows), num_words(self.vocab_size)

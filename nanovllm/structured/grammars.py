@@ -8,7 +8,6 @@ millisecond, since it works out masks as they are asked for.
 """
 
 import json
-from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -119,23 +118,28 @@ class Matcher:
         self._matcher = start.deep_copy()
         self._num_read = 0
 
-    def fill(self, output: Sequence[int], mask: np.ndarray) -> None:
-        """Say what may follow `output`, the tokens so far, of which the last call knew the first.
+    def fill(self, output: list[int], mask: np.ndarray) -> None:
+        """Say what may follow `output`, the tokens so far: more from call to call, never others.
 
         `mask` [ceil(V / 32)] int32, contiguous: gets bit i of word w set if token 32 * w + i may.
-        Where the output may end, these are the model's stop ids; where it must, no others.
+        Where the output may end, the model's stop ids are among them; where it must, they are all.
+        No bit is set once a grammar turns out to be too complex.
         """
+        self._read(output)
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():  # a limit of llguidance's
+            mask.fill(0)
+
+    def is_complete(self, output: list[int]) -> bool:
+        """Whether nothing may follow `output`, which has its form."""
+        self._read(output)
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def _read(self, output: list[int]) -> None:
         new = output[self._num_read :]
         self._num_read += len(new)
-        matcher = self._matcher
         if new:
-            matcher.consume_tokens(new)
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing can follow what was read: the output has its form."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+            self._matcher.consume_tokens(new)
 
 
 def to_grammar(compiler: Any, params: StructuredOutputsParams) -> str:
