@@ -1,5 +1,6 @@
 """What the lines of a job say, in the library's own format, in OpenAI's, and in Parquet."""
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -192,7 +193,7 @@ BAD_BATCH = {
     "prompt is ['a', 'b']": batch_line(COMPLETIONS, prompt=["a", "b"]),
     "messages is 'hi'": batch_line(CHAT, messages="hi"),
     "stream is True": batch_line(CHAT, messages=TALK, stream=True),
-    "response_format is": batch_line(CHAT, messages=TALK, response_format={"type": "json_object"}),
+    "response_format is": batch_line(CHAT, messages=TALK, response_format={"type": "yaml"}),
     "tools is": batch_line(CHAT, messages=TALK, tools=[{"type": "function"}]),
     "temperature is -1": batch_line(CHAT, messages=TALK, temperature=-1),
     "did you mean temperature": batch_line(CHAT, messages=TALK, temprature=1),
@@ -203,6 +204,28 @@ BAD_BATCH = {
     ),
     "no custom_id": {"prompt": "the"},
 }
+
+
+def test_a_line_of_a_batch_may_ask_for_json(run):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"the": {"const": "in"}}, "required": ["the"]}
+    schema |= {"additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    lines = [
+        batch_line(CHAT, messages=TALK, max_tokens=40, response_format=wanted),
+        batch_line(
+            COMPLETIONS, prompt="the", max_tokens=4, response_format={"type": "json_object"}
+        ),
+        batch_line(COMPLETIONS, prompt="the", response_format={"type": "text"}),
+        batch_line(COMPLETIONS, prompt="the", structured_outputs={"choice": ["the"]}),
+        batch_line(CHAT, messages=TALK, response_format=wanted, structured_outputs={"regex": "a"}),
+    ]
+    *records, refused = run(lines)
+    chat, cut, text, choice = [record["response"]["body"]["choices"][0] for record in records]
+    assert json.loads(chat["message"]["content"]) == {"the": "in"}
+    assert chat["finish_reason"] == choice["finish_reason"] == "stop"
+    assert cut["text"].startswith("{") and text["text"][0] != "{" and choice["text"] == "the"
+    assert "response_format and structured_outputs" in refused["error"]["message"]
 
 
 def test_a_bad_line_of_a_batch_is_an_error_of_that_format(run):

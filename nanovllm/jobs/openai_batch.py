@@ -19,7 +19,6 @@ IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identif
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
-    "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -28,7 +27,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "best_of": (1,),
 }
-OWN = ("max_completion_tokens", "top_logprobs", "chat_template_kwargs")
+OWN = ("max_completion_tokens", "top_logprobs", "response_format", "chat_template_kwargs")
 
 
 class OpenAIFormat:
@@ -123,7 +122,26 @@ def _sampling_fields(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
         if count and not wanted:
             raise ValueError(f"top_logprobs is {shown(count)}: it needs logprobs=true")
         given["logprobs"] = count if wanted else None
+    if form := _form(body.get("response_format", {"type": "text"})):
+        if "structured_outputs" in given:
+            raise ValueError("response_format and structured_outputs are given: use one of them")
+        given["structured_outputs"] = form
     return given
+
+
+def _form(response_format: Any) -> dict[str, Any] | None:
+    """What it asks for as structured_outputs; None: any text."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"json_object": True}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json": schema}
+    raise ValueError(
+        f"response_format is {shown(response_format)}: use {{'type': 'text'}}, "
+        "{'type': 'json_object'}, or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
+    )
 
 
 def _prompt(prompt: Any) -> Any:
