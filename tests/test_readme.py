@@ -234,7 +234,8 @@ def test_ci_runs_every_install_line_of_both():
     pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
     run = re.findall(pattern, script, flags=re.MULTILINE)
     told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + READERS_TEXT)
-    assert told and set(told) <= {*run, 'pip install -e ".[plot]"', 'pip install -e ".[parquet]"'}
+    extras = {f'pip install -e ".[{extra}]"' for extra in ("plot", "parquet", "structured")}
+    assert told and set(told) <= {*run, *extras}
 
 
 # The README for readers and contributors.
