@@ -246,6 +246,15 @@ def test_wrong_parameters_are_refused(name):
         StructuredOutputsParams.of(given)
 
 
+def test_a_schema_may_leave_unheeded_what_cannot_be_held_to():
+    schema = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True}
+    with pytest.raises(ValueError, match="uniqueItems"):
+        make_grammars().compile(as_params(json=schema))
+    lenient = schema | {"x-guidance": {"lenient": True}}
+    matcher = make_grammars().matcher(as_params(json=lenient))
+    assert EOS in allowed(matcher, TOKENIZER.encode("text", ["[1, 1]"])[0])
+
+
 # What reads well and cannot be held to, with what the error says of it.
 CANNOT = {
     "unique": (dict(json={"type": "array", "uniqueItems": True}), "json .*uniqueItems.*x-guidance"),
