@@ -12,8 +12,9 @@ from pathlib import Path
 from nanovllm.llm import LLM
 from nanovllm.log import count_import
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
-__all__ = ["LLM", "TINY_MODEL", "SamplingParams"]
+__all__ = ["LLM", "TINY_MODEL", "SamplingParams", "StructuredOutputsParams"]
 __version__ = "0.1.0"
 
 # A small model of Python code, for trying things out.

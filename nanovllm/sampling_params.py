@@ -129,8 +129,8 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_choice(self, name, (True, False))
         self._check_stops()
-        given = self.logit_bias, self.allowed_token_ids, self.bad_words, self.logits_processors
-        if any([one is not None and one != () for one in given]):
+        given = self.logit_bias, self.bad_words, self.logits_processors
+        if self.allowed_token_ids is not None or any([one != () for one in given]):
             keep_constraints(self)
         if self.structured_outputs is not None:
             keep_form(self)

@@ -24,7 +24,8 @@ class StructuredOutputsParams:
     """What the whole text of an output must be. Names and meanings are vLLM's. Exactly one of:
 
     json: JSON that a schema describes: a dict, or its text. Properties come in the schema's order.
-        Of a format the shape is right: a date may be February 31.
+        Of a format the shape is right: a date may be February 31. A keyword that cannot be held to
+        is refused, unless the schema has "x-guidance": {"lenient": true}.
     regex: what the regular expression matches as a whole; without look-around, back-references and
         inner anchors.
     choice: one of these strings.

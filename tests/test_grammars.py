@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("llguidance", reason='pip install -e ".[structured]"')
 
+from tokenizers import Tokenizer, decoders, models
+
 from nanovllm import TINY_MODEL
 from nanovllm.structured import grammars
 from nanovllm.structured.grammars import Grammars, Matcher
@@ -118,6 +120,57 @@ def test_a_grammar_is_compiled_once_for_all_who_ask_for_the_same(monkeypatch):
     assert compiled.compile.cache_info().currsize == 3
 
 
+class Serialized:
+    """A tokenizer of the tokenizers package, as Grammars wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.to_json = tokenizer.to_str
+
+
+def make_sentencepiece() -> Tokenizer:
+    """Pieces with a mark for a space, and tokens of one byte, as Llama's and Gemma's have."""
+    vocab = {name: i for i, name in enumerate(("<unk>", "<s>", "</s>"))}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    merges = [("\u2581", "y"), ("y", "e"), ("ye", "s"), ("\u2581", "{")]
+    for piece in [*"\u2581abcesxy{}:,", '"', *[a + b for a, b in merges]]:
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("choice", ["yes", "no, yes", "é€\U0001f600", '{"a": "ye s"}'])
+def test_tokens_that_are_bytes_make_whole_characters(choice):
+    tokenizer, end = make_sentencepiece(), 2
+    compiled = make_grammars(tokenizer=Serialized(tokenizer), stop_ids=frozenset({end}))
+    for seed in range(9):
+        rng, output = random.Random(seed), list[int]()
+        matcher = compiled.matcher(as_params(choice=[choice]))
+        while (tokens := allowed(matcher, output)) != [end]:
+            assert not {0, 1, end} & set(tokens) and max(tokens) < tokenizer.get_vocab_size()
+            output.append(rng.choice(tokens))
+        assert tokenizer.decode(output) == choice
+
+
+WITHOUT_BYTES = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+UNSUITED = {
+    "no-tokenizer": (dict(tokenizer=None), "the model's folder has no tokenizer.json: add it"),
+    "no-bytes": (dict(tokenizer=Serialized(WITHOUT_BYTES)), "which llguidance does not find in"),
+    "no-end": (dict(stop_ids=frozenset()), "names none: give eos_token_id in its generation_conf"),
+    "more-tokens-than-the-model": (dict(vocab_size=4000), r"\(vocab size too small"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUITED)
+def test_a_model_that_cannot_be_held_to_a_form_is_refused(name):
+    options, message = UNSUITED[name]
+    with pytest.raises(ValueError, match=f"^structured_outputs needs .*{message}"):
+        make_grammars(**options).matcher(as_params(regex="a"))
+
+
 GRAMMARS = {
     "lark": 'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]{1,3}/',
     "gbnf": 'root ::= sum\nsum ::= [0-9]+ | "(" sum "+" sum ")"',
@@ -191,6 +244,15 @@ def test_wrong_parameters_are_refused(name):
     given, error, message = WRONG[name]
     with pytest.raises(error, match=f"^structured_outputs: .*{message}"):
         StructuredOutputsParams.of(given)
+
+
+def test_a_schema_may_leave_unheeded_what_cannot_be_held_to():
+    schema = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True}
+    with pytest.raises(ValueError, match="uniqueItems"):
+        make_grammars().compile(as_params(json=schema))
+    lenient = schema | {"x-guidance": {"lenient": True}}
+    matcher = make_grammars().matcher(as_params(json=lenient))
+    assert EOS in allowed(matcher, TOKENIZER.encode("text", ["[1, 1]"])[0])
 
 
 # What reads well and cannot be held to, with what the error says of it.

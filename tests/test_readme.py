@@ -239,7 +239,8 @@ def test_ci_runs_every_install_line_of_both():
     pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
     run = re.findall(pattern, script, flags=re.MULTILINE)
     told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + READERS_TEXT)
-    parts_of_dev = {f'pip install -e ".[{extra}]"' for extra in ("plot", "parquet", "ray", "eval")}
+    names = ("plot", "parquet", "ray", "eval", "structured")
+    parts_of_dev = {f'pip install -e ".[{extra}]"' for extra in names}
     assert told and set(told) <= {*run, *parts_of_dev}
 
 

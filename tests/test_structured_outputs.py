@@ -18,7 +18,7 @@ from engine_helpers import assert_empty
 from schemas import SCHEMAS, random_schemas
 from transformers import AutoModelForCausalLM
 
-from nanovllm import LLM, TINY_MODEL, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.scheduler import InvalidLogitsError
 from nanovllm.structured import grammars
 from nanovllm.structured.grammars import Grammars
@@ -215,6 +215,13 @@ def test_stop_strings_and_biases_keep_their_meaning(llm):
     )
     assert stopped["finish_reason"] == "stop" and set(stopped["text"]) <= {"a"}
     assert biased["text"] == "b" * 30
+
+
+def test_a_dict_says_what_structured_outputs_params_does():
+    as_dict = SamplingParams(structured_outputs=dict(json=SCHEMAS["person"]))
+    as_class = SamplingParams(structured_outputs=StructuredOutputsParams(json=SCHEMAS["person"]))
+    assert as_dict == as_class and hash(as_dict) == hash(as_class)
+    assert as_dict.structured_outputs.json == json.dumps(SCHEMAS["person"])
 
 
 def test_log_probabilities_are_the_models_own(llm):

@@ -327,7 +327,6 @@ class LLMEngine:
         for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
             seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.scheduler, self._in_flight = self._make_scheduler(), None
-        self._constrained = []
         if self.detokenizer is not None:
             self.detokenizer.clear()
         self.runner.synchronize()
