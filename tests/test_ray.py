@@ -15,7 +15,7 @@ import pytest
 from call_helpers import make_folder, make_llm
 from job_helpers import arguments, kept_lines, read_lines, some_lines, write_lines
 from process_helpers import descendants
-from test_readme import READERS, ROOT, code_blocks
+from test_readme import GUIDE, ROOT, code_blocks
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
@@ -223,9 +223,9 @@ def test_on_this_machine_ray_listens_on_the_loopback_interface_alone(job):
 
 @pytest.fixture(scope="module")
 def pipeline(model, tmp_path_factory) -> dict:
-    """What the README's script makes of 60 rows, in batches of 8, with an actor that is killed."""
+    """What the guide's script makes of 60 rows, in batches of 8, with an actor that is killed."""
     folder = tmp_path_factory.mktemp("pipeline")
-    (script,) = [code for _, code in code_blocks(READERS, "python") if "import ray\n" in code]
+    (script,) = [code for _, code in code_blocks(GUIDE, "python") if "import ray\n" in code]
     for old, new in {
         "ray.init()": "ray.init(address='local', num_cpus=4, include_dashboard=False, "
         "object_store_memory=2**27)",

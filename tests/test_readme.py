@@ -1,7 +1,8 @@
-"""What the two READMEs say is so.
+"""What the READMEs and the guide say is so.
 
-README.md is the users': its examples run, its tables and calls are the code's. nanovllm/README.md
-is for readers and contributors: its route names every file, and the tests it names exist.
+README.md and nanovllm/GUIDE.md are the users': their examples run, their tables and calls are the
+code's. nanovllm/README.md is for readers and contributors: its route names every file, and the
+tests it names exist.
 """
 
 import ast
@@ -32,8 +33,8 @@ from nanovllm.policies import POLICIES
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
 TESTS = Path(__file__).parent
-USERS, READERS = ROOT / "README.md", PACKAGE / "README.md"
-USERS_TEXT, READERS_TEXT = USERS.read_text(), READERS.read_text()
+USERS, GUIDE, READERS = ROOT / "README.md", PACKAGE / "GUIDE.md", PACKAGE / "README.md"
+USERS_TEXT, GUIDE_TEXT, READERS_TEXT = [path.read_text() for path in (USERS, GUIDE, READERS)]
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
 )
@@ -88,6 +89,7 @@ def users(tmp_path_factory):
     names = {"__name__": "readme"}
     try:
         run_examples(USERS, names, {'"Qwen/Qwen3-0.6B"': repr(str(folder))})
+        run_examples(GUIDE, names, {})
         yield names
     finally:
         if "llm" in names:
@@ -133,7 +135,7 @@ def test_its_calls_are_those_of_an_llm_with_their_parameters():
 
 
 def test_its_names_of_an_llm_exist(users):
-    named = set(re.findall(r"\bllm\.(\w+)", USERS_TEXT))
+    named = set(re.findall(r"\bllm\.(\w+)", USERS_TEXT + GUIDE_TEXT))
     assert {"tokenizer", "num_kvcache_blocks"} < named
     assert not [name for name in named if not hasattr(users["llm"], name)]
 
@@ -145,18 +147,18 @@ def test_its_keys_of_an_output_are_those_of_an_output(users):
     params = SamplingParams(n=2, logprobs=1, prompt_logprobs=0, max_tokens=2)
     (output,) = users["llm"].generate("def", params, use_tqdm=False)
     assert documented == list(output)
-    assert list(output["completions"][0]) == documented[documented.index("completions") - 5 : -1]
+    assert list(output["completions"][0]) == documented[documented.index("completions") - 6 : -1]
 
 
 def test_its_names_of_metrics_are_those_of_metrics(users):
     metrics = users["llm"].metrics()
     keys = metrics.keys() | metrics["total"].keys() | metrics["total"]["time_to_first_token"].keys()
-    named = set(re.findall(r"`([\w]+)`", section(USERS_TEXT, "### metrics")))
+    named = set(re.findall(r"`([\w]+)`", section(GUIDE_TEXT, "## metrics")))
     assert named == keys
 
 
 def test_its_fields_of_a_step_are_those_of_a_record(users):
-    said, *_ = section(USERS_TEXT, "### on_step").split("```")
+    said, *_ = section(GUIDE_TEXT, "## on_step").split("```")
     named = re.findall(r"`(\w+)`", said)
     assert sorted(set(named) - {"callback"}) == sorted(StepRecord._fields)
     assert users["steps"] and users["llm"]._session._observers == []
@@ -191,7 +193,7 @@ def test_its_choices_of_an_option_are_accepted():
 
 
 def test_its_policies_are_those_of_the_library():
-    policies = section(USERS_TEXT, "### Scheduling policies")
+    policies = section(GUIDE_TEXT, "## Scheduling policies")
     assert re.findall(r'^\| `"([\w-]+)"` \|', policies, flags=re.MULTILINE) == [*POLICIES]
     measured = section(READERS_TEXT, "### 3. Scheduling policies: who waits for whom")
     rows = re.findall(r"^\| ([a-z][a-z-]+)[ ,]", measured, flags=re.MULTILINE)
@@ -238,7 +240,7 @@ def test_ci_runs_every_install_line_of_both():
     script = (ROOT / ".ci" / "run").read_text()
     pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
     run = re.findall(pattern, script, flags=re.MULTILINE)
-    told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + READERS_TEXT)
+    told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + GUIDE_TEXT + READERS_TEXT)
     names = ("plot", "parquet", "ray", "eval", "structured")
     parts_of_dev = {f'pip install -e ".[{extra}]"' for extra in names}
     assert told and set(told) <= {*run, *parts_of_dev}
@@ -267,7 +269,7 @@ def test_the_table_of_rooms_names_folders():
 
 
 def test_the_tests_it_names_exist():
-    named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`", READERS_TEXT)
+    named = re.findall(r"`(?:tests/)?(test_\w+\.py)(?:::(\w+))?`", READERS_TEXT + GUIDE_TEXT)
     assert len(named) > 10
     for file, name in named:
         text = (TESTS / file).read_text()
@@ -276,7 +278,7 @@ def test_the_tests_it_names_exist():
 
 def test_the_other_names_it_gives_exist():
     """Files at the root and in tests, and names of the package's classes and functions."""
-    for file in re.findall(r"`((?:tests/|\.ci/)?[\w.]+(?:\.py|/run))`", READERS_TEXT):
+    for file in re.findall(r"`((?:tests/|\.ci/)?[\w.]+(?:\.py|/run))`", READERS_TEXT + GUIDE_TEXT):
         assert any((root / file).is_file() for root in (ROOT, PACKAGE, TESTS)), file
     source = "".join(path.read_text() for path in [*PACKAGE.rglob("*.py"), *TESTS.glob("*.py")])
     for name in re.findall(r"`(?:\w+\.)?(_?[A-Z]\w+|\w+_\w+)`", READERS_TEXT):
@@ -386,23 +388,35 @@ def test_the_changes_of_the_experiments_make_a_library_that_runs(tmp_path):
     assert "small" in done.stdout
 
 
-# Both.
+# All.
+
+ALL = pytest.mark.parametrize("path", [USERS, GUIDE, READERS], ids=["users", "guide", "readers"])
 
 
-@pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
+def anchors(path: Path) -> set[str]:
+    """What a link to a heading of this file says after #."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@ALL
 def test_prose_is_at_most_100_columns_wide(path):
     lines = path.read_text().splitlines()
     assert not [line for line in lines if len(line) > 100 and not line.startswith("|")]
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
-@pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
+@ALL
 def test_every_script_and_link_that_is_named_exists(path):
     commands = "".join(code for _, code in code_blocks(path, "bash"))
     scripts = re.findall(r"\b(?:python|pytest)(?: -\w+)* ((?:\w+/)*\w+\.py)", commands)
-    assert scripts and all((ROOT / name).is_file() for name in scripts)
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text())
-    assert links and all((path.parent / link).exists() for link in links)
+    assert all((ROOT / name).is_file() for name in scripts)
+    links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", path.read_text())
+    assert links
+    for link, anchor in links:
+        target = path.parent / link if link else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), (link, anchor)
 
 
 @pytest.mark.parametrize("path", [USERS, READERS], ids=["users", "readers"])
