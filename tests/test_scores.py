@@ -19,6 +19,7 @@ from test_scheduler import NO_WINDOW, WINDOWS, Server, make_scheduler, serve, st
 
 from nanovllm import SamplingParams
 from nanovllm.sampling import prompt_logprobs
+from nanovllm.session import AsleepError
 
 LONG = PROMPTS[7]  # 70 tokens
 NEAR = 1e-4
@@ -372,6 +373,16 @@ def test_logits_that_are_no_numbers_are_an_error_of_a_score_too(make_llm, monkey
     monkeypatch.undo()
     assert_empty(llm)
     assert len(score(llm, [LONG], [[1]])) == 1
+
+
+def test_an_llm_that_sleeps_scores_nothing(checkpoint, make_llm):
+    llm = make_llm()
+    llm.sleep()
+    for wrong in ([[1]], [[]]):  # whatever it is given
+        with pytest.raises(AsleepError):
+            llm.score([LONG], wrong)
+    llm.wake_up()
+    check_score(checkpoint, score(llm, [LONG], [[1]])[0], LONG, [1])
 
 
 def test_without_its_room_nothing_is_scored_and_all_else_runs(checkpoint, make_llm):
