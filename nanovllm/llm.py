@@ -160,7 +160,7 @@ class LLM:
         A context that comes more than once is computed once, but for its last tokens, of which
         less than 16 may be computed again; if the prefix cache is on.
         """
-        self._session.open_engine()
+        self._session.awake_engine()
         return score(self._session, self._inputs, contexts, continuations, use_tqdm)
 
     def encode(self, prompts: str | list[str]) -> list[list[int]]:
