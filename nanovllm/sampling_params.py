@@ -75,7 +75,8 @@ class SamplingParams:
         them: the last of these tokens is not sampled right after the others. A list of token ids
         may stand for a text.
     logits_processors: functions (token ids of the output so far, logits [V] float32, a tensor) ->
-        logits. They run on this process's host, one row after the other: a step waits for them.
+        logits. They run in this process, one row after the other, and a step waits for them. The
+        logits are on the model's device, or on the CPU if there are several ranks.
     structured_outputs: what form the text must have, such as JSON by a schema: a
         StructuredOutputsParams, or a dict of its parameters. The output ends with "stop" where the
         form is complete; "length" says that it is cut. Stop strings end it as ever.
@@ -130,7 +131,9 @@ class SamplingParams:
             check_choice(self, name, (True, False))
         self._check_stops()
         given = self.logit_bias, self.bad_words, self.logits_processors
-        if self.allowed_token_ids is not None or any([one != () for one in given]):
+        if self.allowed_token_ids is not None or any(
+            [not isinstance(one, tuple) or one for one in given]
+        ):
             keep_constraints(self)
         if self.structured_outputs is not None:
             keep_form(self)
@@ -154,16 +157,6 @@ class SamplingParams:
     def barred_sequences(self) -> list[tuple[int, ...]]:
         """The bad_words that are token ids, as all are once a request has been checked."""
         return [word for word in self.bad_words or () if isinstance(word, tuple)]
-
-    def _check_structured_outputs(self) -> None:
-        params = StructuredOutputsParams.of(self.structured_outputs)
-        object.__setattr__(self, "structured_outputs", params)
-        for name in ("ignore_eos", "min_tokens"):
-            if value := getattr(self, name):
-                raise ValueError(
-                    f"{name} is {value} beside structured_outputs, which says where an output "
-                    "ends: leave one of them out"
-                )
 
     @property
     def edits_logits(self) -> bool:

@@ -228,6 +228,9 @@ class Walk:
     def allowed(output):
         return random.Random(str(output)).sample(range(256), 8)
 
+    def is_complete(self, token_ids):
+        return False
+
     def fill(self, token_ids, mask):
         assert token_ids[: len(self.read)] == self.read, "the output only grows"
         for token in token_ids[len(self.read) :]:
@@ -439,7 +442,7 @@ def test_bad_words_are_barred_by_their_tokens_with_and_without_a_space(llm):
     def ids(text):
         return tuple(tokenizer.encode(text))
 
-    ((_, params),) = llm._inputs.from_prompts([1], SamplingParams(bad_words=["the", " in", "q"]))
+    ((_, params, _),) = llm._inputs.from_prompts([1], SamplingParams(bad_words=["the", " in", "q"]))
     assert params.bad_words == (
         *(ids("the"), ids(" the")),
         *(ids("in"), ids(" in")),
@@ -652,6 +655,8 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
         (ValueError, dict(allowed_token_ids=[]), "allowed_token_ids is empty.*: name a token"),
         (TypeError, dict(bad_words="the"), "bad_words is 'the': use a list of strings"),
         (TypeError, dict(bad_words=[3]), "bad_words is 3: use a list"),
+        (TypeError, dict(bad_words=np.array(["a", "b"])), r"bad_words is array.*: use a list"),
+        (TypeError, dict(allowed_token_ids=np.arange(3)), "allowed_token_ids is array.*: use a l"),
         (ValueError, dict(bad_words=[""]), "bad_words holds an empty one.*: leave it out"),
         (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty one"),
         (TypeError, dict(logits_processors=len), "logits_processors is .*: use a list of func"),

@@ -13,7 +13,7 @@ Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
 Outputs = list[tuple[Request, dict[str, Any]]]
 INVALID = (
     "the model computes NaN or infinite logits for it: try another dtype, such as bfloat16 or "
-    "float32, or check the checkpoint's weights"
+    "float32, or check the checkpoint's weights; or what constrains its output bars every token"
 )
 
 
