@@ -377,6 +377,7 @@ def test_an_llm_that_sleeps_says_so_and_forgets_nothing_else(make_llm, checkpoin
     for call in (
         lambda: llm.generate(SOME),
         lambda: llm.stream(SOME),
+        lambda: llm.score(SOME[:1], SOME[1:2]),
         lambda: next(late),
         lambda: llm.add_request(SOME[0]),
         lambda: llm.step(),
