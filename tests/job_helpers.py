@@ -116,7 +116,7 @@ class StubEngine:
     @staticmethod
     def answer(request) -> dict:
         said = {"text": f"answer to {request.prompt}", "token_ids": [1, 2, 3]}
-        return said | {"finish_reason": "stop", "prompt_token_ids": [5]}
+        return said | {"finish_reason": "stop", "stop_reason": None, "prompt_token_ids": [5]}
 
     def made(self):
         """What run_job wants: a function that makes a context of the engine."""

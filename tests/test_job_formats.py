@@ -279,6 +279,7 @@ def table(parquet):
             "prompt": [f"the {i}" if i % 3 == 1 else None for i in range(count)],
             "prompt_token_ids": [[i % 200, 5] if i % 3 == 2 else None for i in range(count)],
             "max_tokens": [1 if i % 5 else None for i in range(count)],
+            "stop_token_ids": [[*range(200)] if i % 4 == 0 else None for i in range(count)],
             "temperature": [-1.0 if i == 7 else 0.0 for i in range(count)],
             "source": ["web"] * count,
         }
@@ -303,9 +304,12 @@ def test_parquet_gives_what_json_lines_give(run, parquet, table, model, tmp_path
     for row, record in zip(rows.to_pylist(), expected, strict=True):
         for name in ("line", "id", "source", "text", "token_ids", "finish_reason", "error"):
             assert row[name] == record.get(name), name
+        reason = record.get("stop_reason")
+        assert row["stop_reason"] == (None if reason is None else str(reason))
         assert row["num_prompt_tokens"] == record.get("num_prompt_tokens")
         for one, other in zip(row["completions"] or [], record.get("completions", []), strict=True):
             assert one["text"] == other["text"]
+            assert (one["stop_reason"] is None) == (other["stop_reason"] is None)
             assert one["cumulative_logprob"] == pytest.approx(other["cumulative_logprob"])
             for values, given in zip(one["logprobs"], other["logprobs"], strict=True):
                 assert {str(token): pytest.approx(value) for token, value in values} == given
@@ -313,6 +317,7 @@ def test_parquet_gives_what_json_lines_give(run, parquet, table, model, tmp_path
             assert row["prompt_logprobs"][0] is record["prompt_logprobs"][0] is None
             for values, given in zip(row["prompt_logprobs"], record["prompt_logprobs"]):
                 assert values is given or [str(token) for token, _ in values] == list(given)
+    assert {*rows["stop_reason"].to_pylist()} > {None}
     # And from JSON Lines to Parquet: what is repeated is text there.
     output = tmp_path / "other.parquet"
     assert main(arguments(tmp_path / "in.jsonl", output, model, *flags)) == 0

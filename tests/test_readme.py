@@ -242,8 +242,8 @@ def test_ci_runs_every_install_line_of_both():
     run = re.findall(pattern, script, flags=re.MULTILINE)
     told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", USERS_TEXT + GUIDE_TEXT + READERS_TEXT)
     names = ("plot", "parquet", "ray", "eval", "structured")
-    parts_of_dev = {f'pip install -e ".[{extra}]"' for extra in names}
-    assert told and set(told) <= {*run, *parts_of_dev}
+    tested_together = {f'pip install -e ".[{extra}]"' for extra in names}
+    assert told and set(told) <= {*run, *tested_together}
 
 
 # The README for readers and contributors.

@@ -22,9 +22,9 @@ class Generate:
 
     A row is a request, as a line of a job is: one of prompt, prompt_token_ids and messages, and any
     field of SamplingParams; null is a field that is not there. What comes back for it is a row of
-    the columns in `keep` and id, as they were; of text, token_ids, finish_reason, logprobs,
-    num_prompt_tokens and completions, as LLM.generate returns them; and of error: why the row could
-    not be done, which harms no other, or null.
+    the columns in `keep` and id, as they were; of text, token_ids, finish_reason, stop_reason,
+    logprobs, num_prompt_tokens and completions, as LLM.generate returns them; and of error: why the
+    row could not be done, which harms no other, or null.
 
     The device runs dry at the end of each batch, so a batch should have several times as many rows
     as max_num_seqs.

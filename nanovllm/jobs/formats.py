@@ -80,9 +80,9 @@ class NativeFormat:
     Further fields: id, any JSON value, which the result repeats; chat_template_kwargs; those of
     SamplingParams. And those in `keep`, which the result repeats.
 
-    A result: line, id if one was given, text, token_ids, finish_reason, num_prompt_tokens, and if
-    they were asked for logprobs, cumulative_logprob, completions and prompt_logprobs, as
-    LLM.generate returns them. An error: line, id, error.
+    A result: line, id if one was given, text, token_ids, finish_reason, stop_reason,
+    num_prompt_tokens, and if they were asked for logprobs, cumulative_logprob, completions and
+    prompt_logprobs, as LLM.generate returns them. An error: line, id, error.
     """
 
     def __init__(self, defaults: Defaults, keep: tuple[str, ...] = ()) -> None:
@@ -144,7 +144,7 @@ class NativeFormat:
 
 def completion(output: dict[str, Any]) -> dict[str, Any]:
     """One completion, as JSON can say it."""
-    said = {name: output[name] for name in ("text", "token_ids", "finish_reason")}
+    said = {name: output[name] for name in ("text", "token_ids", "finish_reason", "stop_reason")}
     if "logprobs" in output:
         said["logprobs"] = [finite(one) for one in output["logprobs"]]
         said["cumulative_logprob"] = max(output["cumulative_logprob"], LEAST_LOGPROB)

@@ -28,6 +28,7 @@ COMPLETION = [
     ("text", pa.string()),
     ("token_ids", pa.list_(pa.int32())),
     ("finish_reason", pa.string()),
+    ("stop_reason", pa.string()),  # a token id as text
     ("logprobs", LOGPROBS),
     ("cumulative_logprob", pa.float64()),
 ]
@@ -121,6 +122,8 @@ def given_fields(row: dict[str, Any]) -> dict[str, Any]:
 
 def as_row(row: dict[str, Any], schema: pa.Schema) -> dict[str, Any]:
     for part in (row, *row.get("completions", ())):
+        if part.get("stop_reason") is not None:
+            part["stop_reason"] = str(part["stop_reason"])
         for name in ("logprobs", "prompt_logprobs"):
             if name in part:  # JSON's names are text, a map's keys are token ids
                 part[name] = [
