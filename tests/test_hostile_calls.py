@@ -81,6 +81,9 @@ params = st.builds(
     stop=st.sampled_from([(), (), ("t",), "xyz"]),
     stop_token_ids=st.lists(tokens, max_size=2),
     ignore_eos=st.booleans(),
+    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=3),
+    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=2), max_size=9),
+    allowed_token_ids=st.sampled_from([None, None, None, [*range(90, 140)]]),
 )
 options = st.fixed_dictionaries(
     dict(

@@ -54,11 +54,14 @@ class BadWords:
     """
 
     def __init__(self, words: list[tuple[int, ...]]) -> None:
-        self._words = words
+        # By the last but one: few of many words are looked at.
+        self._after: dict[int, list[tuple[int, ...]]] = {}
+        for word in words:
+            self._after.setdefault(word[-2], []).append(word)
 
     def fill(self, token_ids: list[int], mask: np.ndarray) -> None:
         bits = mask.view(np.uint32)  # an int32 has no room for the highest
-        for *begin, last in self._words:
+        for *begin, last in self._after.get(token_ids[-1], ()) if token_ids else ():
             if token_ids[-len(begin) :] == begin:
                 bits[last // 32] &= ~np.uint32(1 << last % 32)
 
@@ -111,7 +114,10 @@ class Constraints:
         for (place, seq), mask in zip(rows, masks):
             token_ids, constraint = seq.output_ids, seq.constraint
             for i, part in enumerate(constraint.masks):
-                own = mask if i == 0 else np.full_like(mask, ALL)
+                if i == 0:
+                    part.fill(token_ids, mask)
+                    continue
+                own = np.full_like(mask, ALL)
                 part.fill(token_ids, own)
                 mask &= own
             if constraint.processors:
