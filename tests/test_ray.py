@@ -261,6 +261,12 @@ def test_a_batch_may_ask_by_text_token_ids_and_messages_and_for_more_than_text(g
     ]
 
 
+def test_rows_at_the_same_place_of_two_batches_draw_by_noise_of_their_own(generate):
+    batch = batch_of([{"prompt": "the", "note": "", "temperature": 1.0, "max_tokens": 20}])
+    (first,), (second,) = generate(batch).to_pylist(), generate(batch).to_pylist()
+    assert first["token_ids"] != second["token_ids"]
+
+
 def test_every_batch_has_the_same_columns(generate):
     """A batch without an error, or without a row, must go with others into one file."""
     schemas = [
