@@ -218,7 +218,86 @@ def test_on_this_machine_ray_listens_on_the_loopback_interface_alone(job):
     assert job["listening"] <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
 
-# A pipeline.
+# A pipeline, first without Ray: what an actor does with a batch.
+
+
+@pytest.fixture(scope="module")
+def generate(model):
+    pytest.importorskip("pyarrow")
+    from nanovllm.integrations.ray import Generate
+
+    params = SamplingParams(temperature=0, max_tokens=6)
+    return Generate(model, params, keep=["note"], device="cpu", max_model_len=256)
+
+
+def batch_of(rows: list[dict]):
+    import pyarrow
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    return pyarrow.table({name: [row.get(name) for row in rows] for name in names})
+
+
+def test_a_batch_may_ask_by_text_token_ids_and_messages_and_for_more_than_text(generate, model):
+    messages = [{"role": "user", "content": "in"}]
+    rows = [
+        {"prompt": "the", "note": b"\xff", "id": 7, "prompt_token_ids": None, "messages": None},
+        {"prompt_token_ids": [5, 6], "logprobs": 1, "note": None},
+        {"messages": messages, "n": 2, "temperature": 1.0, "seed": 3},
+    ]
+    text, ids, chat = generate(batch_of(rows)).to_pylist()
+    with make_llm(model) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, logprobs=1)
+        first, second = llm.generate([llm.encode("the")[0], [5, 6]], params, use_tqdm=False)
+        params = SamplingParams(temperature=1.0, n=2, seed=3, max_tokens=6)
+        (third,) = llm.chat(messages, params, use_tqdm=False)
+    assert (text["token_ids"], text["text"]) == (first["token_ids"], first["text"])
+    assert (text["id"], text["note"], text["error"]) == (7, b"\xff", None)  # as they were
+    assert ids["token_ids"] == second["token_ids"] and ids["num_prompt_tokens"] == 2
+    assert [dict(one).keys() for one in ids["logprobs"]] == [
+        one.keys() for one in second["logprobs"]
+    ]
+    assert [one["token_ids"] for one in chat["completions"]] == [
+        one["token_ids"] for one in third["completions"]
+    ]
+
+
+def test_rows_at_the_same_place_of_two_batches_draw_by_noise_of_their_own(generate):
+    batch = batch_of([{"prompt": "the", "note": "", "temperature": 1.0, "max_tokens": 20}])
+    (first,), (second,) = generate(batch).to_pylist(), generate(batch).to_pylist()
+    assert first["token_ids"] != second["token_ids"]
+
+
+def test_every_batch_has_the_same_columns(generate):
+    """A batch without an error, or without a row, must go with others into one file."""
+    schemas = [
+        generate(batch_of(rows)).schema
+        for rows in ([{"prompt": "the", "note": "a"}], [{"prompt": None, "note": "b"}])
+    ]
+    empty = batch_of([{"prompt": "the", "note": "a"}]).slice(0, 0)
+    assert schemas[0] == schemas[1] == generate(empty).schema
+
+
+def test_what_is_wrong_with_a_whole_dataset_is_said_and_not_put_into_each_row(generate, model):
+    with pytest.raises(TypeError, match="batch_format='pyarrow'"):
+        generate({"prompt": ["the"]})
+    with pytest.raises(ValueError, match=r"'max_token', which is no field.*keep=\['max_token'\]"):
+        generate(batch_of([{"prompt": "the", "note": "", "max_token": 3}]))
+    with pytest.raises(ValueError, match="'note', which is no column"):
+        generate(batch_of([{"prompt": "the"}]))
+    with pytest.raises(ValueError, match="'text', which is a column of the results"):
+        type(generate)(model, keep=["text"])
+    with pytest.raises(TypeError, match="max_seqs"):
+        type(generate)(model, max_seqs=3)
+
+
+def test_an_actor_serves_the_next_batch_after_one_that_raised(generate):
+    batch = batch_of([{"prompt": "the", "note": ""}] * 3)
+    expected = generate(batch).to_pylist()
+    remove = generate._llm.on_step(lambda record: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(batch)
+    remove()
+    assert generate(batch).to_pylist() == expected
 
 
 @pytest.fixture(scope="module")
