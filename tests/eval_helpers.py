@@ -3,13 +3,13 @@
     python tests/eval_helpers.py FOLDER
 
 runs them with a model of yours on the CPU, by this library and by the harness on transformers, and
-tells how long each takes.
+tells what time each takes.
 """
 
 import json
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 from unittest.mock import patch
 
@@ -149,11 +149,14 @@ def main() -> None:
             results = {}
             for name, make in makers.items():
                 model = make()
-                begin = perf_counter()
+                begin = process_time()
                 results[name] = evaluate(model, Path(tasks), apply_chat_template=chat)
-                print(f"{name}, chat={chat}: {perf_counter() - begin:.1f} s")
+                print(
+                    f"{name}, chat={chat}: {process_time() - begin:.1f} s of processor time",
+                    flush=True,
+                )
             assert_same(*results.values())
-            print({task: results["hf"]["results"][task] for task in TASKS})
+            print("the answers are the same")
 
 
 if __name__ == "__main__":
