@@ -40,6 +40,7 @@ def test_text_goes_in_and_comes_out(text_llm, checkpoint):
             "text": words(expected),
             "token_ids": expected,
             "finish_reason": "length",
+            "stop_reason": None,
         }
 
 
@@ -69,7 +70,7 @@ def test_outputs_say_what_of_the_prompt_was_cached(make_llm):
     (several,) = llm.generate([prompt], SamplingParams(n=2), use_tqdm=False)
     assert several["num_cached_tokens"] == 32 and several["prompt_token_ids"] == prompt
     assert [set(one) for one in several["completions"]] == [
-        {"text", "token_ids", "finish_reason"}
+        {"text", "token_ids", "finish_reason", "stop_reason"}
     ] * 2
     assert several["token_ids"] == several["completions"][0]["token_ids"]
 
