@@ -71,9 +71,14 @@ class RemoteTokens:
 
     runner: "TensorParallelRunner"
     step: int
+    # The step whose answer this one's takes the place of; rank 0 has sent that before, if at all.
+    replaced: int | None = None
 
     def wait(self) -> StepResult:
-        return self.runner.result_of(self.step)
+        result = self.runner.result_of(self.step)
+        if self.replaced is not None:
+            self.runner.drop_result(self.replaced)
+        return result
 
 
 # A frame, and each rank that gets it with the numbers of bytes it was sent.
@@ -94,6 +99,7 @@ class TensorParallelRunner:
         self._start_seconds = config.start_timeout
         self._step_seconds = config.step_timeout
         self._step = 0  # the last command's number
+        self._launched: int | None = None  # the last launch's
         self._outgoing: Outgoing = memoryview(b""), []
         self._results: dict[int, Any] = {}  # those that have arrived, by step
         self._errors: dict[int, str] = {}  # of tasks, likewise
@@ -142,7 +148,8 @@ class TensorParallelRunner:
 
     def launch(self, batch: Batch) -> RemoteTokens:
         """Start a step on every rank and return at once; `wait` gives the sampled tokens."""
-        return RemoteTokens(self, self._command(Launch(self._step + 1, batch)))
+        self._launched = self._command(Launch(self._step + 1, batch))
+        return RemoteTokens(self, self._launched)
 
     def constrain(self, edits: LogitsEdits) -> RemoteTokens:
         """Complete the last step on every rank. Processors are called here, where the user's
@@ -157,14 +164,16 @@ class TensorParallelRunner:
                 row: function(rows[i]).float().numpy(force=True)
                 for i, (row, function) in enumerate(processors.items())
             }
-        return RemoteTokens(self, self._command(Constrain(self._step + 1, edits, logits)))
+        step = self._command(Constrain(self._step + 1, edits, logits))
+        return RemoteTokens(self, step, replaced=self._launched)
 
     def result_of(self, step: int) -> Any:
         self._listen(lambda: step in self._results, self._step_seconds)
-        result = self._results[step]
-        # Those of steps that were constrained since, nobody takes.
-        self._results = {later: of for later, of in self._results.items() if later > step}
-        return result
+        return self._results.pop(step)
+
+    def drop_result(self, step: int) -> None:
+        """Forget what has come of a step whose result nobody takes."""
+        self._results.pop(step, None)
 
     def synchronize(self) -> None:
         """Wait until every rank has done what it was commanded, and drop results that nobody took.
