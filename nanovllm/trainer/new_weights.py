@@ -6,8 +6,9 @@ a checkpoint fills a model, it is copied into the model that runs, where its wei
 knows their addresses goes on with the new ones.
 """
 
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,9 +223,20 @@ def put_in_place(runner: ModelRunner) -> None:
 
 
 def undisturbed(function: Callable[..., None], *args: Any) -> None:
-    """Call a function in a thread, which Ctrl-C does not reach: it is never done by half."""
-    with ThreadPoolExecutor(1) as beside:
-        beside.submit(function, *args).result()
+    """Call a function. Ctrl-C is held back until it is done, so that it is never done by half."""
+    before = signal.getsignal(signal.SIGINT)
+    # Ctrl-C reaches the main thread alone.
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        function(*args)
+        return
+    held: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        function(*args)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def arriving(runner: ModelRunner) -> NewWeights:
