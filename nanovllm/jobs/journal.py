@@ -15,7 +15,7 @@ import re
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -66,7 +66,8 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._queue: queue.Queue[Result | None] = queue.Queue(MOST_QUEUED)
-        self._writer: Thread | None = None
+        # Not Thread.join: Python 3.11 takes a thread for ended once a signal came while it was joined.
+        self._written = Event()
         self._error: BaseException | None = None  # of the writing thread
         try:
             # The locks of the module would not let the main thread read what the writer has
@@ -161,20 +162,18 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         """Begin to write. Until `__exit__`, only `add` may be called."""
-        self._writer = Thread(target=self._write, name="journal", daemon=True)
-        self._writer.start()
+        self._written.clear()
+        Thread(target=self._write, name="journal", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         """Write what was added, and force it to the disk. Raises JobError if that fails."""
-        assert self._writer is not None
         self._queue.put(None)
         try:
-            self._writer.join()
+            self._written.wait()
         except BaseException:  # a second signal: what was added is written all the same
-            self._writer.join()
+            self._written.wait()
             raise
-        self._writer = None
         if self._error is not None and (not exc or exc[0] is None):
             raise self._cannot_write(self._error) from self._error
 
@@ -204,6 +203,8 @@ class Journal:
             self._error = error
             while more and self._queue.get() is not None:  # lest whoever adds waits forever
                 pass
+        finally:
+            self._written.set()
 
     def _next_results(self, seconds: float | None) -> tuple[list[Result], bool]:
         """All results that wait, and whether more may come. Waits for the first, so long."""
