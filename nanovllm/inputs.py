@@ -199,6 +199,8 @@ class Inputs:
                     f"n is {params.n} for {name}, {option} is {getattr(self.config, option)}: "
                     "lower the one or raise the other"
                 )
+        if params.max_tokens == 0:
+            length = max(1, length - 1)  # the last token is not computed
         full, tail = divmod(length, self.config.kvcache_block_size)
         needed = full + (params.n if tail else 0)
         if needed > self.num_blocks:

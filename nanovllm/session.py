@@ -7,7 +7,7 @@ Knows the requests under way. Knows nothing of prompts and texts.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from threading import RLock
+from threading import RLock, get_ident
 from time import perf_counter
 from typing import Any
 
@@ -57,6 +57,9 @@ class Session:
         self._pid = os.getpid()
         self._is_closed = False
         self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
+        self._stepping: int | None = None  # the thread that is inside the engine's step
+        self._num_resets = 0
+        self._abandoned: list[Sequence] = []  # of streams that were closed in the middle of a step
 
     def open_engine(self) -> LLMEngine:
         """The engine, if it may be used. Takes no lock: in a forked process nobody may hold it."""
@@ -83,11 +86,21 @@ class Session:
         An interrupt may come in here too: the next call resets the engine then.
         """
         engine = self.open_engine()
+        if self._stepping is not None:
+            raise RuntimeError(
+                "this LLM was called in the middle of its own step, as a function among "
+                "logits_processors may do: call it between two steps, such as from on_step's "
+                "callback, or use another LLM there"
+            )
         if self._is_unsettled:
             self.requests.clear()
             self.finished.clear()
             engine.reset()
+            self._num_resets += 1
             self._is_unsettled = False
+        while self._abandoned:
+            engine.abort(self._abandoned[-1])
+            self._abandoned.pop()
         return engine
 
     @contextmanager
@@ -99,20 +112,23 @@ class Session:
         """
         engine = self.awake_engine()
         ours: dict[int, Sequence] = {}
+        is_nested = self._stepping == get_ident()  # in a step that goes on after this call
         try:
             yield engine, ours
         except GeneratorExit:
             if os.getpid() == self._pid:
                 with self.lock, suppress(ClosedError):
-                    engine = self.settled_engine()
-                    for seq in ours.values():
-                        engine.abort(seq)
+                    self._abandoned += ours.values()
+                    # Garbage is collected anywhere, so a stream may close inside a step.
+                    if self._stepping is None:
+                        self.settled_engine()
             raise
         except BaseException as error:
             if os.getpid() == self._pid:
                 with self.lock, suppress(ClosedError):
-                    self._is_unsettled = True
-                    self.settled_engine()
+                    if not is_nested:
+                        self._is_unsettled, self._stepping = True, None
+                        self.settled_engine()
             if self._is_closed and isinstance(error, Exception):
                 # If a signal handler closed the LLM in the middle of a step, it may be any error.
                 if not isinstance(error, ClosedError):
@@ -153,9 +169,12 @@ class Session:
     def step(self) -> list[Sequence]:
         """Run one step; returns the requests whose last completion has ended. Needs the lock."""
         engine = self.settled_engine()
-        self._is_unsettled = True  # until the step is done
-        with self._computing():
-            _, ended = engine.step()
+        self._is_unsettled, self._stepping = True, get_ident()  # until the step is done
+        try:
+            with self._computing():
+                _, ended = engine.step()
+        finally:
+            self._stepping = None
         self._is_unsettled = False
         requests = dict.fromkeys(seq.request for seq in ended)  # each once, in order
         finished = [request for request in requests if request.has_ended]
@@ -168,8 +187,14 @@ class Session:
         assert engine.last_step is not None, "a step has just been recorded"
         seconds = perf_counter() - engine.last_step.time
         record = engine.last_step._replace(seconds=seconds, finished=finished)
+        num_resets = self._num_resets
         for observe in self._observers.copy():  # one may remove itself
             observe(record)
+        if self._num_resets > num_resets:
+            raise RuntimeError(
+                "an on_step callback caught the error of a call of its own, which has dropped all "
+                "requests, those of the call around it too: let the callback raise it"
+            )
 
     def observe(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
         """Call `callback` after each step. Returns a function that ends this."""

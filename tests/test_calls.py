@@ -3,6 +3,7 @@ behind.
 """
 
 import dataclasses
+import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -375,6 +376,56 @@ def test_closing_a_stream_early_frees_everything_it_holds(llm):
     for _ in llm.stream(random_prompts(5)):
         break
     check_empty(llm)
+
+
+def test_a_stream_that_is_collected_as_garbage_inside_a_step_disturbs_no_other(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (expected,) = generate(llm, [[5] * 32], params)
+    stream = llm.stream([[1, 2, 3], [4]], params)
+    next(stream)
+    cycle = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+
+    def collect(output, logits):
+        gc.collect()
+        return logits
+
+    params = dataclasses.replace(params, logits_processors=[collect])
+    assert generate(llm, [[5] * 32], params) == [expected]
+    assert llm.metrics()["running"] == 0
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_call_in_the_middle_of_a_step_is_refused_and_harms_nothing(llm, catches):
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    (expected,) = generate(llm, [[5] * 32], params)
+    calls = [
+        lambda: llm.score([[1]], [[2]], use_tqdm=False),
+        lambda: llm.generate([[1]], use_tqdm=False),
+        lambda: list(llm.stream([[1]])),
+        lambda: llm.abort(0),
+        lambda: llm.sleep(),
+        lambda: llm.step(),
+    ]
+    for call in calls:
+
+        def process(output, logits, call=call):
+            try:
+                call()
+            except RuntimeError:
+                if not catches:
+                    raise
+            return logits
+
+        calling = dataclasses.replace(params, logits_processors=[process])
+        if catches:
+            assert generate(llm, [[5] * 32], calling) == [expected]
+            continue
+        with pytest.raises(RuntimeError, match="in the middle of its own step.*: call it between"):
+            generate(llm, [[5] * 32], calling)
+        check_empty(llm)
+        assert generate(llm, [[5] * 32], params) == [expected]
 
 
 def test_generate_inside_a_stream_disturbs_neither(llm):

@@ -380,6 +380,7 @@ def test_a_function_that_fails_fails_the_call_and_leaves_the_llm_usable(folder, 
             (fail, KeyError, "mine"),
             (lambda output, logits: None, TypeError, r"logits_processors\[0\] returned None: retu"),
             (lambda output, logits: logits[:7], TypeError, r"returned \(7,\): return a tensor"),
+            (lambda output, logits: logits > 0, TypeError, "returned torch.bool: return a tens"),
         ]:
             params = SamplingParams(max_tokens=5, logits_processors=[function])
             with pytest.raises(error, match=words):

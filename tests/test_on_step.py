@@ -6,7 +6,7 @@ import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from test_bench import bench
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.metrics import StepRecord
 
 
@@ -137,6 +137,30 @@ def test_a_callback_may_close_the_llm(llm):
     llm.on_step(lambda step: llm.close())
     with pytest.raises(ValueError, match="closed"):
         llm.generate(PROMPTS, greedy(9), use_tqdm=False)
+
+
+def test_a_call_says_that_an_error_in_a_callback_has_dropped_its_requests(llm, checkpoint):
+    """The callback has caught it: without a word of it the call would wait for them forever."""
+
+    def fail(output, logits):
+        raise KeyError("mine")
+
+    def call(step: StepRecord) -> None:
+        remove()
+        with pytest.raises(KeyError):
+            llm.generate([[1]], SamplingParams(logits_processors=[fail]), use_tqdm=False)
+
+    calls = [
+        lambda: llm.generate(PROMPTS, greedy(9), use_tqdm=False),
+        lambda: llm.score(PROMPTS[:1], [[5]], use_tqdm=False),
+        lambda: list(llm.stream(PROMPTS, greedy(9))),
+    ]
+    for outer in calls:
+        remove = llm.on_step(call)
+        with pytest.raises(RuntimeError, match="caught the error .* dropped all requests"):
+            outer()
+        assert_empty(llm)
+    assert_greedy(llm, checkpoint)
 
 
 def test_a_callback_runs_in_the_thread_of_the_step(llm):

@@ -129,10 +129,17 @@ def process(functions: tuple[LogitsProcessor, ...], token_ids: list[int], logits
     """logits [V] -> what the functions make of them, one after the other."""
     shape = logits.shape
     for i, function in enumerate(functions):
-        logits = function(token_ids, logits)
-        if not isinstance(logits, Tensor) or logits.shape != shape:
-            what = tuple(logits.shape) if isinstance(logits, Tensor) else shown(logits)
+        given: Any = function(token_ids, logits)
+        what = None
+        if not isinstance(given, Tensor):
+            what = shown(given)
+        elif given.shape != shape:
+            what = str(tuple(given.shape))
+        elif not given.is_floating_point():  # such as a mask, in place of what it masks
+            what = str(given.dtype)
+        if what is not None:
             raise TypeError(
                 f"logits_processors[{i}] returned {what}: return a tensor of logits {tuple(shape)}"
             )
+        logits = given
     return logits
