@@ -266,8 +266,7 @@ class LLM:
 
         No request may be unfinished. An LLM that is asleep takes them too.
         """
-        with self._session.idle("update_weights") as engine:
-            trainer().update_weights(engine, weights)
+        trainer().update_weights(self._session, weights)
 
     def sleep(self, level: int = 1) -> None:
         """Lend the device's memory to others: the KV cache's and the weights'.
@@ -276,16 +275,14 @@ class LLM:
         folder again, unless `update_weights` has brought others before it. Calls that run requests
         raise AsleepError until `wake_up`. No request may be unfinished.
         """
-        with self._session.idle("sleep") as engine:
-            trainer().sleep(engine, level)
+        trainer().sleep(self._session, level)
 
     def wake_up(self) -> None:
         """Take the memory again that `sleep` gave back. The prefix cache is empty then.
 
         An error, such as too little memory, leaves the LLM asleep: call this again.
         """
-        with self._session.idle("wake_up") as engine:
-            trainer().wake_up(engine)
+        trainer().wake_up(self._session)
 
     @property
     def engine(self) -> LLMEngine | None:
