@@ -8,30 +8,10 @@ from collections import deque
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.engine.policy import SchedulingPolicy, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import INVALID_TOKEN
-
-
-class InvalidLogitsError(FloatingPointError):
-    """The model computed NaN or infinite logits, or a request's constraints bar every token.
-    `request_ids`: whose, in this step.
-    """
-
-    def __init__(self, first: Sequence, request_ids: set[int]) -> None:
-        self.request_ids = request_ids
-        where = f"after {len(first.token_ids)} tokens"
-        problem = (
-            f"has NaN or infinite logits {where}: try another dtype, such as bfloat16 or float32, "
-            "or check the checkpoint's weights"
-        )
-        if first.constraint is not None or first.params.edits_logits:
-            problem = (
-                f"has no token to go on with {where}: its constraints (such as bad_words, "
-                "allowed_token_ids, logits_processors) bar them all, so loosen them; or the model "
-                "computed NaN or infinite logits"
-            )
-        super().__init__(f"{first.describe()} {problem}")
 
 
 class Scheduler:

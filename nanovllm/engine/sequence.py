@@ -148,12 +148,6 @@ class Sequence:
         if self.first_token_at is not None:
             self.first_token_at += seconds
 
-    def describe(self) -> str:
-        """For an error: which request it is, by its id and the beginning of its prompt."""
-        first = ", ".join(map(str, self.token_ids[: min(8, self.num_prompt_tokens)]))
-        dots = ", ..." if self.num_prompt_tokens > 8 else ""
-        return f"request {self.request.id} (prompt [{first}{dots}])"
-
     def prefill_chunk(self, start: int, end: int, write_from: int) -> PrefillChunk:
         """What the runner must know to compute the tokens from `start` to `end`."""
         is_last = end == self.num_tokens
