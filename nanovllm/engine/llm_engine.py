@@ -18,6 +18,7 @@ from nanovllm.engine.interfaces import Constraints, Detokenizer
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
+from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
@@ -119,7 +120,8 @@ class LLMEngine:
         for sibling in siblings:
             sibling.parent = seq
         if params.prompt_logprobs is not None:
-            seq.num_scored = min(score_from, len(prompt))
+            num_unscored = min(score_from, len(prompt))
+            seq.scores = PromptScores(prompt, params.prompt_logprobs, num_unscored)
         if params.max_tokens:
             for one in seq.completions:
                 self._follow(one, streams)
