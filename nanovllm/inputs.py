@@ -111,17 +111,17 @@ class Inputs:
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:
             raise ValueError(f"{name} is empty: give at least one token")
-        if length < self.max_model_len:
+        generates = params.max_tokens != 0
+        # One place is left for an output. Where there is none, the prompt's last token need not be
+        # computed: it is looked up in the logits of the one before it.
+        if length <= self.max_model_len + (-1 if generates else 1):
             return
-        if params.max_tokens == 0:
-            # The last token is looked up in the logits of the one before it, and never computed.
-            if length > self.max_model_len + 1:
-                raise ValueError(
-                    f"{name} has {length} tokens, max_model_len is {self.max_model_len} and takes "
-                    "one more, as none follows it: shorten it, or raise max_model_len if the model "
-                    "takes more"
-                )
-            return
+        if not generates:
+            raise ValueError(
+                f"{name} has {length} tokens, max_model_len is {self.max_model_len} and takes one "
+                "more, as none follows it: shorten it, or raise max_model_len if the model takes "
+                "more"
+            )
         if self.max_model_len < self.config.max_model_len:
             raise ValueError(
                 f"{name} has {length} tokens, the model itself takes {self.max_model_len} of "
@@ -133,7 +133,7 @@ class Inputs:
         )
 
     def _checked_params(self, name: str, params: SamplingParams) -> SamplingParams:
-        """The same, with token ids for texts that are to be barred."""
+        """The same, if this model can do it, with token ids for the texts in bad_words."""
         self._check_params(name, params)
         if params.edits_logits:
             stop_ids = frozenset() if params.ignore_eos else self.stop_ids

@@ -130,10 +130,10 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_choice(self, name, (True, False))
         self._check_stops()
-        given = self.logit_bias, self.bad_words, self.logits_processors
-        if self.allowed_token_ids is not None or any(
-            [not isinstance(one, tuple) or one for one in given]
-        ):
+        # Without constraints, as most requests are, these are empty tuples already.
+        edits = self.logit_bias, self.bad_words, self.logits_processors
+        has_edits = any([not isinstance(edit, tuple) or edit for edit in edits])
+        if has_edits or self.allowed_token_ids is not None:
             keep_constraints(self)
         if self.structured_outputs is not None:
             keep_form(self)
@@ -160,7 +160,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed that penalties would leave."""
+        """Whether logits are changed otherwise than by penalties."""
         edits = self.logit_bias or self.bad_words or self.logits_processors
         return bool(edits) or self.allowed_token_ids is not None
 
