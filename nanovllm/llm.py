@@ -334,7 +334,7 @@ class LLM:
         with session.lock, session.calling(), session.running() as (engine, ours):
             session.settled_engine().last_call = Metrics()
             added = [engine.add(*request) for request in requests]
-            ours.update((request.id, request) for request in added)
+            ours.update((request.id, request) for request in added)  # those that have not ended
             outputs: dict[int, dict[str, Any]] = {}
             with closing(Progress(len(added), ours, self.on_step, use_tqdm)):
                 while ours:

@@ -34,7 +34,7 @@ class AsleepError(ValueError):
 class Session:
     """An engine, and who uses it.
 
-    `calling`: what each call runs inside; `computing`: what each step does.
+    `calling`, `computing`: make the contexts in which each call and each step runs.
 
     lock: held while the engine works. A call may come within another of the same thread.
     requests: those added one by one, their outputs not yet returned by `LLM.step`, by id.

@@ -35,6 +35,11 @@ class Launched(NamedTuple):
 
 
 class LLMEngine:
+    """A model, a scheduler, and the requests under way: `add` queues one, `step` advances all.
+
+    Requests have been checked. One caller at a time may use it.
+    """
+
     def __init__(
         self,
         config: Config,
