@@ -1,4 +1,4 @@
-"""What counts as an integer or a number among users' values, and how an error names them."""
+"""Check what users give: numbers, choices, names. How errors show a value is said here too."""
 
 import difflib
 import functools

@@ -13,6 +13,7 @@ from nanovllm.config import Config
 from nanovllm.constraint_checks import resolve_constraints
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import check_form
 
 # A prompt's token ids, what is asked for, and the prompt's text if it has one.
 Request = tuple[list[int], SamplingParams, str | None]
@@ -110,17 +111,17 @@ class Inputs:
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:
             raise ValueError(f"{name} is empty: give at least one token")
-        if length < self.max_model_len:
+        generates = params.max_tokens != 0
+        # One place is left for an output. Where there is none, the prompt's last token need not be
+        # computed: it is looked up in the logits of the one before it.
+        if length <= self.max_model_len + (-1 if generates else 1):
             return
-        if params.max_tokens == 0:
-            # The last token is looked up in the logits of the one before it, and never computed.
-            if length > self.max_model_len + 1:
-                raise ValueError(
-                    f"{name} has {length} tokens, max_model_len is {self.max_model_len} and takes "
-                    "one more, as none follows it: shorten it, or raise max_model_len if the model "
-                    "takes more"
-                )
-            return
+        if not generates:
+            raise ValueError(
+                f"{name} has {length} tokens, max_model_len is {self.max_model_len} and takes one "
+                "more, as none follows it: shorten it, or raise max_model_len if the model takes "
+                "more"
+            )
         if self.max_model_len < self.config.max_model_len:
             raise ValueError(
                 f"{name} has {length} tokens, the model itself takes {self.max_model_len} of "
@@ -132,26 +133,14 @@ class Inputs:
         )
 
     def _checked_params(self, name: str, params: SamplingParams) -> SamplingParams:
-        """The same, with token ids for texts that are to be barred."""
+        """The same, if this model can do it, with token ids for the texts in bad_words."""
         self._check_params(name, params)
         if params.edits_logits:
             stop_ids = frozenset() if params.ignore_eos else self.stop_ids
             params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, stop_ids)
         if params.structured_outputs is not None:
-            self._check_form(name, params)
+            check_form(name, params, self.constraints)
         return params
-
-    def _check_form(self, name: str, params: SamplingParams) -> None:
-        """What the text is to be must be something that it can be held to."""
-        if self.constraints is None:
-            raise ValueError(
-                f"{name}.structured_outputs is given, but nanovllm/sampling is not there: "
-                "leave it out"
-            )
-        try:
-            self.constraints.make(params)
-        except ValueError as error:
-            raise ValueError(f"{name}.{error}") from error
 
     def _check_params(self, name: str, params: SamplingParams) -> None:
         _token_ids(f"{name}.stop_token_ids", params.stop_token_ids, self.vocab_size)
@@ -208,16 +197,6 @@ class Inputs:
                 f"n is {params.n} for {name}, which takes {needed} KV blocks to begin with, and "
                 f"there are {self.num_blocks}: "
                 "lower n, or raise num_kvcache_blocks or gpu_memory_utilization"
-            )
-
-
-def refuse_completions(requests: list[Request]) -> None:
-    """A stream is of one completion of each prompt."""
-    for i, (_, params, _) in enumerate(requests):
-        if params.n > 1:
-            raise ValueError(
-                f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, "
-                f"or give it {params.n} times"
             )
 
 

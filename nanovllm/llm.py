@@ -20,12 +20,13 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.sequence import Sequence
-from nanovllm.inputs import Inputs, Request, refuse_completions
+from nanovllm.inputs import Inputs, Request
 from nanovllm.log import say_ready, show_unless_configured
 from nanovllm.outputs import Progress, make_outputs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scores import score
 from nanovllm.session import Session
+from nanovllm.streams import Piece, stream
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,6 @@ Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
 Params = SamplingParams | list[SamplingParams] | None
 TemplateOptions = dict[str, Any] | None
 Outputs = list[dict[str, Any]]  # of requests, as `generate` describes them
-Piece = tuple[int, str, list[int], str | None]  # of a stream, as `stream` describes it
 
 
 class LLM:
@@ -125,7 +125,7 @@ class LLM:
         tokens or what may become a stop string is incomplete. Closing the iterator ends the
         requests that still run.
         """
-        return self._stream(self._prompt_requests(prompts, sampling_params))
+        return stream(self._session, self._prompt_requests(prompts, sampling_params))
 
     def stream_chat(
         self,
@@ -134,7 +134,8 @@ class LLM:
         chat_template_kwargs: TemplateOptions = None,
     ) -> Iterator[Piece]:
         """Take what `chat` takes, yield what `stream` yields."""
-        return self._stream(self._chat_requests(messages, sampling_params, chat_template_kwargs))
+        requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
+        return stream(self._session, requests)
 
     def score(
         self,
@@ -265,8 +266,7 @@ class LLM:
 
         No request may be unfinished. An LLM that is asleep takes them too.
         """
-        with self._session.idle("update_weights") as engine:
-            trainer().update_weights(engine, weights)
+        trainer().update_weights(self._session, weights)
 
     def sleep(self, level: int = 1) -> None:
         """Lend the device's memory to others: the KV cache's and the weights'.
@@ -275,16 +275,14 @@ class LLM:
         folder again, unless `update_weights` has brought others before it. Calls that run requests
         raise AsleepError until `wake_up`. No request may be unfinished.
         """
-        with self._session.idle("sleep") as engine:
-            trainer().sleep(engine, level)
+        trainer().sleep(self._session, level)
 
     def wake_up(self) -> None:
         """Take the memory again that `sleep` gave back. The prefix cache is empty then.
 
         An error, such as too little memory, leaves the LLM asleep: call this again.
         """
-        with self._session.idle("wake_up") as engine:
-            trainer().wake_up(engine)
+        trainer().wake_up(self._session)
 
     @property
     def engine(self) -> LLMEngine | None:
@@ -336,7 +334,7 @@ class LLM:
         with session.lock, session.calling(), session.running() as (engine, ours):
             session.settled_engine().last_call = Metrics()
             added = [engine.add(*request) for request in requests]
-            ours.update((request.id, request) for request in added)
+            ours.update((request.id, request) for request in added)  # those that have not ended
             outputs: dict[int, dict[str, Any]] = {}
             with closing(Progress(len(added), ours, self.on_step, use_tqdm)):
                 while ours:
@@ -344,36 +342,6 @@ class LLM:
                     # With overlap the next step runs already: this is the time to make text.
                     outputs |= zip([request.id for request in finished], self._outputs(finished))
         return [self._view(request, outputs[request.id]) for request in added]
-
-    def _stream(self, requests: list[Request]) -> Iterator[Piece]:
-        refuse_completions(requests)
-        return self._pieces(requests)  # a generator, which would refuse only when it is read
-
-    def _pieces(self, requests: list[Request]) -> Iterator[Piece]:
-        session = self._session
-        with session.running() as (engine, ours):
-            # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
-            with session.lock:
-                session.awake_engine()
-                session.settled_engine().last_call = Metrics()
-                sequences = [
-                    engine.add(*request, streams=True, interactive=True) for request in requests
-                ]
-                ours.update(enumerate(sequences))
-            num_seen = [seq.num_prompt_tokens for seq in sequences]
-            while ours:
-                session.open_engine()
-                with session.lock:
-                    session.step()
-                for i, seq in list(ours.items()):
-                    new_ids = seq.token_ids[num_seen[i] :]
-                    if not new_ids and seq.finish_reason is None:
-                        continue
-                    num_seen[i] += len(new_ids)
-                    if seq.finish_reason is not None:
-                        del ours[i]
-                    text = seq.text.take() if seq.text is not None else ""
-                    yield i, text, new_ids, seq.finish_reason
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

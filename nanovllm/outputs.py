@@ -28,17 +28,16 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
             "prompt_token_ids": request.token_ids[: request.num_prompt_tokens],
             "num_cached_tokens": request.num_cached_tokens,
         }
-        if request.params.prompt_logprobs is not None:
+        if request.scores is not None:
             count = request.num_prompt_tokens - 1
-            prompt["prompt_logprobs"] = [None, *read_logprobs(request.prompt_logprobs, count)]
+            prompt["prompt_logprobs"] = [None, *read_logprobs(request.scores.records, count)]
         own = [next(completions) for _ in request.completions]
         outputs.append(prompt | own[0] | ({"completions": own} if len(own) > 1 else {}))
     return outputs
 
 
 def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    # The others' texts were read as they grew.
-    whole = [seq for seq in sequences if seq.text is None]
+    whole = [seq for seq in sequences if seq.text is None]  # the others' were read as they grew
     with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
     texts = [""] * len(whole)
     if decode is not None:

@@ -16,6 +16,9 @@ LogitsProcessor = Callable[[list[int], Any], Any]  # as SamplingParams describes
 # Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
 # token is sampled.
 GREEDY_BELOW = 1e-8
+NUM_LOGPROBS = Range(
+    int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None", none=True
+)
 LIMITS = {
     "temperature": Range(float, 0, 1e38, "0 (greedy) or a positive number, at most 1e38"),
     "top_k": Range(int, -1, math.inf, "an integer, 1 or more, or 0 or -1 for all tokens"),
@@ -27,12 +30,8 @@ LIMITS = {
     "min_tokens": Range(int, 0, 2**31 - 1, "an integer from 0 to 2**31 - 1"),
     "seed": Range(int, 0, 2**63 - 1, "an integer from 0 to 2**63 - 1, or None", none=True),
     "n": Range(int, 1, math.inf, "an integer, 1 or more"),
-    "logprobs": Range(
-        int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None", none=True
-    ),
-    "prompt_logprobs": Range(
-        int, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None", none=True
-    ),
+    "logprobs": NUM_LOGPROBS,
+    "prompt_logprobs": NUM_LOGPROBS,
     "repetition_penalty": Range(
         float, ABOVE_ZERO, sys.float_info.max, "a number above 0; 1 changes nothing"
     ),
@@ -130,10 +129,10 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_choice(self, name, (True, False))
         self._check_stops()
-        given = self.logit_bias, self.bad_words, self.logits_processors
-        if self.allowed_token_ids is not None or any(
-            [not isinstance(one, tuple) or one for one in given]
-        ):
+        # Without constraints, as most requests are, these are empty tuples already.
+        edits = self.logit_bias, self.bad_words, self.logits_processors
+        has_edits = any([not isinstance(edit, tuple) or edit for edit in edits])
+        if has_edits or self.allowed_token_ids is not None:
             keep_constraints(self)
         if self.structured_outputs is not None:
             keep_form(self)
@@ -160,7 +159,7 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed that penalties would leave."""
+        """Whether logits are changed otherwise than by penalties."""
         edits = self.logit_bias or self.bad_words or self.logits_processors
         return bool(edits) or self.allowed_token_ids is not None
 

@@ -35,7 +35,8 @@ class Pair(NamedTuple):
     def read(self, request: Sequence) -> Score:
         """What the request of this pair has come to."""
         continuation = self.token_ids[self.num_context :]
-        ids, values = split_records(request.prompt_logprobs, len(continuation))
+        assert request.scores is not None, "PARAMS ask for them"
+        ids, values = split_records(request.scores.records, len(continuation))
         logprobs = values[:, 0].tolist()
         return {
             "token_ids": continuation,

@@ -34,7 +34,7 @@ class AsleepError(ValueError):
 class Session:
     """An engine, and who uses it.
 
-    `calling`: what each call runs inside; `computing`: what each step does.
+    `calling`, `computing`: make the contexts in which each call and each step runs.
 
     lock: held while the engine works. A call may come within another of the same thread.
     requests: those added one by one, their outputs not yet returned by `LLM.step`, by id.
@@ -152,19 +152,6 @@ class Session:
                 )
             with self.running() as (engine, _):
                 yield engine, request
-
-    @contextmanager
-    def idle(self, what: str) -> Iterator[LLMEngine]:
-        """The engine, if no request is unfinished. Holds the lock. `what` is what a call wants."""
-        self.open_engine()
-        with self.lock:
-            engine = self.settled_engine()
-            if self.requests or engine.has_unfinished():
-                raise ValueError(
-                    f"{what} was called while requests are unfinished: let them end, take their "
-                    "outputs by step, or abort them first"
-                )
-            yield engine
 
     def step(self) -> list[Sequence]:
         """Run one step; returns the requests whose last completion has ended. Needs the lock."""

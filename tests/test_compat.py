@@ -322,7 +322,7 @@ def test_special_tokens_have_a_text_in_logprobs(llm, tokenizer):
 
 def make_request(llm, **values):
     """A sequence, with what views read of one."""
-    request = llm.engine._make_sequence([7], SamplingParams(logprobs=1), 0, False, False)
+    request = llm.engine._make_sequence([7], SamplingParams(logprobs=1), 0, False)
     for name, value in values.items():
         setattr(request, name, value)
     return request

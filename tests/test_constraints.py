@@ -24,7 +24,7 @@ from sampling_helpers import Draws, process, random_params
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import LogitsEdits
-from nanovllm.engine.scheduler import InvalidLogitsError
+from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling.constraints import BadWords, SequenceConstraint
 from nanovllm.sampling.logits_edits import static_mask

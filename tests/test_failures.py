@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.engine.scheduler import InvalidLogitsError
+from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.layers.attention import SelfAttention
 
 PROMPTS = random_prompts(7, seed=3)

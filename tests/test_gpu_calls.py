@@ -13,7 +13,7 @@ from test_failures import GREEDY, POISON, SOUND, poison
 from test_sampling import draw, random_params
 
 from nanovllm import SamplingParams
-from nanovllm.engine.scheduler import InvalidLogitsError
+from nanovllm.engine.errors import InvalidLogitsError
 
 pytestmark = [
     pytest.mark.gpu,

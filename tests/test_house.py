@@ -39,13 +39,17 @@ CORE = {
     "models": {"weights", "layers"},
     "engine": {"sampling_params", "config", "weights", "layers", "models"},
     "log": {"config", "engine"},
-    "inputs": {"checks", "constraint_checks", "sampling_params", "config", "engine"},
+    "inputs": {
+        *("checks", "constraint_checks", "structured_outputs", "sampling_params", "config"),
+        "engine",
+    },
     "outputs": {"engine"},
     "session": {"checks", "engine"},
     "scores": {"checks", "sampling_params", "engine", "inputs", "outputs", "session"},
+    "streams": {"engine", "inputs", "session"},
     "llm": {
         *("checks", "sampling_params", "config", "engine", "log", "inputs", "outputs", "session"),
-        "scores",
+        *("scores", "streams"),
         "compose",  # which knows the rooms, so that nothing else has to
     },
 }
@@ -70,7 +74,8 @@ ROOMS = {
         "compose",  # each rank's process puts its own runner together
     },
 }
-OPEN_TO_ROOMS = {*CORE} - {"constraint_checks", "log", "inputs", "outputs", "scores", "llm"}
+CLOSED_TO_ROOMS = {"constraint_checks", "log", "inputs", "outputs", "scores", "streams", "llm"}
+OPEN_TO_ROOMS = {*CORE} - CLOSED_TO_ROOMS
 BESIDES = {"compose", "__init__", "__main__"}
 
 WITHOUT_TORCH = [

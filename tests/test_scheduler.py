@@ -20,6 +20,7 @@ from simulated_device import (
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy
+from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.policies import POLICIES as NAMED_POLICIES
@@ -73,7 +74,7 @@ def make_sequence(
     for sibling in siblings:
         sibling.parent = seq
     if score_from is not None:
-        seq.num_scored = min(score_from, len(prompt))
+        seq.scores = PromptScores(prompt, 0, min(score_from, len(prompt)))
     return seq
 
 

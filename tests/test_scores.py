@@ -136,7 +136,7 @@ def test_each_token_asked_for_is_scored_once_wherever_a_sequence_is_stopped(stre
         changed.append(request)
     server = Server(make_scheduler(**sizes))
     for request, seq in zip(changed, serve(server, changed, delays).values()):
-        numbers = array("q", b"".join(seq.prompt_logprobs)).tolist()
+        numbers = array("q", b"".join(seq.scores.records if seq.scores else [])).tolist()
         places = range(request.score_from or len(request.prompt), len(request.prompt))
         expected = [number for place in places for number in (place, request.prompt[place])]
         if any(one.finish_reason == "abort" for one in seq.completions):

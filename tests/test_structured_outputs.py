@@ -19,7 +19,7 @@ from schemas import SCHEMAS, random_schemas
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.scheduler import InvalidLogitsError
+from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.structured import grammars
 from nanovllm.structured.grammars import Grammars
 from nanovllm.text import load_tokenizer

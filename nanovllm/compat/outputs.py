@@ -18,10 +18,10 @@ def item(name: str) -> Any:
 
 
 class Output(dict[str, Any]):
-    """A dict with log-probabilities. `_counts`: of how many likeliest tokens each item has them."""
+    """A dict that may have log-probabilities."""
 
-    _texts: Texts
-    _counts: dict[str, int | None]
+    _texts: Texts  # of tokens
+    _counts: dict[str, int | None]  # item -> how many likeliest tokens it was asked for; None: none
 
     def _ranked(self, name: str) -> list[dict[int, Logprob] | None] | None:
         rows, count = self.get(name), self._counts[name] or 0

@@ -106,9 +106,8 @@ class Batch:
     decode_slots: tuple[int, ...] = ()
     # (batch slot, index in its block table, block) of decoding sequences that grow by a block
     new_blocks: tuple[tuple[int, int, int], ...] = ()
-    shared_blocks: int = (
-        0  # leading blocks that the tables of all decoding sequences have in common
-    )
+    # Leading blocks that the tables of all decoding sequences have in common.
+    shared_blocks: int = 0
     prefills: tuple[PrefillChunk, ...] = ()
     # (source, copy): blocks to copy before the step writes any, all read before one is written
     block_copies: tuple[tuple[int, int], ...] = ()

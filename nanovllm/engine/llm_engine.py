@@ -9,14 +9,16 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch, LogitsEdits
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.interfaces import Constraints, Detokenizer
 from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
+from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
@@ -25,52 +27,19 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.loader import check_num_layers
 
 
-class Detokenizer(Protocol):
-    """Reads the texts of sequences while they run, and finds stop strings in them.
+class Launched(NamedTuple):
+    """A step that has been launched and not committed."""
 
-    The engine never looks at a text.
-    """
-
-    def add(self, seq: Sequence) -> None:
-        """Read this sequence from now on."""
-
-    def update(self, sampled: list[Sequence]) -> list[Sequence]:
-        """Read the last token of each sequence; returns those of which the text has come to a
-        stop string.
-        """
-
-    def remove(self, seq: Sequence) -> None:
-        """Read this sequence no more, if it is read."""
-
-    def clear(self) -> None:
-        """Read no sequence any more."""
-
-
-class Constraints(Protocol):
-    """Says which tokens may come next, for sequences in which that depends on the tokens before.
-
-    The engine asks while the device computes the step whose logits are meant.
-    """
-
-    def make(self, params: SamplingParams) -> Any:
-        """What a new sequence keeps as its `constraint`. None: nothing depends on its tokens.
-
-        Raises ValueError for what cannot be held to.
-        """
-
-    def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
-        """Of rows of a step, by place, and sequences that have a constraint: what may come next,
-        after all of their `token_ids`.
-        """
-
-    def completed(self, sampled: list[Sequence]) -> list[Sequence]:
-        """Those of sequences that got a token whose outputs end with it."""
-
-
-Launched = tuple[SampledTokens, bool]  # a step, and whether it brings any first tokens
+    tokens: SampledTokens
+    has_prefills: bool  # some of the tokens are their sequences' first
 
 
 class LLMEngine:
+    """A model, a scheduler, and the requests under way: `add` queues one, `step` advances all.
+
+    Requests have been checked. One caller at a time may use it.
+    """
+
     def __init__(
         self,
         config: Config,
@@ -89,9 +58,8 @@ class LLMEngine:
             check_num_layers(hf_config.num_hidden_layers, folder, model_class)
         self.policy = policy
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
-        # Makes what reads text as it grows, once a request asks for that.
         self.make_detokenizer: Callable[[], Detokenizer] | None = None
-        self.detokenizer: Detokenizer | None = None
+        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
         self.constraints: Constraints | None = None
         self.vocab_size = hf_config.vocab_size
         self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
@@ -111,7 +79,7 @@ class LLMEngine:
         self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.num_steps = 0
         self.last_step: StepRecord | None = None  # as it was launched
-        self._in_flight: Launched | None = None  # the step that is launched and not committed
+        self._in_flight: Launched | None = None
         self._constrained: list[Sequence] = []  # those with a constraint, some of them finished
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
@@ -149,26 +117,24 @@ class LLMEngine:
         only for the whole batch it came in, so a policy should not hold it back for the others.
         `score_from`: the first token of the prompt that `prompt_logprobs` is asked for.
         """
-        sequences = [
-            self._make_sequence(prompt, params, i, streams, interactive) for i in range(params.n)
+        seq, *siblings = [
+            self._make_sequence(prompt, params, i, interactive) for i in range(params.n)
         ]
-        seq, *siblings = sequences
         seq.prompt_text = text
         seq.siblings = seq.forks = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq
         if params.prompt_logprobs is not None:
-            seq.num_scored = min(score_from, len(prompt))
+            num_unscored = min(score_from, len(prompt))
+            seq.scores = PromptScores(prompt, params.prompt_logprobs, num_unscored)
+        if params.max_tokens:
+            for one in seq.completions:
+                self._follow(one, streams)
         self.scheduler.add(seq)
         return seq
 
     def _make_sequence(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        completion: int,
-        streams: bool,
-        interactive: bool,
+        self, prompt: list[int], params: SamplingParams, completion: int, interactive: bool
     ) -> Sequence:
         if params.seed is None:
             seed = self._seeds.getrandbits(63)
@@ -186,15 +152,19 @@ class LLMEngine:
             interactive=interactive,
         )
         seq.added_at = perf_counter()
-        if self.constraints is not None and params.max_tokens and not params.samples_plainly:
+        return seq
+
+    def _follow(self, seq: Sequence, streams: bool) -> None:
+        """See to the constraint and the text that a sequence needs as it grows, if any."""
+        params = seq.params
+        if self.constraints is not None and not params.samples_plainly:
             seq.constraint = self.constraints.make(params)
             if seq.constraint is not None:
                 self._constrained.append(seq)
-        if self.make_detokenizer is not None and params.max_tokens and (streams or params.stop):
+        if self.make_detokenizer is not None and (streams or params.stop):
             if self.detokenizer is None:
                 self.detokenizer = self.make_detokenizer()
             self.detokenizer.add(seq)
-        return seq
 
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
@@ -210,7 +180,7 @@ class LLMEngine:
         self._record_launch(batch or Batch(), begin, num_preempted)
         launched = None
         if batch is not None:
-            launched = self.runner.launch(batch), bool(batch.prefills)
+            launched = Launched(self.runner.launch(batch), bool(batch.prefills))
         if not self.overlap:
             return self._commit(self._constrain(launched))
         launched, self._in_flight = self._in_flight, launched
@@ -234,20 +204,20 @@ class LLMEngine:
         if not rows:
             return launched
         assert self.constraints is not None, "it made what the sequences have"
-        return self.runner.constrain(self.constraints.edits(rows)), launched[1]
+        tokens = self.runner.constrain(self.constraints.edits(rows))
+        return launched._replace(tokens=tokens)
 
     def _commit(self, launched: Launched | None) -> tuple[list[Sequence], list[Sequence]]:
         """Wait for a step's tokens; returns what `step` does."""
         if launched is None:
             return [], []
-        tokens, some_first = launched
-        sampled, ended = self.scheduler.commit(*tokens.wait())
+        sampled, ended = self.scheduler.commit(*launched.tokens.wait())
         if self._constrained and self.constraints is not None:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
             self._stop(self.detokenizer.update(sampled), ended)
-        if some_first or ended:
-            self._record_commit(sampled if some_first else [], ended)
+        if launched.has_prefills or ended:
+            self._record_commit(sampled if launched.has_prefills else [], ended)
         self._settle()
         return sampled, ended
 
@@ -262,7 +232,7 @@ class LLMEngine:
     def _settle(self) -> None:
         """When every sequence has ended, what is in flight ran one step too far: take it back."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            self.scheduler.commit(*self._in_flight[0].wait())
+            self.scheduler.commit(*self._in_flight.tokens.wait())
             self._in_flight = None
 
     def _record_launch(self, batch: Batch, begin: float, num_preempted: int) -> None:

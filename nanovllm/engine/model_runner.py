@@ -155,12 +155,6 @@ class ModelRunner:
         ]
         self._fill(fill)
 
-    def _fill(self, fill: Callable[[nn.Module], None]) -> None:
-        fill(self.model)
-        if self.transform is not None:
-            self.transform(self.model)
-            self.attention_name = self.attention_layers[0].attention_name
-
     @torch.inference_mode()
     def allocate(self) -> None:
         """Make the KV cache. Every rank has as many blocks as the one that has room for the
@@ -208,8 +202,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def constrain(self, edits: LogitsEdits) -> SampledTokens:
-        """Sample for the last step's rows that wait for the host. The answer replaces `launch`'s,
-        where these rows' tokens mean nothing.
+        """Sample the rows of the last step that wait for the host (see SamplingMetadata.waits). The
+        answer takes the place of `launch`'s, in which the tokens of these rows mean nothing.
         """
         return self._answer(*self.resampler.constrain(edits), self._prompt_logprobs)
 
@@ -218,11 +212,8 @@ class ModelRunner:
         """[len(rows), V] float32: what the processors of these rows are to get."""
         return self.resampler.edited_logits(edits, rows).cpu().numpy()
 
-    def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
-        """One token for each of the decoding sequences in `slots` [B]."""
-        return self._run_decode(slots)
-
     def _run_decode(self, slots: Tensor, shared_prefix_len: Tensor | None = None) -> StepOutput:
+        """One token for each of the decoding sequences in `slots` [B]."""
         inputs = self._advance(slots)
         metadata = AttentionMetadata(
             inputs.slot_mapping,
@@ -302,8 +293,8 @@ class ModelRunner:
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
-        """Tell of sequences that ask for more than temperature and seed, and of slots that do
-        not.
+        """Tell the resampler what each starting sequence asks for beside temperature and seed. Most
+        ask for nothing, which it must know too: their slots may have been of others that did.
         """
         if self.resampler is None and any(seq.sampling is not None for seq in sequences):
             if self.make_resampler is None:
@@ -347,6 +338,16 @@ class ModelRunner:
 
     # What a device may do in its own way.
 
+    def _fill(self, fill: Callable[[nn.Module], None]) -> None:
+        fill(self.model)
+        if self.transform is not None:
+            self.transform(self.model)
+            self.attention_name = self.attention_layers[0].attention_name
+
+    def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
+        """A step of decoding sequences alone, those in `slots` [B]."""
+        return self._run_decode(slots)
+
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
         """The last hidden state of each token that is wanted, and maybe of more after them."""
         with forward_context(metadata):
@@ -364,6 +365,7 @@ class ModelRunner:
         return self._upload(np.array(slots, dtype=np.int64))
 
     def _answer(self, *answer: Any) -> SampledTokens:
+        """A step's answer, of the fields of SampledTokens."""
         return SampledTokens(*answer)
 
     def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:

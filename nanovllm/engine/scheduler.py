@@ -8,30 +8,11 @@ from collections import deque
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.engine.policy import SchedulingPolicy, WaitingQueue
+from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import INVALID_TOKEN
-
-
-class InvalidLogitsError(FloatingPointError):
-    """The model computed NaN or infinite logits, or a request's constraints bar every token.
-    `request_ids`: whose, in this step.
-    """
-
-    def __init__(self, first: Sequence, request_ids: set[int]) -> None:
-        self.request_ids = request_ids
-        where = f"after {len(first.token_ids)} tokens"
-        problem = (
-            f"has NaN or infinite logits {where}: try another dtype, such as bfloat16 or float32, "
-            "or check the checkpoint's weights"
-        )
-        if first.constraint is not None or first.params.edits_logits:
-            problem = (
-                f"has no token to go on with {where}: its constraints (such as bad_words, "
-                "allowed_token_ids, logits_processors) bar them all, so loosen them; or the model "
-                "computed NaN or infinite logits"
-            )
-        super().__init__(f"{first.describe()} {problem}")
 
 
 class Scheduler:
@@ -78,8 +59,8 @@ class Scheduler:
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight, the sequences that sample a token in it, in the batch's order.
         self._in_flight: deque[list[Sequence]] = deque()
-        # One for each prompt chunk in flight of which tokens are scored.
-        self._scoring: deque[Sequence] = deque()
+        # One for each prompt chunk in flight that scores tokens.
+        self._scoring: deque[PromptScores] = deque()
         self._block_copies: list[tuple[int, int]] = []  # of the step that is planned
 
     def add(self, seq: Sequence) -> None:
@@ -216,8 +197,8 @@ class Scheduler:
                 break
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
-            if chunk.scored is not None:
-                self._scoring.append(seq)
+            if seq.scores is not None and chunk.scored is not None:
+                self._scoring.append(seq.scores)
             if not chunk.is_last:
                 break
             self.prefilling.pop(0)
@@ -237,12 +218,14 @@ class Scheduler:
         if not self.waiting:
             return
         seq, blocks = self.waiting.first, self.blocks
+        # The blocks of its longest cached prefix, and those that its next tokens see.
         reusable = seq.token_ids[: seq.num_reusable]
         shared = blocks.match(reusable)
         num_behind = self._num_behind(min(len(shared) * blocks.block_size, len(reusable) - 1))
         seen = shared[num_behind:]
+        # How many more it needs. A last block that is filled in part, each fork has for itself.
         num_full, tail = divmod(seq.num_tokens, blocks.block_size)
-        num_tails = 1 if tail else 0  # for the sequence and for each of its forks
+        num_tails = 1 if tail else 0
         num_own = num_full - len(shared) + num_tails
         if not seq.forks:  # they need the whole prompt's blocks
             num_own = min(num_own, self.most_blocks - len(seen))
@@ -251,6 +234,7 @@ class Scheduler:
         while len(self._free_slots) <= len(seq.forks) or blocks.num_free_without(seen) < needed:
             if not self._take_from_paused():
                 return
+        # There is room. From here on the sequence takes what it needs.
         self.waiting.remove(seq)
         seq.num_registered_blocks = len(shared)
         seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
@@ -332,7 +316,7 @@ class Scheduler:
             if sampling[i].status is not Status.FINISHED:
                 sampling[i].logprobs.append(of_token)
         for of_tokens in prompt_logprobs:
-            self._scoring.popleft().prompt_logprobs.append(of_tokens)
+            self._scoring.popleft().records.append(of_tokens)
         sampled, ended = [], []
         # Looked up once and not for each token.
         block_size, finished = self.blocks.block_size, Status.FINISHED

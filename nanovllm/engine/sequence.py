@@ -7,7 +7,8 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from nanovllm.engine.batch import Fork, PrefillChunk, ScoredTokens
+from nanovllm.engine.batch import Fork, PrefillChunk
+from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
 
@@ -40,12 +41,9 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: str | None = None
     logprobs: list[bytes] = field(default_factory=list)  # of each new token, if asked
-    # Leading tokens of the prompt whose log-probabilities are computed by now, in flight or not
-    # asked for.
-    num_scored: int = field(init=False)
-    prompt_logprobs: list[bytes] = field(default_factory=list)  # of each chunk's scored tokens
-    # Where nothing is to be generated, the end of the prompt that need not be computed. It takes
-    # the place of the one token that is sampled. None: something is.
+    scores: PromptScores | None = None  # if the prompt's log-probabilities are asked for
+    # If max_tokens is 0: the prompt's last token, which is not computed. A step samples a token all
+    # the same, and this takes its place. [] if the prompt has no other. None: tokens are wanted.
     held_back: list[int] | None = None
     text: Any = None  # the detokenizer's, if the text is read as it grows
     constraint: Any = None  # if its tokens decide which may come next: what knows how
@@ -76,7 +74,7 @@ class Sequence:
 
     def __post_init__(self, prompt: list[int]) -> None:
         self.token_ids = list(prompt)
-        self.num_prompt_tokens = self.num_scored = len(prompt)
+        self.num_prompt_tokens = len(prompt)
         if self.params.max_tokens == 0:
             self.held_back = [self.token_ids.pop()] if len(prompt) > 1 else []
             self.max_len = len(self.token_ids) + 1
@@ -109,7 +107,9 @@ class Sequence:
         """Leading tokens whose K and V may come from a cache. The last of them runs all the same:
         its hidden state is needed.
         """
-        return self.num_scored if self.num_scored < self.num_prompt_tokens else self.num_tokens
+        if self.scores is None or self.scores.are_done:
+            return self.num_tokens
+        return self.scores.num_done
 
     @property
     def output_ids(self) -> list[int]:
@@ -148,12 +148,6 @@ class Sequence:
         if self.first_token_at is not None:
             self.first_token_at += seconds
 
-    def describe(self) -> str:
-        """For an error: which request it is, by its id and the beginning of its prompt."""
-        first = ", ".join(map(str, self.token_ids[: min(8, self.num_prompt_tokens)]))
-        dots = ", ..." if self.num_prompt_tokens > 8 else ""
-        return f"request {self.request.id} (prompt [{first}{dots}])"
-
     def prefill_chunk(self, start: int, end: int, write_from: int) -> PrefillChunk:
         """What the runner must know to compute the tokens from `start` to `end`."""
         is_last = end == self.num_tokens
@@ -168,18 +162,8 @@ class Sequence:
             seed=self.seed,
             sampling=self._sampling_metadata() if is_last else None,
             forks=tuple([fork._as_fork() for fork in self.forks]) if is_last else (),
-            scored=self._scored_after(start, end),
+            scored=None if self.scores is None else self.scores.after(start, end),
         )
-
-    def _scored_after(self, start: int, end: int) -> ScoredTokens | None:
-        """What is to be scored of the tokens that follow those from `start` to `end`: only once."""
-        first, last = self.num_scored, min(end + 1, self.num_prompt_tokens)
-        if first >= last:
-            return None
-        self.num_scored = last
-        prompt = self.token_ids + (self.held_back or [])
-        assert self.params.prompt_logprobs is not None
-        return ScoredTokens(first - 1 - start, prompt[first:last], self.params.prompt_logprobs)
 
     def _as_fork(self) -> Fork:
         return Fork(

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm.engine.scheduler import InvalidLogitsError
+from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.jobs.formats import Request
 from nanovllm.llm import LLM
 

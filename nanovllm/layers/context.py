@@ -1,7 +1,8 @@
 """The step's metadata: what attention must know about the tokens of one forward pass.
 
-It is ambient: the model runner opens it around the forward pass and the attention layers read it,
-so a model's code passes only hidden states and positions from layer to layer.
+It is ambient: the model runner opens it around the forward pass, and the attention layers read it.
+So a model's code passes only hidden states and positions from layer to layer. At the end the model
+reads which tokens' logits are wanted.
 
 A KV slot is a token's place in the paged cache: block * block_size + offset.
 """

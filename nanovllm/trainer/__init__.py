@@ -2,7 +2,46 @@
 and that it lends them its memory.
 """
 
-from nanovllm.trainer.memory import sleep, wake_up
-from nanovllm.trainer.new_weights import update_weights
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["sleep", "update_weights", "wake_up"]
+from torch import Tensor
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.session import Session
+from nanovllm.trainer import memory, new_weights
+
+
+def update_weights(session: Session, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """See `LLM.update_weights`."""
+    with idle(session, "update_weights") as engine:
+        new_weights.update_weights(engine, weights)
+
+
+def sleep(session: Session, level: Any) -> None:
+    """See `LLM.sleep`."""
+    with idle(session, "sleep") as engine:
+        memory.sleep(engine, level)
+
+
+def wake_up(session: Session) -> None:
+    """See `LLM.wake_up`."""
+    with idle(session, "wake_up") as engine:
+        memory.wake_up(engine)
+
+
+@contextmanager
+def idle(session: Session, call: str) -> Iterator[LLMEngine]:
+    """The engine, with the lock held. Raises ValueError, which names the `call`, if a request is
+    unfinished.
+    """
+    session.open_engine()
+    with session.lock:
+        engine = session.settled_engine()
+        if session.requests or engine.has_unfinished():
+            raise ValueError(
+                f"{call} was called while requests are unfinished: let them end, take their "
+                "outputs by step, or abort them first"
+            )
+        yield engine

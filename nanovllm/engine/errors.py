@@ -1,0 +1,28 @@
+"""What can go wrong in a step."""
+
+from nanovllm.engine.sequence import Sequence
+
+
+class InvalidLogitsError(FloatingPointError):
+    """The model computed NaN or infinite logits, or a request's constraints bar every token.
+
+    request_ids: whose, in this step.
+    """
+
+    def __init__(self, first: Sequence, request_ids: set[int]) -> None:
+        """`first`: the first sequence that this befell, which the message is about."""
+        self.request_ids = request_ids
+        where = f"after {len(first.token_ids)} tokens"
+        problem = (
+            f"has NaN or infinite logits {where}: try another dtype, such as bfloat16 or float32, "
+            "or check the checkpoint's weights"
+        )
+        if first.constraint is not None or first.params.edits_logits:
+            problem = (
+                f"has no token to go on with {where}: its constraints (such as bad_words, "
+                "allowed_token_ids, logits_processors) bar them all, so loosen them; or the model "
+                "computed NaN or infinite logits"
+            )
+        begin = ", ".join(map(str, first.token_ids[: min(8, first.num_prompt_tokens)]))
+        dots = ", ..." if first.num_prompt_tokens > 8 else ""
+        super().__init__(f"request {first.request.id} (prompt [{begin}{dots}]) {problem}")

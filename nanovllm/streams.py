@@ -1,0 +1,46 @@
+"""Stream requests: their texts and tokens piece by piece, as steps finish."""
+
+from collections.abc import Iterator
+
+from nanovllm.engine.metrics import Metrics
+from nanovllm.inputs import Request
+from nanovllm.session import Session
+
+Piece = tuple[int, str, list[int], str | None]  # as `LLM.stream` describes it
+
+
+def stream(session: Session, requests: list[Request]) -> Iterator[Piece]:
+    """What `LLM.stream` returns. Raises ValueError for a request of several completions."""
+    for i, (_, params, _) in enumerate(requests):
+        if params.n > 1:
+            raise ValueError(
+                f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, "
+                f"or give it {params.n} times"
+            )
+    return _pieces(session, requests)  # a generator, which would refuse only when it is read
+
+
+def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
+    with session.running() as (engine, ours):
+        # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
+        with session.lock:
+            session.awake_engine()
+            session.settled_engine().last_call = Metrics()
+            sequences = [
+                engine.add(*request, streams=True, interactive=True) for request in requests
+            ]
+            ours.update(enumerate(sequences))
+        num_seen = [seq.num_prompt_tokens for seq in sequences]
+        while ours:
+            session.open_engine()
+            with session.lock:
+                session.step()
+            for i, seq in list(ours.items()):
+                new_ids = seq.token_ids[num_seen[i] :]
+                if not new_ids and seq.finish_reason is None:
+                    continue
+                num_seen[i] += len(new_ids)
+                if seq.finish_reason is not None:
+                    del ours[i]
+                text = seq.text.take() if seq.text is not None else ""
+                yield i, text, new_ids, seq.finish_reason
