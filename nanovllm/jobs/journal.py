@@ -66,7 +66,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._queue: queue.Queue[Result | None] = queue.Queue(MOST_QUEUED)
-        # Not Thread.join: Python 3.11 takes a thread for ended if a signal comes while it is joined.
+        # Not Thread.join: Python 3.11 takes a thread for ended if a signal comes meanwhile.
         self._written = Event()
         self._error: BaseException | None = None  # of the writing thread
         try:
