@@ -31,8 +31,10 @@ from nanovllm.trace.events import (
     GaveBack,
     Grew,
     Launched,
+    Paused,
     Preempted,
     Released,
+    Resumed,
     Run,
     Started,
 )
@@ -561,6 +563,43 @@ def test_an_address_leads_to_a_step_and_a_sequence(make_llm, tmp_path):
     assert f"{started.cached_tokens} found in the prefix cache" in shown(dom, "follow")
     dom = browse(tmp_path / "run.html", "step=99999&sequence=x&block=-1")  # nonsense is left out
     assert 'id="follow-card" hidden' in dom
+
+
+def paused_run(make_llm, tmp_path: Path) -> tuple[int, list[Event]]:
+    """Two requests, of which one is paused for a while: its id, and the events."""
+    llm = make_llm(trace=tmp_path / "run.jsonl")
+    watched = Watched(llm)
+    ids = [llm.add_request([i], greedy(12)) for i in range(2)]
+    llm.step()
+    llm.step()
+    for _ in range(2):
+        llm.pause(ids[0])
+    while not llm.step():
+        pass
+    llm.resume(ids[0])
+    while llm.has_unfinished():
+        llm.step()
+    watched.compare()
+    llm.close()
+    return ids[0], read_jsonl(tmp_path / "run.jsonl")
+
+
+def test_a_pause_is_told_once_and_so_is_its_end(make_llm, tmp_path):
+    paused, events = paused_run(make_llm, tmp_path)
+    told = [event for event in events if isinstance(event, (Paused, Resumed, Finished))]
+    assert [type(event) for event in told] == [Paused, Finished, Resumed, Finished]
+    assert [event.seq == paused for event in told] == [True, False, True, True]
+    assert [event.time for event in told] == sorted([event.time for event in told])
+
+
+@needs_chromium
+def test_a_pause_is_shown(make_llm, tmp_path):
+    paused, events = paused_run(make_llm, tmp_path)
+    write(events, tmp_path / "run.html")
+    dom = browse(tmp_path / "run.html", f"sequence={paused}")
+    assert re.search(r"paused\s*once, for [0-9.]+", shown(dom, "follow"))
+    dom = browse(tmp_path / "run.html", f"sequence={1 - paused}")
+    assert "paused" not in shown(dom, "follow")
 
 
 @needs_chromium

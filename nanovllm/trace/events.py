@@ -78,6 +78,20 @@ class Released(NamedTuple):
     seq: int
 
 
+class Paused(NamedTuple):
+    """The user paused a sequence. It keeps its slot and blocks until others need them."""
+
+    time: float
+    seq: int
+
+
+class Resumed(NamedTuple):
+    """A paused sequence may go on."""
+
+    time: float
+    seq: int
+
+
 class GaveBack(NamedTuple):
     """A sequence holds its first blocks no more: they lie behind the window of every layer."""
 
@@ -146,6 +160,8 @@ Event = (
     | Evicted
     | Preempted
     | Released
+    | Paused
+    | Resumed
     | GaveBack
     | Grew
     | Launched

@@ -31,10 +31,12 @@ from nanovllm.trace.events import (
     GaveBack,
     Grew,
     Launched,
+    Paused,
     Preempted,
     Registered,
     Released,
     Reset,
+    Resumed,
     Run,
     Started,
 )
@@ -229,6 +231,16 @@ class RecordedScheduler(Scheduler):
     def _preempt(self, seq: Sequence) -> None:
         self.recorder.add(Preempted(seq.id))
         super()._preempt(seq)
+
+    def pause(self, seq: Sequence) -> None:
+        was_paused = seq in self.paused
+        super().pause(seq)
+        if not was_paused:
+            self.recorder.add(Paused(self.recorder.now(), seq.id))
+
+    def resume(self, seq: Sequence) -> None:
+        super().resume(seq)
+        self.recorder.add(Resumed(self.recorder.now(), seq.id))
 
     def _give_back(self, seq: Sequence) -> None:
         before = seq.num_given_back
