@@ -24,7 +24,7 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL
-from nanovllm.text import tokenizer as tokenizer_module
+from nanovllm.text import chat as chat_module
 from nanovllm.text.time_limit import run_limited
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.text.tokenizer_json import QWEN_WORDS
@@ -260,7 +260,7 @@ HANGS = [CHAT[0] | {"hangs": True}]
 @pytest.fixture
 def chatty(tmp_path, monkeypatch):
     save_bytes(tmp_path)
-    monkeypatch.setattr(tokenizer_module, "CHAT_SECONDS", 0.5)
+    monkeypatch.setattr(chat_module, "CHAT_SECONDS", 0.5)
     return load_tokenizer(tmp_path)
 
 
@@ -299,7 +299,7 @@ def test_a_chat_template_is_stopped_in_any_thread(chatty):
 
 
 def test_ctrl_c_ends_a_chat_template_and_is_passed_on(chatty, monkeypatch):
-    monkeypatch.setattr(tokenizer_module, "CHAT_SECONDS", 60)
+    monkeypatch.setattr(chat_module, "CHAT_SECONDS", 60)
     main = threading.main_thread().ident
     timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
     timer.start()

@@ -31,7 +31,7 @@ class Launched(NamedTuple):
     """A step that has been launched and not committed."""
 
     tokens: SampledTokens
-    has_prefills: bool  # some of the tokens are their sequences' first
+    has_prefills: bool  # so some of the tokens may be their sequences' first
 
 
 class LLMEngine:

@@ -20,9 +20,10 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """`token_ids` holds the tokens whose values are known; `num_tokens` counts those in flight too.
+    """One completion of a prompt.
 
-    A step may be scheduled before the last one's tokens are read back, so the scheduler works with
+    `token_ids` holds the tokens whose values are known; `num_tokens` counts those in flight too. A
+    step may be scheduled before the last one's tokens are read back, so the scheduler works with
     `num_tokens` alone, and `num_tokens - len(token_ids)` is 0 or 1 between steps.
     """
 

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from nanovllm.checks import shown
-from nanovllm.text.time_limit import run_limited
+from nanovllm.text.chat import write_chats
 from nanovllm.text.tokenizer_json import content, is_failure, read_if_there, read_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHAT_SECONDS = 30.0  # for a chat template to write one conversation: most take a millisecond
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -166,29 +165,11 @@ class Tokenizer:
     def encode_chats(
         self, chats: list[list[dict]], options: dict[str, Any]
     ) -> tuple[list[str], list[list[int]]]:
-        """Each conversation, written by the tokenizer's chat template: its text, its token ids.
+        """Each conversation as the tokenizer's chat template writes it: its text, its token ids.
 
-        They end where the assistant's turn begins. Raises ValueError for a conversation that the
-        template refuses, or with which it is not done after CHAT_SECONDS.
+        Raises ValueError as `write_chats` does.
         """
-        options = {"add_generation_prompt": True, **options, "tokenize": False}
-        tokenizer, texts = self.transformers, list[str]()
-
-        def write() -> None:
-            for chat in chats:
-                texts.append(str(tokenizer.apply_chat_template(chat, **options)))
-
-        try:
-            run_limited(write, CHAT_SECONDS, progress=lambda: len(texts))
-        except TimeoutError as error:
-            raise ValueError(
-                f"messages[{len(texts)}] keeps the model's chat template busy without end: {error}."
-                " Shorten it, or give another template in chat_template_kwargs['chat_template']"
-            ) from error
-        except Exception as error:  # a template raises whatever it likes
-            raise ValueError(
-                f"messages[{len(texts)}] does not fit the model's chat template: {error}"
-            ) from error
+        texts = write_chats(self.transformers, chats, options)
         # The template has written the special tokens that are needed.
         return texts, self.encode("messages", texts, special_tokens=False)
 
