@@ -54,6 +54,7 @@ class Session:
         self.calling = calling
         self._computing = computing
         self._observers: list[Callable[[StepRecord], Any]] = []
+        self._ended_inside: list[Sequence] | None = None  # in steps of the callback that runs
         self._pid = os.getpid()
         self._is_closed = False
         self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
@@ -167,21 +168,30 @@ class Session:
         finished = [request for request in requests if request.has_ended]
         self.finished += [request for request in finished if request.id in self.requests]
         if self._observers:
-            self._tell_observers(engine, tuple([request.id for request in finished]))
+            finished += self._tell_observers(engine, tuple([request.id for request in finished]))
+        if self._ended_inside is not None:
+            self._ended_inside += finished
         return finished
 
-    def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> None:
+    def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> list[Sequence]:
+        """Returns the requests that have ended in steps of calls that the callbacks made."""
         assert engine.last_step is not None, "a step has just been recorded"
         seconds = perf_counter() - engine.last_step.time
         record = engine.last_step._replace(seconds=seconds, finished=finished)
         num_resets = self._num_resets
-        for observe in self._observers.copy():  # one may remove itself
-            observe(record)
+        ended: list[Sequence] = []
+        outer, self._ended_inside = self._ended_inside, ended
+        try:
+            for observe in self._observers.copy():  # one may remove itself
+                observe(record)
+        finally:
+            self._ended_inside = outer
         if self._num_resets > num_resets:
             raise RuntimeError(
                 "an on_step callback caught the error of a call of its own, which has dropped all "
                 "requests, those of the call around it too: let the callback raise it"
             )
+        return ended
 
     def observe(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
         """Call `callback` after each step. Returns a function that ends this."""

@@ -133,6 +133,30 @@ def test_a_callback_may_use_the_llm(llm, checkpoint):
     assert_empty(llm)
 
 
+@pytest.mark.parametrize("outer", ["generate", "score"])
+def test_calls_of_a_callback_may_end_the_requests_of_the_call_around_them(llm, checkpoint, outer):
+    """Steps are everybody's: what ends in one of the callback's is not lost to the other call."""
+    seen: list[int] = []
+
+    def call(step: StepRecord) -> None:
+        seen.extend(step.finished)
+        if not calls:
+            calls.append(step)  # the calls below have steps, too
+            (output,) = llm.generate([PROMPTS[5]], greedy(20), use_tqdm=False)
+            assert output["token_ids"] == checkpoint.expected(PROMPTS[5], 20)
+
+    calls: list[StepRecord] = []
+    llm.on_step(call)
+    if outer == "generate":
+        (output,) = llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+        assert output["token_ids"] == checkpoint.expected(PROMPTS[0], 3)
+    else:
+        scores = llm.score(PROMPTS[6:8], [[[3], [4]], [[5], [6]]], use_tqdm=False)
+        assert [[len(one["logprobs"]) for one in row] for row in scores] == [[1, 1], [1, 1]]
+    assert len(calls) == 1 and sorted(seen) == sorted(set(seen))  # each request is told once
+    assert_empty(llm)
+
+
 def test_a_callback_may_close_the_llm(llm):
     llm.on_step(lambda step: llm.close())
     with pytest.raises(ValueError, match="closed"):

@@ -118,8 +118,11 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     for _ in range(8):  # a few more, that are scored
         prompt, params = random_request(rng, beginnings)
         llm.add_request(prompt, dataclasses.replace(params, prompt_logprobs=0, max_tokens=0))
+    last = llm.add_request([7], SamplingParams(prompt_logprobs=0, max_tokens=0))
     while llm.has_unfinished():
         llm.step()
+    (added,) = [e for e in llm.engine.recorder.events if isinstance(e, Added) and e.seq == last]
+    assert (added.prompt_tokens, added.max_tokens) == (1, 0)
     assert not watched.replay.tables and not any(watched.replay.ref_counts)
     assert_empty(llm)
 

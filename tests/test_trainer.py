@@ -320,6 +320,26 @@ def test_an_interrupt_leaves_no_model_of_old_and_new_weights(make_llm, trained, 
     assert_some(llm, trained)
 
 
+def test_an_iterable_that_leaves_a_request_unfinished_leaves_the_old_weights(
+    make_llm, checkpoint, trained
+):
+    llm = make_llm()
+
+    def weights():
+        assert_some(llm, checkpoint)
+        llm.add_request(PROMPTS[4], greedy(3))
+        yield from state(trained).items()
+
+    with pytest.raises(ValueError, match="^weights added requests that are unfinished: let them"):
+        llm.update_weights(weights())
+    outputs = []
+    while llm.has_unfinished():
+        outputs += llm.step()
+    assert [one["token_ids"] for one in outputs] == [checkpoint.expected(PROMPTS[4], 3)]
+    llm.update_weights(state(trained).items())
+    assert_some(llm, trained)
+
+
 @pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
 def test_unfinished_requests_are_left_alone(make_llm, checkpoint, trained, call):
     llm = make_llm()

@@ -290,7 +290,7 @@ class RecordedEngine(LLMEngine):
     ) -> Sequence:
         request = super().add(prompt, params, text, **how)
         for seq in request.completions:
-            max_tokens = seq.max_len - seq.num_prompt_tokens
+            max_tokens = seq.max_len - seq.num_prompt_tokens if params.max_tokens else 0
             added = Added(
                 self.recorder.now(), seq.id, request.id, seq.num_prompt_tokens, max_tokens
             )

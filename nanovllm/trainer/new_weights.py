@@ -140,6 +140,10 @@ def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> 
         for name, tensor in each_tensor(weights):
             runner.on_all_ranks(add, name, tensor.dtype, tuple(tensor.shape), as_bytes(tensor))
         runner.on_all_ranks(finish)
+        if engine.has_unfinished():  # the caller's iterable may use the LLM
+            raise ValueError(
+                "weights added requests that are unfinished: let them end, or add them later"
+            )
     except BaseException:
         runner.on_all_ranks(discard)
         raise
