@@ -1,6 +1,7 @@
 """Any call: whatever is asked for, the right tokens come, or an error that names the field."""
 
 from dataclasses import fields, replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -68,18 +69,42 @@ ids = st.one_of(
     st.integers(1, 40).map(lambda count: [*range(100, 100 + count)]),  # they begin alike
 )
 texts = st.text("the in\x00é漢\U0001f600", min_size=1, max_size=15)
+FORMS = [dict(regex="[a-z]+")] if find_spec("llguidance") else []
+
+
+def upwards(output, logits):
+    """A processor in which the output so far decides, and of another dtype."""
+    logits[: output[-1] if output else 0] -= 2
+    return logits.double()
+
+
+def make_params(**given) -> SamplingParams:
+    """Of what goes together."""
+    if given["structured_outputs"]:
+        given |= dict(ignore_eos=False, min_tokens=0, allowed_token_ids=None)
+    if given["max_tokens"] == 0:
+        given |= dict(prompt_logprobs=2, min_tokens=0)
+    return SamplingParams(**given)
+
+
 params = st.builds(
-    SamplingParams,
-    st.sampled_from([0.0, 0.0, 0.7, 2.0]),
+    make_params,
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 2.0]),
     seed=st.integers(0, 2**63 - 1),  # else a draw is anybody's
-    max_tokens=st.sampled_from([1, 2, 9, 24]),
+    max_tokens=st.sampled_from([0, 1, 2, 9, 9, 24]),
     n=st.sampled_from([1, 1, 1, 2, 5]),
     top_k=st.sampled_from([0, 0, 3]),
     top_p=st.sampled_from([1.0, 1.0, 0.8]),
     min_tokens=st.sampled_from([0, 0, 1]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.4]),
     stop=st.sampled_from([(), (), ("t",), "xyz"]),
+    include_stop_str_in_output=st.booleans(),
+    skip_special_tokens=st.booleans(),
     stop_token_ids=st.lists(tokens, max_size=2),
+    logprobs=st.sampled_from([None, None, 1]),
+    prompt_logprobs=st.sampled_from([None, None, 0, 3]),
+    logits_processors=st.sampled_from([(), (), [upwards]]),
+    structured_outputs=st.sampled_from([None, None, None, *FORMS]),
     ignore_eos=st.booleans(),
     logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=3),
     bad_words=st.lists(st.lists(tokens, min_size=1, max_size=2), max_size=9),
@@ -120,11 +145,30 @@ def test_any_calls_bring_the_plain_answers_or_a_named_error(folder, plain, optio
                 assert str(error).startswith(names) and ":" in str(error)
             else:
                 for prompt, one, output in zip(prompts, params, outputs):
-                    longest = llm.max_model_len - len(as_ids(llm, prompt))
+                    longest = max(0, llm.max_model_len - len(as_ids(llm, prompt)))
                     shorter = replace(one, max_tokens=min(one.max_tokens, longest), min_tokens=0)
                     one = one if one.max_tokens <= longest else shorter
-                    assert [output] == generate(plain, [prompt], one)
+                    (expected,) = generate(plain, [prompt], one)
+                    assert without_values(output) == without_values(expected)
+                    assert values_of(output) == pytest.approx(values_of(expected), abs=1e-3)
             check_empty(llm)
+
+
+LOGPROBS = ("logprobs", "cumulative_logprob", "prompt_logprobs", "completions")
+
+
+def without_values(output: dict) -> list[dict]:
+    """What an output says beside log-probabilities, which rounding may change: each completion."""
+    parts = [output, *output.get("completions", [])]
+    return [{key: value for key, value in one.items() if key not in LOGPROBS} for one in parts]
+
+
+def values_of(output: dict) -> list[float]:
+    """The log-probabilities of an output, in order."""
+    rows = list(output.get("prompt_logprobs", [None])[1:])
+    for one in [output, *output.get("completions", [])]:
+        rows += one.get("logprobs", [])
+    return [value for row in rows for value in row.values()]
 
 
 def as_ids(llm: LLM, prompt: str | list[int]) -> list[int]:
