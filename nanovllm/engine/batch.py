@@ -5,11 +5,12 @@ Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.sampling_params import SamplingMetadata
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class LogitsEdits(NamedTuple):
 
     rows: list[int]  # places among the step's tokens
     # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed
-    masks: np.ndarray
+    masks: "np.ndarray"
     # By place: a function of the row's logits [V] float32, a tensor, that gives them changed.
     processors: dict[int, Callable[[Any], Any]]
 
