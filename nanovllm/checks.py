@@ -7,7 +7,7 @@ import math
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 Named = TypeVar("Named", bound=Callable[..., Any])
@@ -39,6 +39,15 @@ def token_ids(name: str, given: Any) -> tuple[int, ...]:
     if len(found) < len(ids):
         raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
     return found
+
+
+def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a token id that the model does not have."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"{name} holds token id {shown(wrong)}: the model's vocabulary is 0 to {vocab_size - 1}"
+        )
 
 
 class Range(NamedTuple):

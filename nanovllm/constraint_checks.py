@@ -7,7 +7,7 @@ Knows what can be said without a model, and what the model's vocabulary and toke
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.checks import as_integer, as_number, shown, token_ids
+from nanovllm.checks import as_integer, as_number, check_vocabulary, shown, token_ids
 
 MAX_BIAS = 100
 
@@ -85,12 +85,7 @@ def resolve_constraints(
         "bad_words": [token for sequence in sequences for token in sequence],
     }
     for field, ids in of_field.items():
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(
-                f"{name}.{field} holds token id {shown(wrong)}: the model's vocabulary is 0 to "
-                f"{vocab_size - 1}"
-            )
+        check_vocabulary(f"{name}.{field}", ids, vocab_size)
     barred = {sequence[0] for sequence in sequences if len(sequence) == 1}
     if params.min_tokens:
         barred |= stop_ids.union(params.stop_token_ids)

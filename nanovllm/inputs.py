@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.checks import as_integer, refuse_unknown_names, shown
+from nanovllm.checks import as_integer, check_vocabulary, refuse_unknown_names, shown
 from nanovllm.config import Config
 from nanovllm.constraint_checks import resolve_constraints
 from nanovllm.engine.llm_engine import LLMEngine
@@ -286,9 +286,5 @@ def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
             is_chat = isinstance(wrong, dict)
             hint = "; a conversation goes to chat or stream_chat" if is_chat else ""
             raise TypeError(f"{name} holds {shown(wrong)}: token ids are integers{hint}")
-    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-        wrong = next(token for token in ids if not 0 <= token < vocab_size)
-        raise ValueError(
-            f"{name} holds token id {shown(wrong)}: the model's vocabulary is 0 to {vocab_size - 1}"
-        )
+    check_vocabulary(name, ids, vocab_size)
     return list(ids)
