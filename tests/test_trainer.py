@@ -67,6 +67,17 @@ def assert_some(llm: LLM, checkpoint: Checkpoint) -> None:
     assert_greedy(llm, checkpoint, SOME, max_tokens=10)
 
 
+def assert_forgets_and_takes_again(llm: LLM, old: Checkpoint, new: Checkpoint) -> None:
+    """Asleep at level 2, what was updated is forgotten, and other weights are taken."""
+    llm.sleep(2)
+    llm.wake_up()
+    assert_some(llm, old)
+    llm.sleep(2)
+    llm.update_weights(state(new).items())
+    llm.wake_up()
+    assert_some(llm, new)
+
+
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 @pytest.mark.parametrize(
     "name", ["gqa-2", "tied", "attention-bias", "experts", "phi3", "gemma3", "olmo2", "granite"]
@@ -127,13 +138,7 @@ def test_several_ranks_take_new_weights_refuse_wrong_ones_and_sleep(
         llm.generate(SOME)
     llm.wake_up()
     assert_some(llm, new)
-    llm.sleep(2)
-    llm.wake_up()
-    assert_some(llm, old)
-    llm.sleep(2)
-    llm.update_weights(state(new).items())
-    llm.wake_up()
-    assert_some(llm, new)
+    assert_forgets_and_takes_again(llm, old, new)
 
 
 def test_the_prefix_cache_is_empty_after_an_update(make_llm, checkpoint, trained):
@@ -237,13 +242,7 @@ def test_a_head_that_the_loaded_checkpoint_untied_takes_new_weights(
     assert_some(llm, old)
     llm.update_weights(state(new).items())
     assert_some(llm, new)
-    llm.sleep(2)
-    llm.wake_up()
-    assert_some(llm, old)
-    llm.sleep(2)
-    llm.update_weights(state(new).items())
-    llm.wake_up()
-    assert_some(llm, new)
+    assert_forgets_and_takes_again(llm, old, new)
 
 
 def in_shards() -> torch.Tensor:
