@@ -64,10 +64,10 @@ def make_constraints(engine: LLMEngine, tokenizer: Any) -> Any:
     constraints, structured = room("sampling.constraints"), room("structured.grammars")
     if constraints is None:
         return None
-    make_matcher = None
+    forms = None
     if structured is not None:
-        make_matcher = structured.Grammars(tokenizer, engine.vocab_size, engine.stop_ids).matcher
-    return constraints.Constraints(engine.vocab_size, make_matcher)
+        forms = structured.Grammars(tokenizer, engine.vocab_size, engine.stop_ids)
+    return constraints.Constraints(engine.vocab_size, forms)
 
 
 def choose_policy(given: Any) -> SchedulingPolicy:

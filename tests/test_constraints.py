@@ -228,9 +228,6 @@ class Walk:
     def allowed(output):
         return random.Random(str(output)).sample(range(256), 8)
 
-    def is_complete(self, token_ids):
-        return False
-
     def fill(self, token_ids, mask):
         assert token_ids[: len(self.read)] == self.read, "the output only grows"
         for token in token_ids[len(self.read) :]:
@@ -284,7 +281,7 @@ def test_a_constraint_with_a_state_sees_each_output_grow(folder, plain, options)
     def make(one):
         if one.seed % 2 == 0:  # the others go on as ever
             made.append(Walk())
-            return SequenceConstraint((made[-1], BadWords([(300, 301)])), ())
+            return SequenceConstraint(None, (made[-1], BadWords([(300, 301)])), ())
         return None
 
     with make_llm(folder, **options) as llm:

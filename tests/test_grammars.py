@@ -41,8 +41,8 @@ def as_params(**given) -> StructuredOutputsParams:
 
 
 def allowed(matcher: Matcher, output: list[int]) -> list[int]:
-    mask = np.full(-(-PADDED // 32), -1, dtype=np.int32)
-    matcher.fill(output, mask)
+    mask = np.full((1, -(-PADDED // 32)), -1, dtype=np.int32)
+    make_grammars().fill([(0, matcher, output)], mask)
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -106,6 +106,26 @@ def test_a_matcher_reads_what_is_new_however_much_it_is():
             assert allowed(matcher, output[:i]) == expected[i]
             assert allowed(matcher, output[:i]) == expected[i]  # as if it were asked twice
         assert allowed(matcher, output) == expected[-1] and matcher.is_complete(output)
+
+
+def test_masks_made_side_by_side_are_those_of_each_row_alone():
+    compiled, rng = make_grammars(), random.Random(1)
+    (output,) = TOKENIZER.encode("text", ['{"x": 12, "name": "ab"}'])
+    forms = [dict(json=POINT), dict(regex="[^a]*"), dict(json={"type": "string", "maxLength": 30})]
+    rows = [
+        (
+            row,
+            compiled.matcher(as_params(**forms[row % 3])),
+            output[: row % 5 if row % 3 == 0 else 0],
+        )
+        for row in rng.sample(range(40), 30)  # some rows of the step have no form
+    ]
+    masks = np.full((40, -(-PADDED // 32)), -1, dtype=np.int32)
+    compiled.fill(rows, masks)
+    for row, matcher, so_far in rows:
+        bits = np.unpackbits(masks[row].view(np.uint8), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == allowed(matcher, so_far)
+    assert (masks[[row for row in range(40) if row not in {r for r, *_ in rows}]] == -1).all()
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask_for_the_same(monkeypatch):

@@ -160,13 +160,13 @@ def test_greedy_tokens_are_the_likeliest_that_the_form_allows(make_llm, overlap)
     compiled = Grammars(
         load_tokenizer(TINY_MODEL), reference.config.vocab_size, llm.engine.stop_ids
     )
-    mask = np.zeros(reference.config.vocab_size // 32, dtype=np.int32)
+    mask = np.zeros((1, reference.config.vocab_size // 32), dtype=np.int32)
     for output, one in zip(outputs, params):
         prompt, tokens = output["prompt_token_ids"], output["token_ids"]
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         for i, token in enumerate(tokens):
-            compiled.matcher(one.structured_outputs).fill(tokens[:i], mask)
+            compiled.fill([(0, compiled.matcher(one.structured_outputs), tokens[:i])], mask)
             allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").astype(bool)
             assert (
                 int(logits[i].masked_fill(~torch.from_numpy(allowed), -torch.inf).argmax()) == token
@@ -276,8 +276,8 @@ def test_a_matcher_that_can_read_no_further_fails_its_request_alone(make_llm, mo
     """As NaN does: the error names it, and the LLM is empty and usable."""
     llm = make_llm(TINY_MODEL)
     unexpected = [1]
-    lose = lambda self, output: self._matcher.consume_tokens(unexpected)  # noqa: E731
-    monkeypatch.setattr(grammars.Matcher, "_read", lose)
+    lose = lambda self, output: self.state.consume_tokens(unexpected)  # noqa: E731
+    monkeypatch.setattr(grammars.Matcher, "read", lose)
     with pytest.raises(InvalidLogitsError):
         llm.generate("x", form(structured_outputs=dict(regex="abc")), use_tqdm=False)
     assert_empty(llm)

@@ -4,10 +4,9 @@ A step's forward pass is launched before the tokens of the last one are known. T
 while it runs, once they are; what the answer does to logits is in logits_edits.py. To add a kind of
 constraint: a class with the method of LogitsConstraint, and a line in `Constraints.make`.
 
-Shapes: V vocabulary entries, W = ceil(V / 32) words of a bitmask.
+Shapes: R rows of a step, V vocabulary entries, W = ceil(V / 32) words of a bitmask.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -31,19 +30,36 @@ class LogitsConstraint(Protocol):
         token_ids: the sequence's output so far, [] before its first token. From one call to the
         next of a sequence it grows, usually by one token, and nothing in it changes: not when it is
         preempted either.
-        mask [W] int32, C-contiguous: bit j of word i stands for token 32 * i + j, and is set when
-        it comes, so a `fill` may also write the whole. What bits beyond V hold has no meaning. If
-        no bit is left, the call fails with InvalidLogitsError.
+        mask [W] int32, C-contiguous: bit j of word i stands for token 32 * i + j. What bits beyond
+        V hold has no meaning. If no bit is left, the call fails with InvalidLogitsError.
         """
 
+
+class Form(Protocol):
+    """Of one sequence: what its output must be, and how far it is."""
+
     def is_complete(self, token_ids: list[int]) -> bool:
-        """Whether the output ends with `token_ids`, for nothing may follow. Asked before `fill`."""
+        """Whether the output ends with `token_ids`, for nothing may follow."""
+
+
+class Forms(Protocol):
+    """Makes forms, and says what they allow: of all rows at once, for each may take long."""
+
+    def matcher(self, params: StructuredOutputsParams) -> Form: ...
+
+    def fill(self, rows: list[tuple[int, Any, list[int]]], masks: np.ndarray) -> None:
+        """For each (row, form, output so far) set bits in the row's mask as that form allows.
+
+        masks [R, W] int32, C-contiguous: of these rows nothing is kept. Outputs grow as those of a
+        LogitsConstraint do.
+        """
 
 
 class SequenceConstraint(NamedTuple):
-    """What a sequence keeps as its `constraint`."""
+    """What a sequence keeps as its `constraint`. A token must be allowed by all of it."""
 
-    masks: tuple[LogitsConstraint, ...]  # a token must be allowed by all
+    form: Form | None
+    masks: tuple[LogitsConstraint, ...]
     processors: tuple[LogitsProcessor, ...]
 
 
@@ -65,38 +81,31 @@ class BadWords:
             if token_ids[-len(begin) :] == begin:
                 bits[last // 32] &= ~np.uint32(1 << last % 32)
 
-    def is_complete(self, token_ids: list[int]) -> bool:
-        return False
-
 
 class Constraints:
     """Makes the constraints that requests ask for, and asks them step by step."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        make_matcher: Callable[[StructuredOutputsParams], LogitsConstraint] | None = None,
-    ) -> None:
-        """`make_matcher`: what holds an output to its form; None: nothing can."""
+    def __init__(self, vocab_size: int, forms: Forms | None = None) -> None:
+        """`forms`: what holds outputs to their forms; None: nothing can."""
         self.vocab_size = vocab_size
-        self._make_matcher = make_matcher
+        self.forms = forms
 
     def make(self, params: SamplingParams) -> SequenceConstraint | None:
-        masks: list[LogitsConstraint] = []
+        form, masks = None, list[LogitsConstraint]()
+        if isinstance(asked := params.structured_outputs, StructuredOutputsParams):
+            form = self._matcher(asked)
         if words := [word for word in params.barred_sequences if len(word) > 1]:
             masks.append(BadWords(words))
-        if isinstance(form := params.structured_outputs, StructuredOutputsParams):
-            masks.append(self._matcher(form))
-        if not masks and not params.logits_processors:
+        if form is None and not masks and not params.logits_processors:
             return None
-        return SequenceConstraint(tuple(masks), tuple(params.logits_processors or ()))
+        return SequenceConstraint(form, tuple(masks), tuple(params.logits_processors or ()))
 
-    def _matcher(self, form: StructuredOutputsParams) -> LogitsConstraint:
-        if self._make_matcher is None:
+    def _matcher(self, asked: StructuredOutputsParams) -> Form:
+        if self.forms is None:
             raise ValueError(
                 "structured_outputs is given, but nanovllm/structured is not there: leave it out"
             )
-        return self._make_matcher(form)
+        return self.forms.matcher(asked)
 
     def completed(self, sampled: list[Sequence]) -> list[Sequence]:
         """Those of the sequences, each with a new token, whose outputs end with it."""
@@ -104,22 +113,26 @@ class Constraints:
             seq
             for seq in sampled
             if seq.constraint is not None
-            and any([part.is_complete(seq.output_ids) for part in seq.constraint.masks])
+            and seq.constraint.form is not None
+            and seq.constraint.form.is_complete(seq.output_ids)
         ]
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
         shape = len(rows), num_words(self.vocab_size)
         masks = np.full(shape, ALL, dtype=np.int32)
+        forms = [
+            (row, seq.constraint.form, seq.output_ids)
+            for row, (_, seq) in enumerate(rows)
+            if seq.constraint.form is not None
+        ]
+        if forms:
+            assert self.forms is not None, "it made them"
+            self.forms.fill(forms, masks)
         processors: dict[int, Any] = {}
         for (place, seq), mask in zip(rows, masks):
             token_ids, constraint = seq.output_ids, seq.constraint
-            for i, part in enumerate(constraint.masks):
-                if i == 0:
-                    part.fill(token_ids, mask)
-                    continue
-                own = np.full_like(mask, ALL)
-                part.fill(token_ids, own)
-                mask &= own
+            for part in constraint.masks:
+                part.fill(token_ids, mask)
             if constraint.processors:
                 processors[place] = partial(process, constraint.processors, token_ids)
         return LogitsEdits([place for place, _ in rows], masks, processors)

@@ -54,6 +54,27 @@ class Grammars:
         """What holds one completion to its form."""
         return Matcher(self.compile(params))
 
+    def fill(self, rows: list[tuple[int, "Matcher", list[int]]], masks: np.ndarray) -> None:
+        """For each (row, matcher, output) set masks[row] to what may follow `output`, the tokens so
+        far: more from call to call, never others.
+
+        masks [R, ceil(V / 32)] int32, C-contiguous: bit i of word w is set if token 32 * w + i may
+        come. Where the output may end, the model's stop ids are among them; where it must, they are
+        all. No bit is set once a grammar turns out to be too complex.
+        A mask takes up to some milliseconds, so llguidance's threads make them side by side.
+        """
+        for _, matcher, output in rows:
+            matcher.read(output)
+        self._threads.unsafe_compute_mask_ptr(
+            [(matcher.state, row) for row, matcher, _ in rows],
+            masks.ctypes.data,
+            masks.strides[0],
+            len(masks),
+        )
+        for row, matcher, _ in rows:
+            if matcher.state.is_error():  # a limit of llguidance's
+                masks[row] = 0
+
     def _compile(self, params: StructuredOutputsParams) -> Any:
         """llguidance's matcher of nothing so far, to be copied.
 
@@ -86,6 +107,10 @@ class Grammars:
         return llguidance
 
     @cached_property
+    def _threads(self) -> Any:
+        return self._llguidance.LLExecutor()
+
+    @cached_property
     def _tokens(self) -> Any:
         """llguidance's form of the vocabulary: the bytes of each token."""
         text = self._tokenizer.to_json() if self._tokenizer is not None else None
@@ -111,35 +136,27 @@ class Grammars:
 
 
 class Matcher:
-    """Reads the tokens of one completion, and says which may come next."""
+    """Reads the tokens of one completion.
+
+    `state`: llguidance's matcher of what was read.
+    """
 
     def __init__(self, start: Any) -> None:
         """`start`: llguidance's matcher of nothing so far."""
-        self._matcher = start.deep_copy()
+        self.state = start.deep_copy()
         self._num_read = 0
-
-    def fill(self, output: list[int], mask: np.ndarray) -> None:
-        """Say what may follow `output`, the tokens so far: more from call to call, never others.
-
-        `mask` [ceil(V / 32)] int32, contiguous: gets bit i of word w set if token 32 * w + i may.
-        Where the output may end, the model's stop ids are among them; where it must, they are all.
-        No bit is set once a grammar turns out to be too complex.
-        """
-        self._read(output)
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():  # a limit of llguidance's
-            mask.fill(0)
 
     def is_complete(self, output: list[int]) -> bool:
         """Whether nothing may follow `output`, which has its form."""
-        self._read(output)
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+        self.read(output)
+        return self.state.is_stopped() and not self.state.is_error()
 
-    def _read(self, output: list[int]) -> None:
+    def read(self, output: list[int]) -> None:
+        """Read what is new in `output`, the tokens so far."""
         new = output[self._num_read :]
         self._num_read += len(new)
         if new:
-            self._matcher.consume_tokens(new)
+            self.state.consume_tokens(new)
 
 
 def to_grammar(compiler: Any, params: StructuredOutputsParams) -> str:
