@@ -15,6 +15,7 @@ import triton.language as tl
 from sampling_helpers import Draws, random_params
 
 from nanovllm import SamplingParams
+from nanovllm.engine.model_runner import StepOutput
 from nanovllm.gpu.resampler import CUDAResampler
 from nanovllm.kernels.triton import resampling as kernels
 from nanovllm.kernels.triton.sampling import sample, scale_of
@@ -271,3 +272,24 @@ def test_what_many_chunks_hold_is_found_by_a_sample(monkeypatch):
     monkeypatch.setattr(kernels, "_search", None)
     found, _ = least_kept(logits, params)
     assert torch.equal(found, expected)
+
+
+def test_a_rehearsal_launches_every_kernel_that_a_step_may_launch(monkeypatch):
+    launch, launched = kernels.launch, set()
+
+    def note(kernel, grid, *args, **options):
+        launched.add((kernel, *(arg.dtype for arg in args if isinstance(arg, torch.Tensor))))
+        launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(kernels, "launch", note)
+    logits = make_logits("flat", 3, 300, LOW)
+    edited = SamplingParams(logit_bias={3: 1.0}, top_k=5)
+    draws = kernel_draws(logits, [edited, SamplingParams(logprobs=2), SamplingParams(min_p=0.1)])
+    tokens, positions = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    output = StepOutput(tokens.to(DEVICE), logits, positions.to(DEVICE), draws.slots_d)
+    draws.resampler.rehearse(output)
+    rehearsed = launched.copy()
+    launched.clear()
+    draws.run()
+    assert launched and launched <= rehearsed
+    assert any(torch.float32 == logits for _, logits, *_ in launched)

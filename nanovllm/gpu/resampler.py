@@ -41,6 +41,7 @@ class CUDAResampler(Resampler):
         if self.group.size > 1:
             logits = logits.new_empty(1, self.vocab_size)
         self._sample(rows, logits, output)
+        self._sample(rows, logits.float(), output)  # as where logits are edited
         self._logprobs(rows, logits, output)
 
     def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
