@@ -108,7 +108,9 @@ def test_a_matcher_reads_what_is_new_however_much_it_is():
         assert allowed(matcher, output) == expected[-1] and matcher.is_complete(output)
 
 
-def test_masks_made_side_by_side_are_those_of_each_row_alone():
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_masks_made_side_by_side_are_those_of_each_row_alone(monkeypatch, num_threads):
+    monkeypatch.setattr(grammars, "NUM_THREADS", num_threads)
     compiled, rng = make_grammars(), random.Random(1)
     (output,) = TOKENIZER.encode("text", ['{"x": 12, "name": "ab"}'])
     forms = [dict(json=POINT), dict(regex="[^a]*"), dict(json={"type": "string", "maxLength": 30})]
@@ -138,6 +140,16 @@ def test_a_grammar_is_compiled_once_for_all_who_ask_for_the_same(monkeypatch):
     for i in range(9):
         compiled.matcher(as_params(regex=f"a{{{i}}}"))
     assert compiled.compile.cache_info().currsize == 3
+
+
+def test_completions_of_one_grammar_share_a_lexer_only_where_they_outnumber_the_threads(
+    monkeypatch,
+):
+    monkeypatch.setattr(grammars, "NUM_THREADS", 3)
+    compiled = make_grammars()
+    first, second = as_params(json=POINT), as_params(regex="a+")
+    assert [compiled.matcher(first).number for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [compiled.matcher(second).number for _ in range(2)] == [0, 1]
 
 
 class Serialized:

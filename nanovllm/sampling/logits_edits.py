@@ -41,7 +41,7 @@ class SlotEdits:
         self._masks: Tensor | None = None  # [S, W] int32, once a slot has one
         self._masked: set[int] = set()  # the slots that have, or had
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: tokens, what to add
-        self._barred: Tensor | None = None  # [256, 8] bool: of a byte, the bits that are not set
+        self._bits: Tensor | None = None  # [8] uint8: of a byte, each bit alone
 
     def start(self, asked: Sequence[tuple[int, SamplingMetadata]]) -> None:
         """Sequences start to sample in these slots."""
@@ -113,12 +113,11 @@ class SlotEdits:
 
     def _is_barred(self, masks: Tensor) -> Tensor:
         """[R, W] int32 -> [R, V] bool."""
-        if self._barred is None:
-            bits = np.arange(256)[:, None] >> np.arange(8) & 1
-            self._barred = self._upload(bits == 0)
-        # A table of bytes: no tensor of V integers is made. The lowest byte of a word comes first.
-        barred = self._barred[masks.view(torch.uint8).int()]
-        return barred.flatten(1)[:, : self.vocab_size]
+        if self._bits is None:
+            self._bits = self._upload(1 << np.arange(8, dtype=np.uint8))
+        # Byte by byte, the lowest byte of a word first: no tensor of V words is made.
+        allowed = masks.view(torch.uint8)[..., None] & self._bits
+        return (allowed == 0).flatten(1)[:, : self.vocab_size]
 
 
 def num_words(vocab_size: int) -> int:

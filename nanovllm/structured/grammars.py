@@ -7,7 +7,10 @@ algorithm, and walks a trie of the vocabulary along what its lexer allows. It co
 millisecond, since it works out masks as they are asked for.
 """
 
+import itertools
 import json
+import os
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
@@ -16,6 +19,7 @@ import numpy as np
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars
+NUM_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))  # that make masks
 INSTALL = 'pip install -e ".[structured]"'
 # What an error says beside llguidance's message, if that has these words.
 REMEDIES = {
@@ -52,7 +56,7 @@ class Grammars:
 
     def matcher(self, params: StructuredOutputsParams) -> "Matcher":
         """What holds one completion to its form."""
-        return Matcher(self.compile(params))
+        return Matcher(self.compile(params).next())
 
     def fill(self, rows: list[tuple[int, "Matcher", list[int]]], masks: np.ndarray) -> None:
         """For each (row, matcher, output) set masks[row] to what may follow `output`, the tokens so
@@ -65,8 +69,10 @@ class Grammars:
         """
         for _, matcher, output in rows:
             matcher.read(output)
+        # Each thread gets neighbours, which are to be those that wait for one another anyway.
+        neighbours = sorted(rows, key=lambda one: one[1].number)
         self._threads.unsafe_compute_mask_ptr(
-            [(matcher.state, row) for row, matcher, _ in rows],
+            [(matcher.state, row) for row, matcher, _ in neighbours],
             masks.ctypes.data,
             masks.strides[0],
             len(masks),
@@ -75,11 +81,12 @@ class Grammars:
             if matcher.state.is_error():  # a limit of llguidance's
                 masks[row] = 0
 
-    def _compile(self, params: StructuredOutputsParams) -> Any:
-        """llguidance's matcher of nothing so far, to be copied.
+    def _compile(self, params: StructuredOutputsParams) -> "Starts":
+        """Raises ValueError if the form cannot be held to, or nothing has it."""
+        return Starts(lambda: self._start(params))
 
-        Raises ValueError if the form cannot be held to, or nothing has it.
-        """
+    def _start(self, params: StructuredOutputsParams) -> Any:
+        """llguidance's matcher of nothing so far."""
         llguidance, tokens = self._llguidance, self._tokens
         limits = llguidance.LLParserLimits(verbose_errors=False)
         try:
@@ -108,7 +115,7 @@ class Grammars:
 
     @cached_property
     def _threads(self) -> Any:
-        return self._llguidance.LLExecutor()
+        return self._llguidance.LLExecutor(num_threads=NUM_THREADS)
 
     @cached_property
     def _tokens(self) -> Any:
@@ -135,15 +142,36 @@ class Grammars:
             ) from error
 
 
+class Starts:
+    """llguidance's matchers of nothing so far, all of one grammar, to be copied.
+
+    Copies of one share what it learns about the grammar's lexer, and wait for one another: two
+    threads are no faster with them than one. So there is one for each thread, made when as many
+    completions ask.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._starts = [make()]
+        self._count = itertools.count()
+
+    def next(self) -> tuple[int, Any]:
+        """A copy for one completion, and the number of what it is a copy of."""
+        turn = next(self._count)
+        if turn == len(self._starts) < NUM_THREADS:
+            self._starts.append(self._make())
+        number = turn % len(self._starts)
+        return number, self._starts[number].deep_copy()
+
+
 class Matcher:
     """Reads the tokens of one completion.
 
-    `state`: llguidance's matcher of what was read.
+    `state`: llguidance's matcher of what was read. `number`: see Starts.
     """
 
-    def __init__(self, start: Any) -> None:
-        """`start`: llguidance's matcher of nothing so far."""
-        self.state = start.deep_copy()
+    def __init__(self, start: tuple[int, Any]) -> None:
+        self.number, self.state = start
         self._num_read = 0
 
     def is_complete(self, output: list[int]) -> bool:
