@@ -295,7 +295,8 @@ ENGINES = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "transformers": Trans
 
 
 def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
-    """Seconds below which no engine comes on one GPU. Either bound may be the higher one:
+    """Seconds below which no engine comes, by all GPUs' rates together. Either bound may be the
+    higher one:
 
     - bytes, then prompts: each step reads the weights once and each running sequence's K and V
       once, a common prefix's once for all; the prompts' tokens take two operations a parameter.
@@ -392,7 +393,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
                 engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
             seconds.append(run_once(engine, work, name, repeat, args))
         tokens, best = num_output_tokens(work, name), min(seconds)
-        limit = roofline(args.model, work, name, *limits) if limits else None
+        rates = [rate * args.tensor_parallel_size for rate in limits or ()]
+        limit = roofline(args.model, work, name, *rates) if rates else None
         row = common | dict(
             workload=name,
             requests=len(work),
