@@ -18,7 +18,7 @@ from nanovllm.compose import (
 )
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request
 from nanovllm.log import say_ready, show_unless_configured
@@ -331,12 +331,12 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
-        with session.lock, session.calling(), session.running() as (engine, ours):
-            session.settled_engine().last_call = Metrics()
+        with session.lock, session.calling(), session.running() as ours:
+            engine = session.begin_call()
             added = [engine.add(*request) for request in requests]
             ours.update((request.id, request) for request in added)  # those that have not ended
             outputs: dict[int, dict[str, Any]] = {}
-            with closing(Progress(len(added), ours, self.on_step, use_tqdm)):
+            with closing(Progress(len(added), ours, session.observe, use_tqdm)):
                 while ours:
                     finished = [request for request in session.step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.

@@ -95,14 +95,14 @@ class Progress:
     computed meanwhile.
 
     `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
-    `on_step`: the LLM's.
+    `observe`: what `LLM.on_step` does.
     """
 
     def __init__(
         self,
         total: int,
         unfinished: Collection[int],
-        on_step: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
+        observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
         shown: bool,
     ) -> None:
         self._bar = tqdm(
@@ -115,7 +115,7 @@ class Progress:
         self._begin = perf_counter()
         self._unfinished = unfinished
         self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._end = on_step(self._update) if shown else None
+        self._end = observe(self._update) if shown else None
 
     def _update(self, step: StepRecord) -> None:
         self._num_prefill_tokens += step.prefill_tokens

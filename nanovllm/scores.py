@@ -11,7 +11,6 @@ from contextlib import closing
 from typing import Any, NamedTuple
 
 from nanovllm.checks import shown
-from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs
 from nanovllm.outputs import Progress, split_records
@@ -134,8 +133,8 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))
     under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
-    with session.lock, session.calling(), session.running() as (engine, ours):
-        session.settled_engine().last_call = Metrics()
+    with session.lock, session.calling(), session.running() as ours:
+        engine = session.begin_call()
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]
         # Those under way and those that follow them never need more than all blocks, so a context

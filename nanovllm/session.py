@@ -5,7 +5,7 @@ Knows the requests under way. Knows nothing of prompts and texts.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import RLock, get_ident
 from time import perf_counter
@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.checks import as_integer, shown
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
+from nanovllm.engine.metrics import Metrics, StepRecord
 from nanovllm.engine.sequence import Sequence
 
 
@@ -62,9 +62,14 @@ class Session:
         self._num_resets = 0
         self._abandoned: list[Sequence] = []  # of streams that were closed in the middle of a step
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is not the one that made the engine."""
+        return os.getpid() != self._pid
+
     def open_engine(self) -> LLMEngine:
         """The engine, if it may be used. Takes no lock: in a forked process nobody may hold it."""
-        if os.getpid() != self._pid:
+        if self._is_forked:
             raise ValueError(
                 f"this LLM belongs to process {self._pid}, which forked this one, {os.getpid()}: "
                 "call it there, or make an LLM in a process that multiprocessing's 'spawn' starts"
@@ -104,37 +109,54 @@ class Session:
             self._abandoned.pop()
         return engine
 
-    @contextmanager
-    def running(self) -> Iterator[tuple[LLMEngine, dict[int, Sequence]]]:
-        """The engine, and a dict for a call's unfinished sequences.
+    def begin_call(self) -> LLMEngine:
+        """The engine, ready for the requests of a new call. Needs the lock."""
+        self.awake_engine()
+        engine = self.settled_engine()
+        engine.last_call = Metrics()
+        return engine
 
-        Those still there when the call is closed are aborted. An error or Ctrl-C resets the engine,
-        since nobody knows how far the step has come.
+    @contextmanager
+    def running(self) -> Iterator[dict[int, Sequence]]:
+        """Run a call, or a part of one, that keeps its unfinished sequences in the dict.
+
+        Where a stream is closed, those still there are aborted. An error or Ctrl-C drops all
+        requests.
         """
-        engine = self.awake_engine()
+        self.awake_engine()
         ours: dict[int, Sequence] = {}
         is_nested = self._stepping == get_ident()  # in a step that goes on after this call
         try:
-            yield engine, ours
+            yield ours
         except GeneratorExit:
-            if os.getpid() == self._pid:
-                with self.lock, suppress(ClosedError):
-                    self._abandoned += ours.values()
-                    # Garbage is collected anywhere, so a stream may close inside a step.
-                    if self._stepping is None:
-                        self.settled_engine()
+            self._abandon(ours.values())
             raise
         except BaseException as error:
-            if os.getpid() == self._pid:
-                with self.lock, suppress(ClosedError):
-                    if not is_nested:
-                        self._is_unsettled, self._stepping = True, None
-                        self.settled_engine()
+            if not is_nested:
+                self._drop_all()
             if self._is_closed and isinstance(error, Exception):
                 # If a signal handler closed the LLM in the middle of a step, it may be any error.
                 if not isinstance(error, ClosedError):
                     raise ClosedError from error
             raise
+
+    def _abandon(self, sequences: Iterable[Sequence]) -> None:
+        """Abort the sequences of a stream that was closed.
+
+        Garbage is collected anywhere, so that may be in a step: then the next call aborts them.
+        """
+        if not self._is_forked:
+            with self.lock, suppress(ClosedError):
+                self._abandoned += sequences
+                if self._stepping is None:
+                    self.settled_engine()
+
+    def _drop_all(self) -> None:
+        """Reset the engine after an error: nobody knows how far the step has come."""
+        if not self._is_forked:
+            with self.lock, suppress(ClosedError):
+                self._is_unsettled, self._stepping = True, None
+                self.settled_engine()
 
     @contextmanager
     def request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
@@ -143,7 +165,7 @@ class Session:
         """
         self.open_engine()
         with self.lock:
-            self.settled_engine()
+            engine = self.settled_engine()
             number = as_integer(request_id)
             request = None if number is None else self.requests.get(number)
             if request is None:
@@ -151,7 +173,7 @@ class Session:
                     f"request_id is {shown(request_id)}, which no unfinished request has: "
                     "use what add_request returned"
                 )
-            with self.running() as (engine, _):
+            with self.running():
                 yield engine, request
 
     def step(self) -> list[Sequence]:
@@ -210,7 +232,7 @@ class Session:
         """Close the engine, once the step that another thread may be in has ended. A forked process
         leaves it alone.
         """
-        if os.getpid() != self._pid:
+        if self._is_forked:
             return
         self._is_closed = True  # which a call in another thread sees before its next step
         with self.lock:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from nanovllm.engine.metrics import Metrics
 from nanovllm.inputs import Request
 from nanovllm.session import Session
 
@@ -21,11 +20,10 @@ def stream(session: Session, requests: list[Request]) -> Iterator[Piece]:
 
 
 def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
-    with session.running() as (engine, ours):
+    with session.running() as ours:
         # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
         with session.lock:
-            session.awake_engine()
-            session.settled_engine().last_call = Metrics()
+            engine = session.begin_call()
             sequences = [
                 engine.add(*request, streams=True, interactive=True) for request in requests
             ]
