@@ -29,29 +29,22 @@ class Inputs:
         self.vocab_size = engine.vocab_size
         self.max_model_len = engine.max_model_len
         self.num_blocks = engine.runner.info.num_blocks
-        self.cache_tokens = engine.cache_tokens
         self.window = engine.window
         self.constraints = engine.constraints
         self.stop_ids = engine.stop_ids
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Prompts of text or of token ids, one or several; parameters for all or for each."""
-        contents = [_read(f"prompts[{i}]", one) for i, one in enumerate(_split_prompts(prompts))]
-        texts, ids = [text for text, _ in contents], [ids for _, ids in contents]
-        unread = [text if ids is None else None for text, ids in contents]
-        if any(text is not None for text in unread):
-            # All go to the tokenizer together, which uses all cores then. Its errors count them, so
-            # there is an empty text for those that it need not read.
-            encoded = self._encode([text or "" for text in unread])
-            ids = [one if text is None else new for text, one, new in zip(unread, ids, encoded)]
-        return self._requests("prompts", ids, sampling_params, texts)
-
-    def from_chats(
-        self, messages: Any, sampling_params: Any, options: dict[str, Any]
-    ) -> list[Request]:
-        """One conversation or several; `options` go to the chat template."""
-        texts, ids = self.encode_chats(messages, options)
-        return self._requests("messages", ids, sampling_params, texts)
+        read = [_read(f"prompts[{i}]", one) for i, one in enumerate(_split_prompts(prompts))]
+        texts, token_ids = [text for text, _ in read], [ids for _, ids in read]
+        # By place, the texts of prompts that have no token ids yet.
+        unread = {i: text for i, (text, ids) in enumerate(read) if text is not None and ids is None}
+        if unread:
+            # One call of the tokenizer for all, which uses all cores then. Its errors count the
+            # prompts, so others stand there as empty texts.
+            encoded = self._encode([unread.get(i, "") for i in range(len(read))])
+            token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
+        return self.requests("prompts", token_ids, sampling_params, texts)
 
     def encode(self, texts: Any, name: str = "prompts") -> list[list[int]]:
         """The token ids of one text or several, which errors call `name`."""
@@ -61,19 +54,6 @@ class Inputs:
                 raise TypeError(f"{name}[{i}] is a {type(text).__name__}: give a str")
         return self._encode(texts, name)
 
-    def encode_chats(
-        self, messages: Any, options: dict[str, Any]
-    ) -> tuple[list[str], list[list[int]]]:
-        """One conversation or several as the chat template writes them: texts and token ids."""
-        chats = _split_chats(messages)
-        tokenizer = self.tokenizer
-        if tokenizer is None or not (tokenizer.has_chat_template or "chat_template" in options):
-            raise ValueError(
-                "the model has no chat template: use generate, "
-                "or give one in chat_template_kwargs['chat_template']"
-            )
-        return tokenizer.encode_chats(chats, options)
-
     def _encode(self, texts: list[str], name: str = "prompts") -> list[list[int]]:
         if self.tokenizer is None:
             raise ValueError(
@@ -82,15 +62,16 @@ class Inputs:
             )
         return self.tokenizer.encode(name, texts)
 
-    def _requests(
+    def requests(
         self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]
     ) -> list[Request]:
+        """Prompts of token ids, which errors call `name`; parameters for all or for each."""
         requests = []
-        checked: dict[int, SamplingParams] = {}  # by the id of what was given
+        resolved: dict[int, SamplingParams] = {}  # by the id of what was given
         for i, params in enumerate(_spread(sampling_params, len(prompts))):
-            if id(params) not in checked:
-                checked[id(params)] = self._checked_params(f"sampling_params[{i}]", params)
-            one = self.request(f"{name}[{i}]", prompts[i], checked[id(params)], texts[i])
+            if id(params) not in resolved:
+                resolved[id(params)] = self._resolve_params(f"sampling_params[{i}]", params)
+            one = self.request(f"{name}[{i}]", prompts[i], resolved[id(params)], texts[i])
             requests.append(one)
         return requests
 
@@ -132,7 +113,7 @@ class Inputs:
             "shorten it to leave room for one, or raise max_model_len"
         )
 
-    def _checked_params(self, name: str, params: SamplingParams) -> SamplingParams:
+    def _resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
         """The same, if this model can do it, with token ids for the texts in bad_words."""
         self._check_params(name, params)
         if params.edits_logits:
@@ -143,8 +124,9 @@ class Inputs:
         return params
 
     def _check_params(self, name: str, params: SamplingParams) -> None:
-        _token_ids(f"{name}.stop_token_ids", params.stop_token_ids, self.vocab_size)
-        if params.min_tokens and len(set(params.stop_token_ids or ())) == self.vocab_size:
+        stop_ids = params.stop_token_ids or ()
+        check_vocabulary(f"{name}.stop_token_ids", stop_ids, self.vocab_size)
+        if params.min_tokens and len(set(stop_ids)) == self.vocab_size:
             raise ValueError(
                 f"{name}.stop_token_ids holds the whole vocabulary, of which "
                 f"min_tokens={params.min_tokens} lets none be sampled: "
@@ -169,10 +151,11 @@ class Inputs:
         needed = max(length, min(length + params.max_tokens, self.max_model_len)) - 1
         if self.window is not None:
             needed = min(needed, self.window + self.config.kvcache_block_size)
-        if needed > self.cache_tokens:
+        there = self.num_blocks * self.config.kvcache_block_size
+        if needed > there:
             raise ValueError(
                 f"{name} needs {needed} tokens of KV cache ({length} of prompt and "
-                f"max_tokens={params.max_tokens}), which holds {self.cache_tokens}: "
+                f"max_tokens={params.max_tokens}), which holds {there}: "
                 "lower max_tokens, shorten the prompt, "
                 "or raise num_kvcache_blocks or gpu_memory_utilization"
             )
@@ -209,6 +192,7 @@ def _split_prompts(prompts: Any) -> list[Any]:
             f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
             "token ids"
         )
+    # A bool is an int, and no token id: it is refused as one.
     if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
         return [list(prompts)]
     return list(prompts)
@@ -228,25 +212,6 @@ def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
             "'prompt_token_ids'"
         )
     return given.get("prompt"), given.get("prompt_token_ids")
-
-
-def _split_chats(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or several -> a list of conversations."""
-    if not isinstance(messages, (list, tuple)):
-        raise TypeError(
-            f"messages is a {type(messages).__name__}: "
-            "give a list of messages, or a list of such lists"
-        )
-    chats = [messages] if messages and isinstance(messages[0], dict) else messages
-    for i, chat in enumerate(chats):
-        if not isinstance(chat, (list, tuple)) or not all(
-            isinstance(message, dict) for message in chat
-        ):
-            raise TypeError(
-                f"messages[{i}] is {shown(chat)}: a conversation is a list of "
-                '{"role": ..., "content": ...}'
-            )
-    return list(chats)
 
 
 def _spread(params: Any, count: int) -> list[SamplingParams]:

@@ -17,6 +17,7 @@ from nanovllm.compose import (
     trainer,
 )
 from nanovllm.config import Config
+from nanovllm.conversations import encode_conversations
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
@@ -174,7 +175,7 @@ class LLM:
     ) -> list[list[int]]:
         """The token ids that `chat` makes of each conversation: a prompt for `add_request`."""
         self._session.open_engine()
-        _, token_ids = self._inputs.encode_chats(messages, chat_template_kwargs or {})
+        _, token_ids = encode_conversations(messages, self._tokenizer, chat_template_kwargs or {})
         return token_ids
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -326,7 +327,8 @@ class LLM:
 
     def _chat_requests(self, messages: Any, params: Any, options: TemplateOptions) -> list[Request]:
         self._session.awake_engine()
-        return self._inputs.from_chats(messages, params, options or {})
+        texts, token_ids = encode_conversations(messages, self._tokenizer, options or {})
+        return self._inputs.requests("messages", token_ids, params, texts)
 
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""

@@ -43,13 +43,14 @@ CORE = {
         *("checks", "constraint_checks", "structured_outputs", "sampling_params", "config"),
         "engine",
     },
+    "conversations": {"checks"},
     "outputs": {"engine"},
     "session": {"checks", "engine"},
     "scores": {"checks", "sampling_params", "engine", "inputs", "outputs", "session"},
     "streams": {"engine", "inputs", "session"},
     "llm": {
-        *("checks", "sampling_params", "config", "engine", "log", "inputs", "outputs", "session"),
-        *("scores", "streams"),
+        *("checks", "sampling_params", "config", "engine", "log", "inputs", "conversations"),
+        *("outputs", "session", "scores", "streams"),
         "compose",  # which knows the rooms, so that nothing else has to
     },
 }
@@ -74,7 +75,9 @@ ROOMS = {
         "compose",  # each rank's process puts its own runner together
     },
 }
-CLOSED_TO_ROOMS = {"constraint_checks", "log", "inputs", "outputs", "scores", "streams", "llm"}
+CLOSED_TO_ROOMS = {
+    *("constraint_checks", "log", "inputs", "conversations", "outputs", "scores", "streams", "llm")
+}
 OPEN_TO_ROOMS = {*CORE} - CLOSED_TO_ROOMS
 BESIDES = {"compose", "__init__", "__main__"}
 

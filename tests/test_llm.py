@@ -128,7 +128,7 @@ def test_the_default_options_work(checkpoint):
 
 def test_the_cpus_cache_is_as_large_as_the_sequences_need(make_llm):
     llm = make_llm(num_kvcache_blocks=None, max_num_seqs=3, max_model_len=70)
-    assert llm.engine.cache_tokens == 3 * 80
+    assert llm.num_kvcache_blocks == 3 * 5  # of 16 tokens
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -96,11 +96,6 @@ class LLMEngine:
             window=self.window,
         )
 
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens that the whole KV cache holds."""
-        return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
-
     def add(
         self,
         prompt: list[int],
