@@ -50,6 +50,11 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
+def keep(options: Any, name: str, value: Any) -> None:
+    """Put a checked value into a field of an options class. These are frozen for their users."""
+    object.__setattr__(options, name, value)
+
+
 class Range(NamedTuple):
     """What a field of an options class may hold: a number from `least` to `most`."""
 
@@ -69,7 +74,7 @@ class Range(NamedTuple):
             raise TypeError(f"{name} is {shown(given)}: use {self.remedy}")
         if not self.least <= value <= self.most:
             raise ValueError(f"{name} is {shown(value)}: use {self.remedy}")
-        object.__setattr__(options, name, self.kind(value))  # the class is frozen
+        keep(options, name, self.kind(value))
 
 
 def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from nanovllm.checks import ABOVE_ZERO, Range, check_choice, refuse_unknown_names, shown
+from nanovllm.checks import ABOVE_ZERO, Range, check_choice, keep, refuse_unknown_names, shown
 
 SCHEDULING_POLICIES = ("throughput", "fcfs", "shortest-first", "longest-first", "priority")
 MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
@@ -144,4 +144,4 @@ class Config:
             raise TypeError(f"trace is {shown(path)}: {remedy}")
         if not path.endswith((".html", ".jsonl")):
             raise ValueError(f"trace is {shown(path)}: {remedy}")
-        object.__setattr__(self, "trace", path)
+        keep(self, "trace", path)

@@ -7,21 +7,17 @@ Knows what can be said without a model, and what the model's vocabulary and toke
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.checks import as_integer, as_number, check_vocabulary, shown, token_ids
+from nanovllm.checks import as_integer, as_number, check_vocabulary, keep, shown, token_ids
 
 MAX_BIAS = 100
 
 
-def keep_constraints(params: Any) -> None:
+def check_constraints(params: Any) -> None:
     """Put checked values, as tuples, in the place of what was given to SamplingParams.
 
     Raises TypeError or ValueError with field, value and remedy.
     """
-
-    def keep(name: str, value: Any) -> None:
-        object.__setattr__(params, name, value)  # the class is frozen
-
-    keep("logit_bias", _pairs(params.logit_bias))
+    keep(params, "logit_bias", _pairs(params.logit_bias))
     if params.allowed_token_ids is not None:
         allowed = token_ids("allowed_token_ids", params.allowed_token_ids)
         if not allowed:
@@ -29,21 +25,21 @@ def keep_constraints(params: Any) -> None:
                 "allowed_token_ids is empty, so nothing could be sampled: name a token, or use "
                 "None for all"
             )
-        keep("allowed_token_ids", allowed)
+        keep(params, "allowed_token_ids", allowed)
     words = () if params.bad_words is None else params.bad_words
     if not isinstance(words, (list, tuple)):
         raise TypeError(f"bad_words is {shown(words)}: use a list of strings")
     words = [word if isinstance(word, str) else token_ids("bad_words", word) for word in words]
     if not all(words):
         raise ValueError("bad_words holds an empty one, which bars nothing: leave it out")
-    keep("bad_words", tuple(words))
+    keep(params, "bad_words", tuple(words))
     functions = () if params.logits_processors is None else params.logits_processors
     if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
         raise TypeError(
             f"logits_processors is {shown(functions)}: use a list of functions of token ids and "
             "logits"
         )
-    keep("logits_processors", tuple(functions))
+    keep(params, "logits_processors", tuple(functions))
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:

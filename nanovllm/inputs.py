@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.constraint_checks import resolve_constraints
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import check_form
+from nanovllm.structured_outputs import check_form_compiles
 
 # A prompt's token ids, what is asked for, and the prompt's text if it has one.
 Request = tuple[list[int], SamplingParams, str | None]
@@ -120,7 +120,7 @@ class Inputs:
             stop_ids = frozenset() if params.ignore_eos else self.stop_ids
             params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, stop_ids)
         if params.structured_outputs is not None:
-            check_form(name, params, self.constraints)
+            check_form_compiles(name, params, self.constraints)
         return params
 
     def _check_params(self, name: str, params: SamplingParams) -> None:

@@ -6,9 +6,17 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanovllm.checks import ABOVE_ZERO, Range, check_choice, name_the_nearest, shown, token_ids
-from nanovllm.constraint_checks import keep_constraints
-from nanovllm.structured_outputs import StructuredOutputsParams, keep_form
+from nanovllm.checks import (
+    ABOVE_ZERO,
+    Range,
+    check_choice,
+    keep,
+    name_the_nearest,
+    shown,
+    token_ids,
+)
+from nanovllm.constraint_checks import check_constraints
+from nanovllm.structured_outputs import StructuredOutputsParams, check_form
 
 MAX_LOGPROBS = 20
 INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
@@ -118,7 +126,7 @@ class SamplingParams:
         for name, limits in LIMITS.items():
             limits.check(self, name)
         if self.temperature < GREEDY_BELOW:
-            object.__setattr__(self, "temperature", 0.0)
+            keep(self, "temperature", 0.0)
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens is 0: use 1 or more, or ask for prompt_logprobs")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -133,9 +141,9 @@ class SamplingParams:
         edits = self.logit_bias, self.bad_words, self.logits_processors
         has_edits = any([not isinstance(edit, tuple) or edit for edit in edits])
         if has_edits or self.allowed_token_ids is not None:
-            keep_constraints(self)
+            check_constraints(self)
         if self.structured_outputs is not None:
-            keep_form(self)
+            check_form(self)
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -149,8 +157,8 @@ class SamplingParams:
         given = () if self.stop_token_ids is None else self.stop_token_ids
         ids = token_ids("stop_token_ids", given)
         # Frozen, so the caller's list must not change it.
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", ids)
+        keep(self, "stop", tuple(stop))
+        keep(self, "stop_token_ids", ids)
 
     @property
     def barred_sequences(self) -> list[tuple[int, ...]]:

@@ -8,7 +8,7 @@ import json
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from nanovllm.checks import check_choice, name_the_nearest, shown
+from nanovllm.checks import check_choice, keep, name_the_nearest, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # vLLM's names that are not done here, and what to do instead.
@@ -78,9 +78,9 @@ class StructuredOutputsParams:
         check_choice(self, "json_object", (True, False, None))
         check_choice(self, "disable_any_whitespace", (True, False))
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            keep(self, "json", _schema_text(self.json))
         if self.choice is not None:
-            object.__setattr__(self, "choice", _choices(self.choice))
+            keep(self, "choice", _choices(self.choice))
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ValueError(
@@ -99,10 +99,10 @@ class StructuredOutputsParams:
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
-def keep_form(params: Any) -> None:
+def check_form(params: Any) -> None:
     """Put a StructuredOutputsParams into the place of what was given to SamplingParams."""
     form = StructuredOutputsParams.of(params.structured_outputs)
-    object.__setattr__(params, "structured_outputs", form)  # the class is frozen
+    keep(params, "structured_outputs", form)
     for name in ("ignore_eos", "min_tokens"):
         if value := getattr(params, name):
             raise ValueError(
@@ -111,7 +111,7 @@ def keep_form(params: Any) -> None:
             )
 
 
-def check_form(name: str, params: Any, constraints: Any) -> None:
+def check_form_compiles(name: str, params: Any, constraints: Any) -> None:
     """The form of SamplingParams, which errors call `name`, must be one that an output can be held
     to: by the engine's `constraints`, which raise ValueError where it is not.
     """
