@@ -343,7 +343,7 @@ def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
                 seen.add(("of completions", bool(seq.siblings or seq.parent)))
 
         def _start_next(self):
-            first = self.waiting.first if self.waiting else None
+            first = self.waiting.first
             super()._start_next()
             if first in self.prefilling:
                 seen.add(("a hit behind the window", first.num_given_back > 0))

@@ -187,7 +187,7 @@ class Scheduler:
         forks: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         while budget > 0:
-            if not self.prefilling and self.num_running < limit:
+            if self.waiting and not self.prefilling and self.num_running < limit:
                 self._start_next()
             if not self.prefilling:
                 break
@@ -214,50 +214,64 @@ class Scheduler:
         return chunks, started + forks
 
     def _start_next(self) -> None:
-        """Give the first waiting sequence slots and blocks to run, if there are enough."""
-        if not self.waiting:
-            return
+        """Let the first waiting sequence run, and its forks, if there are slots and blocks."""
         seq, blocks = self.waiting.first, self.blocks
-        # The blocks of its longest cached prefix, and those that its next tokens see.
+        # The blocks of its longest cached prefix, and those of them that its next tokens see.
         reusable = seq.token_ids[: seq.num_reusable]
-        shared = blocks.match(reusable)
-        num_behind = self._num_behind(min(len(shared) * blocks.block_size, len(reusable) - 1))
-        seen = shared[num_behind:]
-        # How many more it needs. A last block that is filled in part, each fork has for itself.
-        num_full, tail = divmod(seq.num_tokens, blocks.block_size)
-        num_tails = 1 if tail else 0
-        num_own = num_full - len(shared) + num_tails
+        cached = blocks.match(reusable)
+        num_cached = len(cached) * blocks.block_size
+        num_behind = self._num_behind(min(num_cached, len(reusable) - 1))
+        seen = cached[num_behind:]
+        # How many more it needs.
+        num_new = -(-seq.num_tokens // blocks.block_size) - len(cached)
         if not seq.forks:  # they need the whole prompt's blocks
-            num_own = min(num_own, self.most_blocks - len(seen))
-        reserve = self.reserve if self.running else 0
-        needed = num_own + len(seq.forks) * num_tails + reserve
-        while len(self._free_slots) <= len(seq.forks) or blocks.num_free_without(seen) < needed:
-            if not self._take_from_paused():
-                return
-        # There is room. From here on the sequence takes what it needs.
+            num_new = min(num_new, self.most_blocks - len(seen))
+        if not self._make_room_to_start(seq, seen, num_new):
+            return
         self.waiting.remove(seq)
-        seq.num_registered_blocks = len(shared)
-        seq.prefix_id = blocks.prefix_id(shared[-1]) if shared else 0
-        num_cached = len(shared) * blocks.block_size
+        seq.num_given_back = num_behind
+        seq.num_registered_blocks = len(cached)
+        seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
+        # Where the cached blocks end, a part of one more may be copied.
         next_tokens = reusable[num_cached : num_cached + blocks.block_size]
         run = blocks.match_run(seq.prefix_id, next_tokens)
         blocks.share(seen)
-        seq.block_table = shared + blocks.allocate(num_own)
+        seq.block_table = cached + blocks.allocate(num_new)
         if run is not None:  # even if its block was just taken: a step copies before it writes
             source, length = run
-            self._block_copies.append((source, seq.block_table[len(shared)]))
+            self._block_copies.append((source, seq.block_table[len(cached)]))
             num_cached += length
-        for fork in seq.forks:
-            blocks.share(seq.block_table[num_behind:num_full])
-            fork.block_table = seq.block_table[:num_full] + blocks.allocate(num_tails)
-        for one in (seq, *seq.forks):
-            one.capacity = len(one.block_table) * blocks.block_size
-            one.num_given_back = num_behind
+        self._share_with_forks(seq)
         self._run(seq, num_cached)
+
+    def _make_room_to_start(self, seq: Sequence, seen: list[int], num_new: int) -> bool:
+        """Whether there are slots and blocks for a sequence and its forks. Paused ones give theirs.
+
+        `seen`: the cached blocks that it shares. `num_new`: how many it needs besides.
+        """
+        num_tails = len(seq.forks) if seq.num_tokens % self.blocks.block_size else 0
+        needed = num_new + num_tails + (self.reserve if self.running else 0)
+        while (
+            len(self._free_slots) <= len(seq.forks) or self.blocks.num_free_without(seen) < needed
+        ):
+            if not self._take_from_paused():
+                return False
+        return True
+
+    def _share_with_forks(self, seq: Sequence) -> None:
+        """Let the forks share the blocks that the prompt fills. A last one that it fills in part,
+        each has for itself.
+        """
+        num_full, tail = divmod(seq.num_tokens, self.blocks.block_size)
+        for fork in seq.forks:
+            self.blocks.share(seq.block_table[seq.num_given_back : num_full])
+            fork.block_table = seq.block_table[:num_full] + self.blocks.allocate(1 if tail else 0)
+            fork.num_given_back = seq.num_given_back
 
     def _run(self, seq: Sequence, num_cached: int) -> None:
         """Give a sequence that has its blocks, and its forks, slots; let its prompt be computed."""
         for one in (seq, *seq.forks):
+            one.capacity = len(one.block_table) * self.blocks.block_size
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.

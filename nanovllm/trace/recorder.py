@@ -216,9 +216,9 @@ class RecordedScheduler(Scheduler):
         return self.recorder.commits(super().commit, *sampled)
 
     def _start_next(self) -> None:
-        first = self.waiting.first if self.waiting else None
+        first = self.waiting.first
         super()._start_next()
-        if first is not None and first.status is Status.RUNNING:
+        if first.status is Status.RUNNING:
             size = self.blocks.block_size
             num_shared, num_cached = first.num_registered_blocks, first.num_cached_tokens
             if first.num_preemptions:  # it has been counted
