@@ -102,19 +102,23 @@ def build_runner(
     folder: str,
     *,
     group: ParallelGroup = ParallelGroup(),
-    **sizes: int,
 ) -> ModelRunner:
     """One rank's runner, with what makes it fast on its device."""
     device = choose_device(config.device, group.rank)
-    options: dict[str, Any] = dict(device=device, group=group, **sizes)
-    options["make_resampler"] = choose_resampler(config, device)
-    if scores := room("sampling.prompt_logprobs"):
-        options["score_prompts"] = scores.score_prompts
     runner_class = ModelRunner
     if device.type == "cuda" and (gpu := room("gpu.runner")):
         runner_class = gpu.CUDAModelRunner
-    transform = choose_transform(config, device)
-    return runner_class(config, hf_config, folder, transform=transform, **options)
+    scores = room("sampling.prompt_logprobs")
+    return runner_class(
+        config,
+        hf_config,
+        folder,
+        device=device,
+        group=group,
+        transform=choose_transform(config, device),
+        make_resampler=choose_resampler(config, device),
+        score_prompts=scores.score_prompts if scores else None,
+    )
 
 
 def choose_device(name: str, rank: int) -> torch.device:

@@ -138,6 +138,11 @@ class Config:
                 fspath(self.trace) if isinstance(self.trace, PathLike) else self.trace
             )
 
+    @property
+    def num_batch_slots(self) -> int:
+        """How many sequences can run: a decoding one takes a token of every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
     def _check_trace(self, path: Any) -> None:
         remedy = "give a file name that ends in .html or .jsonl"
         if not isinstance(path, str):

@@ -67,12 +67,12 @@ class LLM:
         engine, self._tokenizer = build_engine(config)
         info = engine.runner.info
         self.num_kvcache_blocks = info.num_blocks
-        self.max_model_len = engine.max_model_len
+        self.max_model_len = info.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
         self._view = choose_view(self._tokenizer)
         self._session = Session(engine, collect_rarely(), share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
-        say_ready(config, info, device, self.max_model_len, perf_counter() - begin)
+        say_ready(config, info, device, perf_counter() - begin)
 
     @name_the_nearest("argument")
     def generate(

@@ -30,9 +30,7 @@ def count_import(seconds: float) -> None:
     _import_seconds += seconds
 
 
-def say_ready(
-    config: Config, info: RunnerInfo, device: str, max_model_len: int, seconds: float
-) -> None:
+def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> None:
     """Log what was loaded, and where.
 
     `seconds`: since the LLM's making began. The first line of a process adds what it took to
@@ -46,7 +44,7 @@ def say_ready(
         f"nanovllm: {name}, {parameters(info.num_parameters)}, {info.dtype} on {device}, "
         f"attention: {info.attention}, {info.num_blocks:,} KV blocks of "
         f"{config.kvcache_block_size} tokens ({info.kv_cache_bytes / 2**30:.1f} GiB), "
-        f"sequences of up to {max_model_len:,} tokens, ready in {seconds:.1f} s"
+        f"sequences of up to {info.max_model_len:,} tokens, ready in {seconds:.1f} s"
     )
 
 

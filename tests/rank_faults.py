@@ -64,7 +64,9 @@ class EchoRunner:
     def __init__(self, *args, group, **options):
         assert "transformers" not in sys.modules, "a rank need not import it, and it takes seconds"
         self.group = group
-        self.info = RunnerInfo(100, "cpu", "float32", "none", num_parameters=0, kv_cache_bytes=0)
+        self.info = RunnerInfo(
+            100, "cpu", "float32", "none", 64, num_parameters=0, kv_cache_bytes=0
+        )
 
     def launch(self, batch):
         tokens = [*batch.decode_slots, *(len(chunk.token_ids) for chunk in batch.prefills)]

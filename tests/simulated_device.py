@@ -106,10 +106,18 @@ class WatchedScheduler(Scheduler):
         caching: bool = True,
         min_run: int | None = None,
         policy: SchedulingPolicy | None = None,
-        **budgets: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        window: int | None = None,
     ) -> None:
         policy = policy or SchedulingPolicy()
-        super().__init__(WatchedBlocks(num_blocks, block_size, caching), policy, **budgets)
+        super().__init__(
+            WatchedBlocks(num_blocks, block_size, caching),
+            policy,
+            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
+            window=window,
+        )
         if min_run is not None:
             self.blocks.min_run = min(min_run, block_size)
         self.first_starts: list[int] = []

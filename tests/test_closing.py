@@ -333,9 +333,7 @@ from nanovllm.distributed import tensor_parallel
 from nanovllm.weights.hf_config import load_hf_config
 tensor_parallel.build_runner = FlagsRunner
 config = Config({str(checkpoint.folder)!r}, tensor_parallel_size=2, device="cpu")
-runner = tensor_parallel.TensorParallelRunner(
-    config, load_hf_config(config.model), config.model, max_model_len=64, max_num_seqs=4
-)
+runner = tensor_parallel.TensorParallelRunner(config, load_hf_config(config.model), config.model)
 print(runner.info.attention == str(sys.flags), sys.flags.isolated, sys.flags.utf8_mode)
 runner.close()
 """

@@ -419,11 +419,7 @@ def echo(folder):
 
     def start():
         config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-        runners.append(
-            TensorParallelRunner(
-                config, load_hf_config(folder), str(folder), max_model_len=64, max_num_seqs=4
-            )
-        )
+        runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)

@@ -27,8 +27,6 @@ class Start:
     config: Config
     hf_config: Any
     folder: str
-    max_model_len: int
-    max_num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)

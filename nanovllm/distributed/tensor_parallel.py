@@ -92,9 +92,7 @@ class TensorParallelRunner:
     may itself be interrupted and called again.
     """
 
-    def __init__(
-        self, config: Config, hf_config, folder: str, *, max_model_len: int, max_num_seqs: int
-    ) -> None:
+    def __init__(self, config: Config, hf_config, folder: str) -> None:
         num_parameters = check_split(config, hf_config)
         self._start_seconds = config.start_timeout
         self._step_seconds = config.step_timeout
@@ -120,8 +118,6 @@ class TensorParallelRunner:
                 config=replace(config, scheduling_policy="fcfs"),
                 hf_config=plain_config(hf_config),
                 folder=folder,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
             )
             infos = self._start(start)
         except BaseException:

@@ -149,13 +149,6 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
         start.store_path,
         symmetric_memory=start.config.symmetric_memory,
     )
-    runner = start.build_runner(
-        start.config,
-        start.hf_config,
-        start.folder,
-        max_model_len=start.max_model_len,
-        max_num_seqs=start.max_num_seqs,
-        group=group,
-    )
+    runner = start.build_runner(start.config, start.hf_config, start.folder, group=group)
     channel.send(Ready(runner.info))
     return runner

@@ -92,6 +92,7 @@ class RunnerInfo:
     device: str  # such as "cpu"; with several ranks, rank 0's
     dtype: str  # of weights and activations, such as "bfloat16"
     attention: str  # the attention backend's name
+    max_model_len: int  # tokens of prompt and output together
     # A rank counts what it holds; the runner of several ranks, the whole model's.
     num_parameters: int
     kv_cache_bytes: int  # likewise; the runner of several ranks gives their sum

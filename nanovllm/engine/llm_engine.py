@@ -62,11 +62,8 @@ class LLMEngine:
         self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
         self.constraints: Constraints | None = None
         self.vocab_size = hf_config.vocab_size
-        self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
-        max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.runner = make_runner(
-            config, hf_config, folder, max_model_len=self.max_model_len, max_num_seqs=max_num_seqs
-        )
+        self.runner = make_runner(config, hf_config, folder)
+        self.max_model_len = self.runner.info.max_model_len
         self.window = largest_window(hf_config)
         self.overlap = (
             self.runner.device.type != "cpu" if config.overlap is None else config.overlap
@@ -91,7 +88,7 @@ class LLMEngine:
                 self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
             ),
             self.policy,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
         )

@@ -98,8 +98,6 @@ class ModelRunner:
         folder: str,
         *,
         device: torch.device,
-        max_model_len: int,
-        max_num_seqs: int,
         group: ParallelGroup = ParallelGroup(),
         transform: Callable[[nn.Module], None] | None = None,
         make_resampler: Callable[["ModelRunner"], Any] | None = None,
@@ -111,12 +109,12 @@ class ModelRunner:
         self.group = group
         self.transform = transform
         self.block_size = config.kvcache_block_size
-        self.max_num_seqs = max_num_seqs
-        self.max_model_len = max_model_len
+        self.max_num_seqs = config.num_batch_slots
+        self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
         self.vocab_size = hf_config.vocab_size
-        self.max_blocks = -(-max_model_len // self.block_size)  # of one sequence
+        self.max_blocks = -(-self.max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
-        self.state = BatchState(max_num_seqs, self.max_blocks, self.block_size, device)
+        self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
         self._prompt_logprobs: Any = None  # of the last step
@@ -137,6 +135,7 @@ class ModelRunner:
             device=str(self.device),
             dtype=str(self.dtype).removeprefix("torch."),
             attention=self.attention_name,
+            max_model_len=self.max_model_len,
             num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
         )

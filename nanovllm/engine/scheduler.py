@@ -39,8 +39,8 @@ class Scheduler:
         self.policy = policy
         self.window = window
         self.max_num_batched_tokens = max_num_batched_tokens
-        # A decoding sequence takes a token of every step: no more can run than a step has tokens.
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
+        self.max_num_seqs = max_num_seqs
         # Blocks to leave free when a sequence starts beside others, lest one be preempted at once.
         self.reserve = blocks.num_blocks // 64
         # A sequence starts with no more than these, which hold a step's tokens and all they see.

@@ -57,7 +57,6 @@ class CUDAModelRunner(ModelRunner):
         folder: str,
         *,
         device: torch.device,
-        max_num_seqs: int,
         group: ParallelGroup = ParallelGroup(),
         **options: Any,
     ) -> None:
@@ -69,24 +68,17 @@ class CUDAModelRunner(ModelRunner):
         self._budget = MemoryBudget(device, config.gpu_memory_utilization)
         self._has_own_kernels = config.kernels == "auto"
         self.graphs: Graphs | None = None
-        self.decode_sizes = sizes_up_to(max_num_seqs)
+        num_slots = config.num_batch_slots
+        self.decode_sizes = sizes_up_to(num_slots)
         self._padded: PaddedInputs | None = None  # for steps with prompts that graphs hold
         self._chunk_slots: Tensor | None = None  # batch slots of the step's prompt chunks
         with torch.cuda.device(device):
             # The slots that decode in a step, in a place that graphs know, and what it holds.
-            self._slots = torch.full((max_num_seqs,), max_num_seqs, device=device)
+            self._slots = torch.full((num_slots,), num_slots, device=device)
             self._slots_hold: tuple[int, ...] | None = ()
             self._shared_len = torch.zeros(1, dtype=torch.int32, device=device)
             self._shared_len_holds: int | None = 0
-        super().__init__(
-            config,
-            hf_config,
-            folder,
-            device=device,
-            max_num_seqs=max_num_seqs,
-            group=group,
-            **options,
-        )
+        super().__init__(config, hf_config, folder, device=device, group=group, **options)
 
     def _build_model(self, hf_config) -> CausalLM:
         model = super()._build_model(hf_config)
