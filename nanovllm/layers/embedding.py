@@ -46,7 +46,9 @@ class VocabParallelEmbedding(nn.Module):
 class ScaledEmbedding(VocabParallelEmbedding):
     """An embedding times `scale`, in the weight's dtype."""
 
-    scale = 1.0
+    def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup, *, scale: float):
+        super().__init__(vocab_size, hidden_size, group)
+        self.scale = scale
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return super().forward(token_ids) * self.scale

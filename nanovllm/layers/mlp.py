@@ -14,6 +14,14 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+# By the names that configurations have for them.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+
+
 class GatedMLP(nn.Module):
     """[T, hidden] -> [T, hidden]: down(activation(gate(x)) * up(x))."""
 

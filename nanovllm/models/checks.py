@@ -4,7 +4,7 @@ here.
 
 from typing import Any
 
-from nanovllm.models.transformer import CausalLM, head_size
+from nanovllm.models.transformer import CausalLM, activation_name, head_size
 from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
 
 # Far above what any model has. With more layers Python is busy for minutes, and the product of two
@@ -73,21 +73,26 @@ def check_flag(hf_config, name: str) -> None:
         raise ValueError(f"config.json: {name} is {value!r}: it must be true or false")
 
 
-def check_number(hf_config, name: str) -> None:
+def check_number(hf_config, name: str, *, may_be_none: bool = False) -> None:
     value: Any = getattr(hf_config, name, None)
+    if value is None and may_be_none:
+        return
     if type(value) not in (int, float) or not 0 < value < LARGEST:
         raise ValueError(f"config.json: {name} is {value!r}: it must be a finite number above 0")
 
 
 def check_supported(hf_config, model_class: type[CausalLM]) -> None:
     """Refuse the options that the model does not implement."""
-    activation = getattr(hf_config, "hidden_activation", None)  # Gemma's name, which wins there
-    if activation is None:
-        activation = getattr(hf_config, "hidden_act", "silu")
+    activation = activation_name(hf_config)
     if not isinstance(activation, str) or activation not in model_class.activations:
         known = ", ".join(map(repr, model_class.activations))
         raise ValueError(
             f"config.json: hidden_act is {activation!r}: {model_class.__name__} has {known}"
+        )
+    if getattr(hf_config, "use_bidirectional_attention", None):
+        raise ValueError(
+            "config.json: use_bidirectional_attention is set: no model here sees later tokens, "
+            "choose one that generates text"
         )
     if getattr(hf_config, "quantization_config", None):
         raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")

@@ -3,12 +3,9 @@
 base in its local layers and by another in its global ones.
 """
 
-from typing import Any
-
 import torch
 
 from nanovllm.layers.embedding import ScaledEmbedding
-from nanovllm.layers.mlp import gelu_tanh
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.models.checks import check_number
 from nanovllm.models.post_norm import SandwichNormLayer
@@ -16,10 +13,9 @@ from nanovllm.models.transformer import CausalLM, build_attention, build_mlp
 
 
 class Gemma3ForCausalLM(CausalLM):
-    embedding = ScaledEmbedding
     norm = ZeroCenteredRMSNorm
     qk_norm: type[RMSNorm] | None = ZeroCenteredRMSNorm
-    activations = {"gelu_pytorch_tanh": gelu_tanh}
+    activations = ("gelu_pytorch_tanh",)
     has_windows = True
     checkpoint_names = {
         "attention_output_norm": "post_attention_layernorm",
@@ -30,41 +26,30 @@ class Gemma3ForCausalLM(CausalLM):
     @classmethod
     def check(cls, config):
         check_number(config, "query_pre_attn_scalar")
-        for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            if getattr(config, name, None) is not None:
-                check_number(config, name)
-        if getattr(config, "use_bidirectional_attention", None):
-            raise ValueError(
-                "config.json: use_bidirectional_attention is set: no model here sees later tokens, "
-                "choose one that generates text"
-            )
+        check_number(config, "attn_logit_softcapping", may_be_none=True)
+        check_number(config, "final_logit_softcapping", may_be_none=True)
 
-    def __init__(self, config, group, max_model_len=None):
-        super().__init__(config, group, max_model_len)
-        embedding: Any = self.model.embed_tokens
-        scale = torch.tensor(config.hidden_size**0.5, dtype=embedding.weight.dtype, device="cpu")
-        embedding.scale = scale.item()
-        self.softcap = config.final_logit_softcapping
+    def build_embedding(self, config, group):
+        dtype = torch.get_default_dtype()  # the weights', to which the scale is rounded
+        scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, group, scale=scale)
 
     def build_layer(self, config, index, rotary, group):
-        bias = config.attention_bias
         attention = build_attention(
             config,
             index,
             rotary,
             group,
+            bias=config.attention_bias,
             qk_norm=self.qk_norm,
-            qkv_bias=bias,
-            output_bias=bias,
             scale=config.query_pre_attn_scalar**-0.5,
             softcap=config.attn_logit_softcapping,
         )
-        mlp = build_mlp(config, group, activation=gelu_tanh)
-        return SandwichNormLayer(config, attention, mlp, self.norm)
+        return SandwichNormLayer(config, attention, build_mlp(config, group), self.norm)
 
     def compute_logits(self, hidden):
-        logits = super().compute_logits(hidden)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        logits, cap = super().compute_logits(hidden), self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

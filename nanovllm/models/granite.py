@@ -25,24 +25,19 @@ class GraniteLayer(DecoderLayer):
 
 
 class GraniteForCausalLM(CausalLM):
-    embedding = ScaledEmbedding
-
     @classmethod
     def check(cls, config):
         for name in MULTIPLIERS:
             check_number(config, name)
 
-    def __init__(self, config, group, max_model_len=None):
-        super().__init__(config, group, max_model_len)
-        self.model.embed_tokens.scale = config.embedding_multiplier
-        self.logits_scaling = config.logits_scaling
+    def build_embedding(self, config, group):
+        scale = config.embedding_multiplier
+        return ScaledEmbedding(config.vocab_size, config.hidden_size, group, scale=scale)
 
     def build_layer(self, config, index, rotary, group):
         bias, scale = config.attention_bias, config.attention_multiplier
-        attention = build_attention(
-            config, index, rotary, group, qkv_bias=bias, output_bias=bias, scale=scale
-        )
+        attention = build_attention(config, index, rotary, group, bias=bias, scale=scale)
         return GraniteLayer(config, attention, build_mlp(config, group, bias=config.mlp_bias))
 
     def compute_logits(self, hidden):
-        return super().compute_logits(hidden) / self.logits_scaling
+        return super().compute_logits(hidden) / self.config.logits_scaling

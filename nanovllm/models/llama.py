@@ -9,7 +9,7 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention,
 class LlamaForCausalLM(CausalLM):
     def build_layer(self, config, index, rotary, group):
         bias = getattr(config, "attention_bias", False)
-        attention = build_attention(config, index, rotary, group, qkv_bias=bias, output_bias=bias)
+        attention = build_attention(config, index, rotary, group, bias=bias)
         mlp = build_mlp(config, group, bias=getattr(config, "mlp_bias", False))
         return DecoderLayer(config, attention, mlp)
 

@@ -15,7 +15,7 @@ class Olmo2ForCausalLM(CausalLM):
 
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
-        attention = build_attention(config, index, rotary, group, qkv_bias=bias, output_bias=bias)
+        attention = build_attention(config, index, rotary, group, bias=bias)
         q, k, _ = attention.qkv_proj.shards
         attention.q_norm = ShardedRMSNorm(q, config.rms_norm_eps, group)
         attention.k_norm = ShardedRMSNorm(k, config.rms_norm_eps, group)

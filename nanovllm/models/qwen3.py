@@ -19,7 +19,5 @@ class Qwen3ForCausalLM(CausalLM):
 
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
-        attention = build_attention(
-            config, index, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
-        )
+        attention = build_attention(config, index, rotary, group, bias=bias, qk_norm=RMSNorm)
         return DecoderLayer(config, attention, build_mlp(config, group))

@@ -17,9 +17,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
-        attention = build_attention(
-            config, index, rotary, group, qk_norm=RMSNorm, qkv_bias=bias, output_bias=bias
-        )
+        attention = build_attention(config, index, rotary, group, bias=bias, qk_norm=RMSNorm)
         if is_sparse(config, index):
             mlp: nn.Module = MixtureOfExperts(
                 config.hidden_size,

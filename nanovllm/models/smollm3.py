@@ -26,5 +26,5 @@ class SmolLM3ForCausalLM(CausalLM):
         bias = config.attention_bias
         if not config.no_rope_layers[index]:
             rotary = NoRotaryEmbedding()
-        attention = build_attention(config, index, rotary, group, qkv_bias=bias, output_bias=bias)
+        attention = build_attention(config, index, rotary, group, bias=bias)
         return DecoderLayer(config, attention, build_mlp(config, group, bias=config.mlp_bias))

@@ -7,16 +7,14 @@ T tokens of any number of sequences go through at once, packed one after the oth
 attends to which is the step's metadata (layers/context.py), and only attention reads it.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import current_metadata
 from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.mlp import ACTIVATIONS, GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -58,10 +56,9 @@ class CausalLM(nn.Module):
     """A decoder and its head. `config` has the fields of a Hugging Face config.json."""
 
     # What a family may have of its own kind.
-    embedding: type[VocabParallelEmbedding] = VocabParallelEmbedding
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
-    activations: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "swish": F.silu}
+    activations: tuple[str, ...] = ("silu", "swish")  # that a configuration may ask for
     has_windows = False  # whether a configuration may give layers a sliding window
     # What a checkpoint calls modules that have another name here.
     checkpoint_names: dict[str, str] = {}
@@ -71,6 +68,7 @@ class CausalLM(nn.Module):
     def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
         """`max_model_len`: positions that will be asked for; None: all that the model supports."""
         super().__init__()
+        self.config = config
         kinds = [layer_kind(config, i) for i in range(config.num_hidden_layers)]
         rotaries = {
             kind: self.rotary.from_config(config, head_size(config), max_model_len, kind)
@@ -79,7 +77,7 @@ class CausalLM(nn.Module):
         layers = [
             self.build_layer(config, i, rotaries[kind], group) for i, kind in enumerate(kinds)
         ]
-        embed_tokens = self.embedding(config.vocab_size, config.hidden_size, group)
+        embed_tokens = self.build_embedding(config, group)
         norm = self.norm(config.hidden_size, config.rms_norm_eps)
         self.model = Decoder(embed_tokens, layers, norm)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
@@ -90,6 +88,9 @@ class CausalLM(nn.Module):
         """Raise ValueError for what a configuration of the family says and the family does not
         do.
         """
+
+    def build_embedding(self, config, group: ParallelGroup) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
 
     def build_layer(
         self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup
@@ -114,13 +115,14 @@ def build_attention(
     rotary: RotaryEmbedding,
     group: ParallelGroup,
     *,
+    bias: bool = False,
     qk_norm: type[RMSNorm] | None = None,
     **options: Any,
 ) -> SelfAttention:
     """Layer `index`'s self-attention, of the sizes and with the window that `config` gives.
 
-    `qk_norm`: norms each head of q and k before it is rotated; None: nothing does. `options`:
-    SelfAttention's.
+    `bias`: whether all projections have one. `qk_norm`: norms each head of q and k before it is
+    rotated; None: nothing does. `options`: SelfAttention's.
     """
     size = head_size(config)
     norms = [qk_norm(size, config.rms_norm_eps) for _ in range(2)] if qk_norm else [None, None]
@@ -134,13 +136,25 @@ def build_attention(
         q_norm=norms[0],
         k_norm=norms[1],
         window=window_of(config, index),
-        **options,
+        **dict(qkv_bias=bias, output_bias=bias) | options,
     )
 
 
 def build_mlp(config, group: ParallelGroup, **options: Any) -> GatedMLP:
-    """The gated MLP of the sizes that `config` gives. `options`: GatedMLP's."""
-    return GatedMLP(config.hidden_size, config.intermediate_size, group, **options)
+    """The gated MLP, of the sizes and with the activation that `config` gives.
+
+    `options`: GatedMLP's.
+    """
+    activation = ACTIVATIONS[activation_name(config)]
+    return GatedMLP(
+        config.hidden_size, config.intermediate_size, group, activation=activation, **options
+    )
+
+
+def activation_name(config) -> str:
+    """Of the MLP's activation. Gemma has a name of its own for it, which wins there."""
+    name = getattr(config, "hidden_activation", None)
+    return getattr(config, "hidden_act", "silu") if name is None else name
 
 
 def head_size(config) -> int:
