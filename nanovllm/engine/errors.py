@@ -9,9 +9,10 @@ class InvalidLogitsError(FloatingPointError):
     request_ids: whose, in this step.
     """
 
-    def __init__(self, first: Sequence, request_ids: set[int]) -> None:
-        """`first`: the first sequence that this befell, which the message is about."""
-        self.request_ids = request_ids
+    def __init__(self, sequences: list[Sequence]) -> None:
+        """`sequences`: those that this befell. The message is about the first."""
+        self.request_ids = {seq.request.id for seq in sequences}
+        first = sequences[0]
         where = f"after {len(first.token_ids)} tokens"
         problem = (
             f"has NaN or infinite logits {where}: try another dtype, such as bfloat16 or float32, "

@@ -117,7 +117,7 @@ class ModelRunner:
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
-        self._prompt_logprobs: Any = None  # of the last step
+        self._prompt_logprobs: Any = None  # of the last step, a part of its answer
         self.resampler: Any = None  # made once a request asks for it
         self.trainer: Any = None  # what trainer/ keeps here
         self.num_blocks = 0  # not counted yet
@@ -197,14 +197,14 @@ class ModelRunner:
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
             logprobs = self.resampler.resample(sampled, output)
-        return self._answer(output.tokens, logprobs, self._prompt_logprobs)
+        return self._answer(output.tokens, logprobs)
 
     @torch.inference_mode()
     def constrain(self, edits: LogitsEdits) -> SampledTokens:
         """Sample the rows of the last step that wait for the host (see SamplingMetadata.waits). The
         answer takes the place of `launch`'s, in which the tokens of these rows mean nothing.
         """
-        return self._answer(*self.resampler.constrain(edits), self._prompt_logprobs)
+        return self._answer(*self.resampler.constrain(edits))
 
     @torch.inference_mode()
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
@@ -242,7 +242,10 @@ class ModelRunner:
         indices, starting = self._upload_all(np.int64, wanted, places.sequences)
         some_scored = any([chunk.scored is not None for chunk in chunks])
         metadata = AttentionMetadata(
-            *(slot_mapping, decodes, context_lens, block_tables),
+            slot_mapping,
+            decodes,
+            context_lens,
+            block_tables,
             prefill=prefill.metadata,
             logits_indices=None if some_scored else indices,
         )
@@ -269,12 +272,16 @@ class ModelRunner:
         tables, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
             np.int32,
             packed.block_tables.ravel(),  # first, so that its place is aligned
-            *(packed.cu_seqlens_q, packed.cu_seqlens_k, packed.context_lens),
+            packed.cu_seqlens_q,
+            packed.cu_seqlens_k,
+            packed.context_lens,
             temperatures.view(np.int32),
         )
         token_ids, positions, slot_mapping, slots, seeds = self._upload_all(
             np.int64,
-            *(packed.token_ids, packed.positions, packed.slot_mapping),
+            packed.token_ids,
+            packed.positions,
+            packed.slot_mapping,
             np.array([seq.batch_slot for seq in sequences]),
             np.array([seq.seed for seq in sequences]),
         )
@@ -363,9 +370,8 @@ class ModelRunner:
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:
         return self._upload(np.array(slots, dtype=np.int64))
 
-    def _answer(self, *answer: Any) -> SampledTokens:
-        """A step's answer, of the fields of SampledTokens."""
-        return SampledTokens(*answer)
+    def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokens:
+        return SampledTokens(tokens, logprobs, self._prompt_logprobs)
 
     def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
         """Do `task(runner, *args)` with each rank's runner: here, with this one."""

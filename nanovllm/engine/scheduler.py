@@ -339,8 +339,7 @@ class Scheduler:
                 continue
             if token == INVALID_TOKEN:
                 invalid = [one for one, of in zip(sampling, tokens) if of == INVALID_TOKEN]
-                ids = {one.request.id for one in invalid if one.status is not finished}
-                raise InvalidLogitsError(seq, ids)
+                raise InvalidLogitsError([one for one in invalid if one.status is not finished])
             sampled.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)

@@ -375,8 +375,8 @@ class CUDAModelRunner(ModelRunner):
         # done.
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
 
-    def _answer(self, *answer: Any) -> SampledTokensInFlight:
-        return SampledTokensInFlight.send(*answer)
+    def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokensInFlight:
+        return SampledTokensInFlight.send(tokens, logprobs, self._prompt_logprobs)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
