@@ -39,7 +39,6 @@ from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
-from nanovllm.models.granite import GraniteLayer
 from nanovllm.models.transformer import Decoder, DecoderLayer
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.loader import load_weights
@@ -75,9 +74,8 @@ CONFIGS = {
     "smollm3": SmolLM3Config(**SIZES | dict(pad_token_id=0, no_rope_layers=[1, 0, 1])),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=MIXED),
     "gemma2": Gemma2Config(**GEMMA, layer_types=MIXED, attn_logit_softcapping=2.0),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0),
 }
-# A layer of it does what FusedDecoder does not know.
-GRANITE = GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0)
 TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
 
 
@@ -95,13 +93,6 @@ def run(model) -> torch.Tensor:
         driver.step({2: 1, 0: 2, 1: 3}, {}),
     ]
     return torch.cat(steps)
-
-
-@pytest.fixture(scope="module")
-def partly_fused(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, GRANITE)
-    return folder
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -131,11 +122,14 @@ def test_a_fused_model_may_leave_attention_to_pytorch(folder):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_a_layer_that_multiplies_what_it_adds_is_left_as_it_is(partly_fused):
-    plain, fused = load(partly_fused), load(partly_fused)
+@pytest.mark.parametrize("folder", ["granite"], indirect=True)
+def test_a_fused_layer_runs_by_itself_in_a_decoder_that_is_not_fused(folder):
+    plain, fused = load(folder), load(folder)
+    for model in (plain, fused):
+        model.model.norm.__class__ = ShiftedNorm
     fuse(fused, TRITON)
-    assert type(fused.model) is Decoder and type(fused.model.layers[0]) is GraniteLayer
-    assert type(fused.model.layers[0].self_attn) is fused_layers.FusedSelfAttention
+    assert type(fused.model) is Decoder
+    assert type(fused.model.layers[0]) is fused_layers.FusedGraniteLayer
     torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
 
 

@@ -44,6 +44,7 @@ from nanovllm.layers.partial_rotary import (
     PartialRotaryEmbedding,
 )
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.granite import GraniteLayer
 from nanovllm.models.post_norm import PostNormLayer, SandwichNormLayer
 from nanovllm.models.transformer import Decoder, DecoderLayer
 
@@ -57,7 +58,7 @@ def fuse(model: nn.Module, backend: AttentionBackend) -> None:
             if isinstance(module, FusedSelfAttention):
                 module.backend = backend
             if isinstance(module, FusedLayer):
-                module.find_norms()
+                module.prepare()
 
 
 class FusedRMSNorm(RMSNorm):
@@ -91,12 +92,15 @@ class FusedQKVParallelLinear(FusedLinear, QKVParallelLinear):
 
 
 class FusedRowParallelLinear(RowParallelLinear):
+    multiplier: float | None = None  # of the result, in a layer that multiplies what it adds
+
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor, spare: Tensor | None = None) -> Tensor:
         """This rank's part of the sum. The result may take the memory of `spare`."""
-        return linear(x, self.weight, self.bias_of_this_rank, spare)
+        out = linear(x, self.weight, self.bias_of_this_rank, spare)
+        return out if self.multiplier is None else out.mul_(self.multiplier)
 
 
 class FusedLMHead(ParallelLMHead):
@@ -215,12 +219,24 @@ class FusedLayer(nn.Module):
             and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1
         )
 
-    def find_norms(self) -> None:
+    def prepare(self) -> None:
+        """Called once, when the layer and its parts have become fused ones."""
         self.norms = tuple([getattr(self, name) if name else None for name in self.norm_names])
 
 
 class FusedDecoderLayer(FusedLayer, DecoderLayer):
     norm_names = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+class FusedGraniteLayer(FusedLayer, GraniteLayer):
+    """Its output projections multiply what they add."""
+
+    norm_names = FusedDecoderLayer.norm_names
+    forward = DecoderLayer.forward
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.self_attn.o_proj.multiplier = self.mlp.down_proj.multiplier = self.multiplier
 
 
 class FusedSandwichNormLayer(FusedLayer, SandwichNormLayer):
@@ -356,6 +372,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     GatedMLP: FusedGatedMLP,
     MixtureOfExperts: FusedMixtureOfExperts,
     DecoderLayer: FusedDecoderLayer,
+    GraniteLayer: FusedGraniteLayer,
     SandwichNormLayer: FusedSandwichNormLayer,
     PostNormLayer: FusedPostNormLayer,
     Decoder: FusedDecoder,
