@@ -88,6 +88,20 @@ def make_llm(folder, **options):
     return LLM(folder, **{**sizes, **options})
 
 
+class LaunchClock:
+    """The engine's clock, which goes on by a second at each launch and by nothing else."""
+
+    def __init__(self, llm, monkeypatch) -> None:
+        self.now = 0.0
+        self._launch = llm.engine.runner.launch
+        monkeypatch.setattr(llm.engine.runner, "launch", self._slow_launch)
+        monkeypatch.setattr("nanovllm.engine.llm_engine.perf_counter", lambda: self.now)
+
+    def _slow_launch(self, batch):
+        self.now += 1.0
+        return self._launch(batch)
+
+
 def check_empty(llm):
     scheduler = llm.engine.scheduler
     assert not scheduler.has_unfinished() and not llm.has_unfinished() and not llm.engine._in_flight

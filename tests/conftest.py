@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
+from call_helpers import Plain, check_empty, make_folder
 from engine_helpers import FAMILIES, MODELS, Checkpoint, save_checkpoint
 from hypothesis import HealthCheck, settings
 
@@ -72,3 +73,22 @@ def make_llm(checkpoint):
     yield make
     for llm in made:
         llm.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The model folder of call_helpers.py, for tests that do not change it."""
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def plain(folder):
+    return Plain(folder)
+
+
+@pytest.fixture
+def empty_afterwards(request):
+    """Of a test that uses `llm`: nothing is left in it."""
+    yield
+    if "llm" in request.fixturenames:
+        check_empty(request.getfixturevalue("llm"))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from call_helpers import (
+    LaunchClock,
     check_empty,
     completed,
     generate,
@@ -25,25 +26,14 @@ from nanovllm.engine.metrics import percentiles
 from nanovllm.text.detokenizer import TextStream, extend_texts
 from nanovllm.text.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("empty_afterwards")
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
 def llm(folder, request):
     with make_llm(folder, overlap=request.param) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def empty_afterwards(request):
-    yield
-    if "llm" in request.fixturenames:
-        check_empty(request.getfixturevalue("llm"))
 
 
 # Text as it grows
@@ -671,20 +661,9 @@ def test_metrics_count_preemptions(folder):
 
 
 def test_latencies_are_read_off_the_clock(folder, monkeypatch):
-    """The clock goes on by a second at each launch; without overlap a step is committed when it
-    has been launched.
-    """
-    now = 0.0
+    """Without overlap a step is committed when it has been launched."""
     with make_llm(folder, max_num_seqs=2, overlap=False) as llm:
-        launch = llm.engine.runner.launch
-
-        def slow(batch):
-            nonlocal now
-            now += 1.0
-            return launch(batch)
-
-        monkeypatch.setattr(llm.engine.runner, "launch", slow)
-        monkeypatch.setattr("nanovllm.engine.llm_engine.perf_counter", lambda: now)
+        LaunchClock(llm, monkeypatch)
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 4, 3, 1)]
         generate(llm, [[1], [2], [3], [4]], params)
         call = llm.metrics()["last_call"]

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from call_helpers import Plain, check_empty, completed, generate, make_folder, make_llm
+from call_helpers import check_empty, completed, generate, make_folder, make_llm
 from transformers import AutoTokenizer
 
 import nanovllm
@@ -28,18 +28,8 @@ WRITTEN = "<|user|>in the end<|assistant|>"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def tokenizer(folder):
     return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
-    return Plain(folder)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from call_helpers import check_empty, completed, generate, make_folder, make_llm, random_prompts
+from call_helpers import check_empty, completed, generate, make_llm, random_prompts
 from simulated_device import check_blocks
 from simulated_device import check_empty as check_nothing_left
 
@@ -11,11 +11,6 @@ from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def mixed_params(count, seed=0):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from call_helpers import (
     END,
-    Plain,
     check_empty,
     completed,
     generate,
@@ -31,6 +30,7 @@ from nanovllm.sampling.logits_edits import static_mask
 from nanovllm.sampling.resampler import Resampler
 from nanovllm.sampling_params import SamplingMetadata
 
+pytestmark = pytest.mark.usefixtures("empty_afterwards")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 263
 # Random options of both kinds of rules: some need the host at every step, some do not.
@@ -38,26 +38,9 @@ PROMPTS = random_prompts(14, seed=4) + [[7, 8, 9, 10] * 8, [7, 8, 9, 10] * 8]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
-    return Plain(folder)
-
-
-@pytest.fixture(scope="module")
 def llm(folder):
     with make_llm(folder, overlap=True) as llm:
         yield llm
-
-
-@pytest.fixture(autouse=True)
-def empty_afterwards(request):
-    yield
-    if "llm" in request.fixturenames:
-        check_empty(request.getfixturevalue("llm"))
 
 
 def rather_other_tokens(output, logits):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from call_helpers import check_empty, completed, generate, make_folder, random_prompts
+from call_helpers import check_empty, completed, generate, random_prompts
 from call_helpers import make_llm as make_llm_anywhere
 from job_helpers import arguments, read_lines, write_lines
 from safetensors.torch import load_file, save_file
@@ -30,11 +30,6 @@ PARAMS = [
     for i in range(7)
 ]
 POISON = 200  # a token whose embedding is NaN in some folders
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from call_helpers import check_empty, generate, make_folder, make_llm, random_prompts
+from call_helpers import check_empty, generate, make_llm, random_prompts
 from test_completions import mixed_params
 from test_failures import GREEDY, POISON, SOUND, poison
 from test_sampling import draw, random_params
@@ -19,11 +19,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 def test_special_rows_draw_on_the_gpu_what_they_draw_on_the_cpu():

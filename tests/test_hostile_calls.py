@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from call_helpers import check_empty, generate, make_folder
+from call_helpers import check_empty, generate
 from effort import tries
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +48,6 @@ def is_refused_by_name(make, given) -> None:
     except (ValueError, TypeError) as error:
         said = str(error)
         assert any(name in said for name in given) and ":" in said and len(said) < 1000
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import random
 from itertools import product
 
 import pytest
-from call_helpers import completed
+from call_helpers import LaunchClock, completed
 from engine_helpers import PROMPTS, Checkpoint, assert_empty, assert_greedy, greedy
 
 from nanovllm import LLM, SamplingParams
@@ -197,24 +197,15 @@ def test_an_error_drops_paused_requests_too(make_llm, checkpoint, monkeypatch):
 @pytest.mark.parametrize("n", [1, 2])
 def test_the_clock_of_a_paused_request_stands_still(make_llm, monkeypatch, n):
     """A launch takes a second, and a pause a thousand: one before the first token, one after."""
-    now = 10.0
     llm = make_llm(overlap=False)
-    launch = llm.engine.runner.launch
-
-    def slow(batch):
-        nonlocal now
-        now += 1.0
-        return launch(batch)
-
-    monkeypatch.setattr(llm.engine.runner, "launch", slow)
-    monkeypatch.setattr("nanovllm.engine.llm_engine.perf_counter", lambda: now)
+    clock = LaunchClock(llm, monkeypatch)
     id = llm.add_request(PROMPTS[3], SamplingParams(max_tokens=5, ignore_eos=True, n=n))
     for steps in (0, 2, 3):
         for _ in range(steps):
             llm.step()
         if llm.has_unfinished():
             llm.pause(id)
-            now += 1000.0
+            clock.now += 1000.0
             llm.pause(id)
             llm.resume(id)
     call = llm.metrics()["total"]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from call_helpers import END, Plain, make_folder, make_llm
+from call_helpers import END, make_llm
 from sampling_helpers import Draws, draw, process, random_params
 
 from nanovllm import SamplingParams
@@ -15,16 +15,6 @@ from nanovllm.layers.sampler import sample
 from nanovllm.sampling.resampler import Resampler, keep_likeliest
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def plain(folder):
-    return Plain(folder)
 
 
 @pytest.fixture(scope="module")

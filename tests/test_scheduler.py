@@ -108,6 +108,17 @@ class Server:
         self.scheduler.add(seq)
         return seq
 
+    def add_request(self, id: int, request: Request) -> Sequence:
+        return self.add(
+            id,
+            request.prompt,
+            request.max_tokens,
+            request.stop_ids,
+            request.completions,
+            request.interactive,
+            request.score_from,
+        )
+
     def step(self, delay: bool = False) -> None:
         """Plan and launch a step, then commit all in flight, but not the step itself if `delay`."""
         batch = self.scheduler.schedule()
@@ -271,15 +282,7 @@ def serve(server: Server, requests: list[Request], delays: list[bool]) -> dict[i
         for id, request in enumerate(requests):
             since = step - request.arrival
             if since == 0:
-                sequences[id] = server.add(
-                    id,
-                    request.prompt,
-                    request.max_tokens,
-                    request.stop_ids,
-                    request.completions,
-                    request.interactive,
-                    request.score_from,
-                )
+                sequences[id] = server.add_request(id, request)
             for begin, end in request.pauses:
                 for seq in sequences[id].unfinished if since == begin else ():
                     scheduler.pause(seq)
@@ -426,14 +429,7 @@ def test_the_random_streams_reach_what_they_are_meant_for():
         sizes, requests, delays = stream
         server = Server(make_scheduler(**sizes))
         for id, request in enumerate(requests):
-            server.add(
-                id,
-                request.prompt,
-                request.max_tokens,
-                request.stop_ids,
-                request.completions,
-                request.interactive,
-            )
+            server.add_request(id, request)
         server.run(delays[0])
         if server.scheduler.num_preemptions:
             seen.add(("preemption", delays[0]))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from call_helpers import END, Plain, make_folder
+from call_helpers import END, Plain
 from call_helpers import make_llm as make_text_llm
 from effort import tries
 from engine_helpers import FAMILIES, MODELS, PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
@@ -404,11 +404,6 @@ def test_without_its_room_nothing_is_scored_and_all_else_runs(checkpoint, make_l
 
 
 # Texts
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
