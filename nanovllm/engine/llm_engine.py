@@ -57,10 +57,11 @@ class LLMEngine:
         if config.load_format == "auto":
             check_num_layers(hf_config.num_hidden_layers, folder, model_class)
         self.policy = policy
+        # These three compose.py sets, once the model is loaded.
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
         self.make_detokenizer: Callable[[], Detokenizer] | None = None
-        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
         self.constraints: Constraints | None = None
+        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
         self.vocab_size = hf_config.vocab_size
         self.runner = make_runner(config, hf_config, folder)
         self.max_model_len = self.runner.info.max_model_len
@@ -210,7 +211,7 @@ class LLMEngine:
             self._stop(self.detokenizer.update(sampled), ended)
         if launched.has_prefills or ended:
             self._record_commit(sampled if launched.has_prefills else [], ended)
-        self._settle()
+        self._drop_surplus_step()
         return sampled, ended
 
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
@@ -221,8 +222,8 @@ class LLMEngine:
                 ended.append(seq)
             seq.finish_reason = "stop"
 
-    def _settle(self) -> None:
-        """When every sequence has ended, what is in flight ran one step too far: take it back."""
+    def _drop_surplus_step(self) -> None:
+        """When every sequence has ended, what is in flight ran one step too far."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
             self.scheduler.commit(*self._in_flight.tokens.wait())
             self._in_flight = None
@@ -262,7 +263,7 @@ class LLMEngine:
         if self.detokenizer is not None:
             for seq in request.completions:
                 self.detokenizer.remove(seq)
-        self._settle()
+        self._drop_surplus_step()
 
     def pause(self, request: Sequence) -> None:
         """Let what has not ended of a request run no more, until `resume`."""

@@ -105,8 +105,14 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Preempt until every sequence that needs a block can have one. False: commit first."""
-        while self._num_growing() > self.blocks.num_free:
-            if self._take_from_paused():
+        while True:
+            growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
+            growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
+            for seq in growing:
+                self._give_back(seq)
+            if len(growing) <= self.blocks.num_free:
+                return True
+            if self._preempt_paused():
                 continue
             # A preempted sequence is computed anew from its tokens: all of them must be known.
             if self._in_flight:
@@ -115,15 +121,6 @@ class Scheduler:
             self._withdraw(seq)
             self._preempt(seq)
             self.waiting.add(seq)
-        return True
-
-    def _num_growing(self) -> int:
-        """How many sequences need a block for their next token; each gives back what it can."""
-        growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
-        growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
-        for seq in growing:
-            self._give_back(seq)
-        return len(growing)
 
     def _give_back(self, seq: Sequence) -> None:
         """Release the blocks that none of a sequence's next tokens sees.
@@ -148,7 +145,7 @@ class Scheduler:
         seq.block_table += self.blocks.allocate(count)
         seq.capacity += count * size
 
-    def _take_from_paused(self) -> bool:
+    def _preempt_paused(self) -> bool:
         """Preempt the paused sequence that the policy puts last. False: none has anything to give,
         unless a step in flight is committed first.
         """
@@ -254,7 +251,7 @@ class Scheduler:
         while (
             len(self._free_slots) <= len(seq.forks) or self.blocks.num_free_without(seen) < needed
         ):
-            if not self._take_from_paused():
+            if not self._preempt_paused():
                 return False
         return True
 
