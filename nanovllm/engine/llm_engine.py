@@ -22,7 +22,7 @@ from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
-from nanovllm.models.transformer import largest_window
+from nanovllm.models.config_fields import largest_window
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.loader import check_num_layers
 

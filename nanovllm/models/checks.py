@@ -4,7 +4,8 @@ here.
 
 from typing import Any
 
-from nanovllm.models.transformer import CausalLM, activation_name, head_size
+from nanovllm.models.config_fields import activation_name, head_size
+from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
 
 # Far above what any model has. With more layers Python is busy for minutes, and the product of two
