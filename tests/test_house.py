@@ -123,8 +123,8 @@ MOST_LINES = 50
 LONG = {
     "nanovllm/kernels/triton/attention.py:_decode_kernel": "attends, counts itself and merges: "
     "what a program does in order, and no part of it is used twice",
-    "nanovllm/kernels/triton/attention.py:_prefill_kernel": "half of it is one call, whose "
-    "arguments stand one a line",
+    "nanovllm/kernels/triton/attention.py:_prefill_kernel": "half of it is its "
+    "parameters, which stand one a line",
 }
 
 

@@ -454,8 +454,9 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
 
 
-def behind(lens, window):
-    return [range(max(0, length - window)) for length in lens.tolist()]
+def behind(lens, window, block_size=1):
+    """Tokens that windows of sequences have left behind, in whole blocks."""
+    return [range(max(0, x - window) // block_size * block_size) for x in lens.tolist()]
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -606,8 +607,12 @@ def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
 def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     heads, kv_heads, head_dim, block_size, splits, window, softcap, monkeypatch
 ):
-    """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows."""
+    """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows. Heads of
+    128 come by tiles, where a device or the interpreter knows them.
+    """
     monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    if not HAS_GPU:
+        monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device: True)
     lens = torch.tensor([260, 3, 0, 0, 0], dtype=torch.int32, device=DEVICE)
     lens_q = torch.tensor([1, 17, 150])
     lens_k = lens_q + torch.tensor([70, 0, 128])
@@ -622,7 +627,7 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     chunks = q[2:170], k[2:170], v[2:170]
     prefilled = plain.prefill_attention(*chunks, *caches, meta, 0.1, *masks)
     first_lens = torch.cat((lens.cpu(), lens_k - lens_q + 1))  # by the first query of each
-    given_back = behind(first_lens, window or 1000)
+    given_back = behind(first_lens, window or 1000, block_size)
     all_lens = torch.cat((lens.cpu(), lens_k))
     caches = poison_unused(caches, all_lens, tables, block_size, given_back)
 
@@ -648,31 +653,36 @@ def test_query_tiles_are_all_that_chunks_have_and_the_others_lie_behind_the_end(
 
 
 @needs_tiles
-@pytest.mark.parametrize("tiles", ["small", "large"])
-@pytest.mark.parametrize("cached", [0, 70, 128])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_prefill_attention_by_tiles_equals_its_twin(head_dim, cached, tiles, monkeypatch):
+@pytest.mark.parametrize("cached", [0, 1, 62, 300])
+@pytest.mark.parametrize(
+    "head_dim, window, softcap",
+    [(64, None, None), (128, None, None), (64, 127, None), (32, 90, 1.5)],
+)
+def test_prefill_attention_by_tiles_equals_its_twin(head_dim, window, softcap, cached, monkeypatch):
+    """Of tiles of 64 keys some are masked and some are not: behind 62 cached tokens the first query
+    does not see the first tile's last key, and in windows of 127 the last query of each 64 does not
+    see the first key of the tile before, which all others do.
+    """
     monkeypatch.setattr(triton_attention, "TILED_KEYS", 0)
     monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device: True)
     lens_q = torch.tensor([1, 63, 200])
     lens_k = lens_q + cached
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
-    q, k, v = randn(264, 4 + 2 * 2, head_dim, dtype=torch.float16).split([4, 2, 2], dim=1)
-    caches, tables = paged_cache(3, 328, 2, head_dim, 64, torch.float16)
-    # More than there are makes the grid larger, no more.
-    longest = 200 if tiles == "small" else 4096
-    meta = PrefillMetadata(
-        starts_q, starts_k, longest, longest + cached, tables if cached else None
-    )
+    q, k, v = randn(300, 4 + 2 * 2, head_dim, dtype=torch.float16).split([4, 2, 2], dim=1)
+    k[264:] = v[264:] = float("nan")  # behind the last chunk
+    caches, tables = paged_cache(3, 500, 2, head_dim, 64, torch.float16)
+    meta = PrefillMetadata(starts_q, starts_k, 200, 200 + cached, tables if cached else None)
+    args = meta, 0.1, window, softcap
     fetched = []
     make = triton_attention._tiles
     monkeypatch.setattr(
         triton_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
     )
-    expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
-    caches = poison_unused(caches, lens_k, tables, 64)
-    assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
-    assert fetched == ([128, 128] if tiles == "large" and not cached else [64, 64])
+    expected = plain.prefill_attention(q[:264], k, v, *caches, *args)
+    given_back = behind(lens_k - lens_q + 1, window or 1000, 64)
+    caches = poison_unused(caches, lens_k, tables, 64, given_back)
+    assert_close(triton_attention.prefill_attention(q[:264], k, v, *caches, *args), expected)
+    assert fetched == [64, 64]
 
 
 def test_the_cpu_takes_plain_pytorch():

@@ -29,8 +29,7 @@ from nanovllm.layers.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
-BLOCK_M = 64  # queries of a prefill program, unless each sees many keys
-LOW = tl.constexpr(-1e30)  # below any score
+BLOCK_M = 64  # queries of a prefill program
 TILED_KEYS = 256  # from here on K and V come by tiles
 
 
@@ -76,34 +75,30 @@ def prefill_attention(
         page = k_cache.shape[1]
         # [slots, G, D]: a block table turns tokens into slots
         k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    # Measured on an H200: small tiles, of which two programs share a multiprocessor, and large ones
-    # where each query sees many keys. The host takes longer to describe tiles than tensors, which
-    # short prompts do not make up for; but with a cached part they would need one kernel more.
-    block_m, block_n, warps, stages = BLOCK_M, 64, 4, 3
+    # Two programs of this size share a multiprocessor. Measured on an H200, programs of 128 queries
+    # are no faster, not even for a prompt of 16,384 tokens.
+    block_n, stages = (64, 3) if head_dim * q.element_size() <= 256 else (32, 2)
+    # The host takes longer to describe tiles than tensors, which short prompts do not make up for;
+    # but with a cached part they would need one kernel more.
     tiled = bool(page) or meta.max_seqlen_k >= TILED_KEYS
     tiled = tiled and _suits_tiles(k, v, page, block_n)
-    many_keys = not page and meta.max_seqlen_q >= (4096 if tiled else 1024)
-    if head_dim * q.element_size() > 256:
-        block_n, stages = 32, 2
-    elif many_keys and has_large_shared_memory(q.device):
-        block_m, block_n, warps = 128, 128, 8  # 225 KB of shared memory
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
     query_tiles = meta.query_tiles if isinstance(meta, TiledPrefill) else None
     if query_tiles is not None:
         assert page, "where chunks begin among k and v is not known"
         programs = len(query_tiles), num_heads, 1
     else:
-        programs = triton.cdiv(meta.max_seqlen_q, block_m), num_heads, len(meta.cu_seqlens_q) - 1
+        programs = triton.cdiv(meta.max_seqlen_q, BLOCK_M), num_heads, len(meta.cu_seqlens_q) - 1
     tensors = (q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k)
     table_stride = tables.stride(0) if tables is not None else 0
-    sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_m, block_n)
+    sizes = (head_dim, triton.next_power_of_2(head_dim), page, BLOCK_M, block_n)
     launch(
         _prefill_kernel,
         programs,
         *(*tensors, tables, query_tiles, *_factors(scale, softcap)),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
         *(window or 0, num_heads // k.shape[1], *sizes),
-        num_warps=warps,
+        num_warps=4,
         num_stages=stages,
     )
     return out
@@ -184,107 +179,63 @@ def _prefill_kernel(
         k, v = k + col, v + col
         if PAGE:
             tables += chunk * table_stride
-        position = len_k - len_q + row
-        # Keys every row may see need no mask; the last ones do.
-        begin, unmasked = 0, (len_k - len_q + first + 1) // BLOCK_N * BLOCK_N
-        end = tl.minimum(len_k, len_k - len_q + first + BLOCK_M)
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        position = len_k - len_q + first  # of the first query
+        opening, end = 0, tl.minimum(len_k, position + BLOCK_M)
+        if WINDOW:
+            opening = tl.maximum(position + 1 - WINDOW, 0)
+        # Blocks before `opening` may belong to another sequence by now, and what lies behind the
+        # chunk's end may be NaN. The accelerator cannot leave out a part of a tile, so it fetches
+        # those that hold this sequence's tokens alone.
+        whole = end
+        if k_tiles is not None:
+            whole = tl.minimum(end, len_k // BLOCK_N * BLOCK_N)
+        peak = tl.full([BLOCK_M], -1e30, tl.float32)  # below any score
         total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if WINDOW:  # nor do all rows see the first keys
-            opening = len_k - len_q + first + 1 - WINDOW
-            begin, peak, total, acc = _open_windows(
-                query,
-                k,
-                v,
-                tables,
-                position,
-                opening,
-                unmasked,
-                start_k,
-                len_k,
-                scale,
-                cap,
-                k_stride,
-                v_stride,
-                WINDOW,
-                D,
-                PAGE,
-                BLOCK_N,
-            )
-        for start in range(begin, unmasked, BLOCK_N):
+        for start in range(opening // BLOCK_N * BLOCK_N, whole, BLOCK_N):
             if k_tiles is not None:
                 slot = _slot(tables, start, start_k, PAGE)
                 key, value = k_tiles.load([slot, col]).T, v_tiles.load([slot, col])
             else:
+                token = start + tl.arange(0, BLOCK_N)
+                held = (token >= opening) & (token < len_k)
                 slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
-                key, value = _load_tiles(k, v, slot, None, k_stride, v_stride, D, BLOCK_D)
-            scores, factor = _score(query, key, scale, cap)
-            peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
-        # Two programs of small tiles find room on a multiprocessor only if this loop loads nothing
-        # in advance.
-        for start in tl.range(unmasked, end, BLOCK_N, num_stages=None if k_tiles is None else 1):
-            token = start + tl.arange(0, BLOCK_N)
+                key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, BLOCK_D)
+            peak, total, acc = _attend_causally(
+                query, key, value, start, position, scale, cap, peak, total, acc, WINDOW
+            )
+        # The ragged last tile, if the accelerator did not fetch it. Two programs find room on a
+        # multiprocessor only if this loop loads nothing in advance.
+        for start in tl.range(whole, end, BLOCK_N, num_stages=1):
+            held = start + tl.arange(0, BLOCK_N) < len_k
             slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
-            held = token < len_k
-            if WINDOW:
-                held &= token >= opening
             key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, BLOCK_D)
-            scores, factor = _score(query, key, scale, cap)
-            scores = tl.where(_sees(position, token, WINDOW), scores, float("-inf"))
-            peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
+            peak, total, acc = _attend_causally(
+                query, key, value, start, position, scale, cap, peak, total, acc, WINDOW
+            )
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + q_row * out_stride + head * D + dim[None, :], result, mask=inside)
 
 
 @triton.jit
-def _open_windows(
-    query,
-    k,
-    v,
-    tables,
-    position,
-    opening,
-    most,
-    start_k,
-    len_k,
-    scale,
-    cap,
-    k_stride,
-    v_stride,
-    WINDOW: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+def _attend_causally(
+    query, key, value, start, position, scale, cap, peak, total, acc, WINDOW: tl.constexpr
 ):
-    """Attention of a tile of queries over the tokens from `opening`, where the first one's window
-    begins, to where all have begun or to `most`, in whole tiles; and where that is.
+    """One step over the keys of tokens from `start`, for queries of tokens from `position`.
 
-    What was before may belong to another sequence by now, and is not read. A row may see
-    none of a tile: its peak stays low, and no infinity.
+    A query may see none of them: its peak stays low, and no infinity.
     """
-    begin = tl.cdiv(tl.maximum(opening + query.shape[0] - 1, 0), BLOCK_N) * BLOCK_N
-    begin = tl.minimum(begin, most)
-    peak = tl.full([query.shape[0]], LOW, tl.float32)
-    total = tl.zeros([query.shape[0]], tl.float32)
-    acc = tl.zeros([query.shape[0], query.shape[1]], tl.float32)
-    for start in tl.range(tl.maximum(opening, 0) // BLOCK_N * BLOCK_N, begin, BLOCK_N):
-        token = start + tl.arange(0, BLOCK_N)
-        slot = _slots(tables, start, start_k, len_k, PAGE, BLOCK_N)
-        held = token >= opening
-        key, value = _load_tiles(k, v, slot, held, k_stride, v_stride, D, query.shape[1])
-        scores, factor = _score(query, key, scale, cap)
-        scores = tl.where(_sees(position, token, WINDOW), scores, float("-inf"))
-        peak, total, acc = _accumulate(scores, factor, value, peak, total, acc)
-    return begin, peak, total, acc
-
-
-@triton.jit
-def _sees(position, token, WINDOW: tl.constexpr):
-    """Which queries see which keys."""
-    sees = token[None, :] <= position[:, None]
+    scores, factor = _score(query, key, scale, cap)
+    hides = start + key.shape[1] - 1 > position  # the last key from the first query
     if WINDOW:
-        sees &= token[None, :] > position[:, None] - WINDOW
-    return sees
+        hides |= start <= position + query.shape[0] - 1 - WINDOW  # the first from the last
+    if hides:
+        at = position + tl.arange(0, query.shape[0])[:, None]
+        token = start + tl.arange(0, key.shape[1])[None, :]
+        sees = token <= at
+        if WINDOW:
+            sees &= token > at - WINDOW
+        scores = tl.where(sees, scores, float("-inf"))
+    return _accumulate(scores, factor, value, peak, total, acc)
 
 
 @triton.jit
@@ -320,15 +271,8 @@ def _load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D
     dim = tl.arange(0, BLOCK_D)
     k_at = k + slot[None, :] * k_stride + dim[:, None]
     v_at = v + slot[:, None] * v_stride + dim[None, :]
-    if inside is None:
-        if D == BLOCK_D:
-            key, value = tl.load(k_at), tl.load(v_at)
-        else:
-            key = tl.load(k_at, mask=(dim < D)[:, None], other=0.0)
-            value = tl.load(v_at, mask=(dim < D)[None, :], other=0.0)
-    else:
-        key = tl.load(k_at, mask=inside[None, :] & (dim < D)[:, None], other=0.0)
-        value = tl.load(v_at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
+    key = tl.load(k_at, mask=inside[None, :] & (dim < D)[:, None], other=0.0)
+    value = tl.load(v_at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
     return key, value
 
 
