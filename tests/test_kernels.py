@@ -417,16 +417,17 @@ def test_the_gated_product_of_a_prefill_equals_its_twin(rows, outputs, inputs, g
     assert_close(prefill_gemm.gated_linear(x, weight, gelu), expected)
 
 
-MANY = prefill_gemm.MIN_TILES * prefill_gemm.BLOCK_M  # rows, of one processor's device
+MANY = 257  # rows, one more than a decode step's kernels take
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The kernels that run, with the activation and options, as on a Hopper device of one
-    processor.
+    """The kernels that run, with the activation and options, as on a Hopper device that is busy
+    with 3 tiles.
     """
     monkeypatch.setattr(prefill_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(prefill_gemm, "num_processors", lambda device: 1)
+    monkeypatch.setattr(prefill_gemm, "MIN_TILES", 3)
     kernels = []
 
     def spied(launch):
@@ -464,11 +465,12 @@ def test_many_rows_are_multiplied_and_activated_by_one_kernel(launched, gelu):
 @on_cpu
 @needs_tiles
 @pytest.mark.parametrize(
-    "case", ["few rows", "bias", "float32", "inputs", "outputs", "strides", "device", "release"]
+    "case",
+    ["rows", "tiles", "bias", "float32", "inputs", "outputs", "strides", "device", "release"],
 )
 def test_what_the_kernel_of_many_rows_does_not_know_is_done_by_two(case, launched, monkeypatch):
     other = {
-        "few rows": dict(rows=MANY - prefill_gemm.BLOCK_M),
+        "rows": dict(rows=256, outputs=256),
         "float32": dict(dtype=torch.float32),
         "inputs": dict(inputs=96),
         "outputs": dict(outputs=132),
@@ -476,6 +478,8 @@ def test_what_the_kernel_of_many_rows_does_not_know_is_done_by_two(case, launche
     x, weight = gated_inputs(**other.get(case, {}))
     if case == "strides":
         x = x.T.contiguous().T
+    if case == "tiles":
+        monkeypatch.setattr(prefill_gemm, "MIN_TILES", 4)
     if case == "device":
         monkeypatch.setattr(prefill_gemm, "is_hopper", lambda device: False)
     if case == "release":
@@ -490,7 +494,7 @@ def test_what_the_kernel_of_many_rows_does_not_know_is_done_by_two(case, launche
 @needs_tiles
 @pytest.mark.parametrize("bias, gelu", [(False, False), (False, True), (True, False)])
 def test_a_rehearsal_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
-    x, weight = gated_inputs(rows=257)
+    x, weight = gated_inputs()
     b = randn(len(weight), dtype=weight.dtype) if bias else None
     rehearse_gated_linear(weight, b, gelu)
     rehearsed = set(launched)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.kernels.triton.dispatch import TensorDescriptor, launch, num_processors
+from nanovllm.kernels.triton.dispatch import MAX_ROWS, TensorDescriptor, launch, num_processors
 from nanovllm.kernels.triton.elementwise import activated
 
 # A tile's rows, its gates and as many ups, and the inputs fetched at a time; and how many tiles
@@ -26,14 +26,16 @@ from nanovllm.kernels.triton.elementwise import activated
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 COLUMN = 8
 # Tiles a multiprocessor, at least. With fewer, too many idle while the last ones are made. It was
-# guessed, not measured: on an H200, it is more than 1,280 rows of N = 3,072, and 256 of 12,288.
+# guessed, not measured: on an H200, it is more than 1,280 rows of N = 3,072, and any of 12,288.
 MIN_TILES = 2
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether this is the fastest way there is to compute the product."""
-    tiles = triton.cdiv(x.shape[0], BLOCK_M) * triton.cdiv(weight.shape[0] // 2, BLOCK_N)
-    return is_able(x, weight) and tiles >= MIN_TILES * num_processors(x.device)
+    rows, outputs = x.shape[0], weight.shape[0] // 2
+    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
+    is_much = rows > MAX_ROWS and tiles >= MIN_TILES * num_processors(x.device)
+    return is_much and is_able(x, weight)
 
 
 def is_able(x: Tensor, weight: Tensor) -> bool:
