@@ -13,11 +13,11 @@ import plain_layers as plain
 from nanovllm.kernels import attention_backends
 from nanovllm.kernels.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.kernels.triton import attention as triton_attention
-from nanovllm.kernels.triton import decode_gemm, elementwise, gemv
+from nanovllm.kernels.triton import decode_gemm, elementwise, gemv, prefill_gemm
 from nanovllm.kernels.triton import moe as triton_moe
 from nanovllm.kernels.triton import sampling as triton_sampling
 from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
-from nanovllm.kernels.triton.linear import gated_linear, linear
+from nanovllm.kernels.triton.linear import gated_linear, linear, rehearse_gated_linear
 from nanovllm.layers import sampler
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.sampler import sample
@@ -388,6 +388,121 @@ def test_gated_linear_equals_its_twin(rows, block_n, gelu, dtype):
     expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).to(dtype), gelu)
     tiling = decode_gemm.Tiling(block_n, 1, 4)
     assert_close(decode_gemm.gated_linear(x, weight, tiling, gelu), expected)
+
+
+@needs_tiles
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize(
+    # One tile in part; two columns in part of two bands; of one band and the next one's part.
+    "rows, outputs, inputs",
+    [(1, 8, 64), (130, 200, 192), (1157, 136, 64)],
+)
+def test_the_gated_product_of_many_rows_equals_its_twin(rows, outputs, inputs, gelu, dtype):
+    x, weight = randn(rows, inputs, dtype=dtype), randn(2 * outputs, inputs, dtype=dtype)
+    weight /= inputs**0.5  # where the activation bends
+    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).to(dtype), gelu)
+    assert_close(prefill_gemm.gated_linear(x, weight, gelu), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@needs_tiles
+@pytest.mark.parametrize("rows", [300, 5000, 16_384])
+@pytest.mark.parametrize("outputs, inputs, gelu", [(3072, 1024, False), (2376, 1152, True)])
+def test_the_gated_product_of_a_prefill_equals_its_twin(rows, outputs, inputs, gelu):
+    x = randn(rows, inputs, dtype=torch.bfloat16)
+    weight = randn(2 * outputs, inputs, dtype=torch.bfloat16) / inputs**0.5
+    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).bfloat16(), gelu)
+    assert_close(prefill_gemm.gated_linear(x, weight, gelu), expected)
+
+
+MANY = 257  # rows, one more than a decode step's kernels take
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that run, with the activation and options, as on a Hopper device that is busy
+    with 3 tiles.
+    """
+    monkeypatch.setattr(prefill_gemm, "is_hopper", lambda device: True)
+    monkeypatch.setattr(prefill_gemm, "num_processors", lambda device: 1)
+    monkeypatch.setattr(prefill_gemm, "MIN_TILES", 3)
+    kernels = []
+
+    def spied(launch):
+        def spy(kernel, grid, *args, **options):
+            kernels.append((kernel.__name__, args[-1], *options.items()))
+            options = {name: name != "PDL" and value for name, value in options.items()}
+            launch(kernel, grid, *args, **options)  # the interpreter overlaps nothing
+
+        return spy
+
+    for module in (prefill_gemm, elementwise):
+        monkeypatch.setattr(module, "launch", spied(module.launch))
+    monkeypatch.setattr(elementwise, "overlap", lambda x: {"PDL": x.shape[0] <= 256})
+    return kernels
+
+
+def gated_inputs(rows=MANY, outputs=128, inputs=64, dtype=torch.float16):
+    return randn(rows, inputs, dtype=dtype), randn(2 * outputs, inputs, dtype=dtype)
+
+
+PREFILL, ACTIVATION = "_gated_linear_kernel", "_activate_and_mul_kernel"
+on_cpu = pytest.mark.skipif(HAS_GPU, reason="the device is not asked what it is")
+
+
+@on_cpu
+@needs_tiles
+@pytest.mark.parametrize("gelu", [False, True])
+def test_many_rows_are_multiplied_and_activated_by_one_kernel(launched, gelu):
+    x, weight = gated_inputs()
+    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).half(), gelu)
+    assert_close(gated_linear(x, weight, None, gelu), expected)
+    assert [name for name, *_ in launched] == [PREFILL]
+
+
+@on_cpu
+@needs_tiles
+@pytest.mark.parametrize(
+    "case",
+    ["rows", "tiles", "bias", "float32", "inputs", "outputs", "strides", "device", "release"],
+)
+def test_what_the_kernel_of_many_rows_does_not_know_is_done_by_two(case, launched, monkeypatch):
+    other = {
+        "rows": dict(rows=256, outputs=256),
+        "float32": dict(dtype=torch.float32),
+        "inputs": dict(inputs=96),
+        "outputs": dict(outputs=132),
+    }
+    x, weight = gated_inputs(**other.get(case, {}))
+    if case == "strides":
+        x = x.T.contiguous().T
+    if case == "tiles":
+        monkeypatch.setattr(prefill_gemm, "MIN_TILES", 4)
+    if case == "device":
+        monkeypatch.setattr(prefill_gemm, "is_hopper", lambda device: False)
+    if case == "release":
+        monkeypatch.setattr(prefill_gemm, "TensorDescriptor", None)
+    bias = randn(len(weight), dtype=x.dtype) if case == "bias" else None
+    expected = plain.activate_and_mul(F.linear(x, weight, bias))
+    assert_close(gated_linear(x, weight, bias), expected)
+    assert [name for name, *_ in launched] == [ACTIVATION]
+
+
+@on_cpu
+@needs_tiles
+@pytest.mark.parametrize("bias, gelu", [(False, False), (False, True), (True, False)])
+def test_a_rehearsal_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
+    x, weight = gated_inputs()
+    b = randn(len(weight), dtype=weight.dtype) if bias else None
+    rehearse_gated_linear(weight, b, gelu)
+    rehearsed = set(launched)
+    launched.clear()
+    for min_tiles in (1, 100):
+        monkeypatch.setattr(prefill_gemm, "MIN_TILES", min_tiles)
+        gated_linear(x, weight, b, gelu)
+    assert len(launched) == 2 and set(launched) <= rehearsed
 
 
 @pytest.mark.gpu

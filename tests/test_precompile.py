@@ -4,15 +4,22 @@ stand-ins.
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import nn
 
 triton = pytest.importorskip("triton")
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this release of Triton does not compile in threads", allow_module_level=True)
 
+from nanovllm.gpu.fused_layers import FusedGatedMLP, fuse
 from nanovllm.gpu.precompile import find_uncompiled
+from nanovllm.gpu.runner import CUDAModelRunner
+from nanovllm.kernels.attention_backends import PLAIN_BACKEND
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.parallel import ParallelGroup
 
 
 class Kernel:
@@ -79,3 +86,15 @@ def test_an_error_takes_the_hook_back():
     with pytest.raises(ValueError, match="mine"):
         find_uncompiled(run)
     assert triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_a_start_runs_what_mlps_launch_for_prompts_once_for_each_size(monkeypatch):
+    model = nn.ModuleList(GatedMLP(8, size, ParallelGroup()) for size in (16, 24, 16))
+    fuse(model, PLAIN_BACKEND)
+    rehearsed = []
+    monkeypatch.setattr(FusedGatedMLP, "rehearse", lambda mlp: rehearsed.append(mlp))
+    runner = MagicMock(model=model, max_num_seqs=1, resampler=None)
+    runner.decode_sizes = runner.attention_layers = ()
+    CUDAModelRunner._run_small_steps(runner)
+    sizes = [mlp.down_proj.weight.shape[1] for mlp in rehearsed]
+    assert sorted(sizes) == [16, 24]

@@ -24,7 +24,7 @@ from nanovllm.kernels.triton.elementwise import (
     qk_norm_rope_store,
     rms_norm,
 )
-from nanovllm.kernels.triton.linear import gated_linear, linear
+from nanovllm.kernels.triton.linear import gated_linear, linear, rehearse_gated_linear
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
@@ -185,6 +185,11 @@ class FusedGatedMLP(GatedMLP):
         weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
         hidden = gated_linear(x, weight, bias, self.activation is gelu_tanh)
         return self.down_proj.partial(hidden, spare=x)
+
+    def rehearse(self) -> None:
+        """Launch the kernels that only steps with prompts launch."""
+        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+        rehearse_gated_linear(weight, bias, self.activation is gelu_tanh)
 
 
 class FusedMixtureOfExperts(MixtureOfExperts):

@@ -26,7 +26,13 @@ from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.gpu.cuda_graph import SIZES, Graphs, size_for, sizes_up_to
-from nanovllm.gpu.fused_layers import FusedDecoder, FusedSelfAttention, fuse, kind_of
+from nanovllm.gpu.fused_layers import (
+    FusedDecoder,
+    FusedGatedMLP,
+    FusedSelfAttention,
+    fuse,
+    kind_of,
+)
 from nanovllm.gpu.memory_budget import MemoryBudget
 from nanovllm.gpu.overlapped_decoder import MIN_ROWS, OverlappedDecoder, overlap_all_reduces
 from nanovllm.gpu.padded_forward import PaddedInputs, sizes_for
@@ -123,8 +129,8 @@ class CUDAModelRunner(ModelRunner):
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """Run a decode step of each size that is captured, one of 3 rows, and attention's other
-        kernels.
+        """Run a decode step of each size that is captured, one of 3 rows, and the other kernels of
+        attention and MLPs.
         """
         # Some kernels are made for a few rows' number.
         with self._outline():
@@ -134,6 +140,9 @@ class CUDAModelRunner(ModelRunner):
             self.resampler.rehearse(output)
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
             self._run_attention(layer)
+        mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
+        for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
+            mlp.rehearse()
 
     @contextmanager
     def _outline(self) -> Iterator[None]:

@@ -157,10 +157,9 @@ def activate_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
     out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
     if tokens:
         block = 1024
-        grid = (tokens, triton.cdiv(width, block))
         launch(
             _activate_and_mul_kernel,
-            grid,
+            (tokens * triton.cdiv(width, block),),
             x,
             out,
             out.stride(0),
@@ -184,8 +183,10 @@ def _activate_and_mul_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Programs next to each other do parts of one token: what is read at a time lies together.
+    parts: tl.constexpr = tl.cdiv(F, BLOCK)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    cols = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = cols < F
     gate = tl.load(x + token * 2 * F + cols, mask=inside, other=0.0)
     up = tl.load(x + token * 2 * F + F + cols, mask=inside, other=0.0)

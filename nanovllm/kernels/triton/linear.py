@@ -4,7 +4,8 @@ cuBLAS.
 
 from torch import Tensor
 
-from nanovllm.kernels.triton import decode_gemm, gemv
+from nanovllm.kernels.triton import decode_gemm, gemv, prefill_gemm
+from nanovllm.kernels.triton.dispatch import MAX_ROWS
 from nanovllm.kernels.triton.elementwise import activate_and_mul
 
 
@@ -29,4 +30,14 @@ def gated_linear(
     """
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
         return decode_gemm.gated_linear(x, weight, tiling, gelu)
+    if bias is None and prefill_gemm.suits(x, weight):
+        return prefill_gemm.gated_linear(x, weight, gelu)
     return activate_and_mul(linear(x, weight, bias), gelu)
+
+
+def rehearse_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
+    """Launch what `gated_linear` launches for more rows only than a decode step has."""
+    x = weight.new_zeros(1, weight.shape[1])
+    if bias is None and prefill_gemm.is_able(x, weight):
+        prefill_gemm.gated_linear(x, weight, gelu)
+    activate_and_mul(weight.new_zeros(MAX_ROWS + 1, weight.shape[0]), gelu)
