@@ -78,7 +78,8 @@ class LogitsEdits(NamedTuple):
     """
 
     rows: list[int]  # places among the step's tokens
-    # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed
+    # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed. The
+    # next step's may take their memory.
     masks: "np.ndarray"
     # By place: a function of the row's logits [V] float32, a tensor, that gives them changed.
     processors: dict[int, Callable[[Any], Any]]

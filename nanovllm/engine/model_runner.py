@@ -326,8 +326,9 @@ class ModelRunner:
         """Copy whole blocks, (source, copy), as if all at once: a copy may be a source too."""
         if copies:
             source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-            # One by one: what is read is held in memory before it is written.
-            for layer in self.kv_cache:
+            # One by one: what is read is held in memory before it is written. As integers of eight
+            # bytes, for it takes PyTorch as long to copy elements of two.
+            for layer in self.kv_cache.flatten(3).view(torch.int64):
                 layer[:, copy] = layer[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:

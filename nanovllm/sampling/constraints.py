@@ -89,6 +89,7 @@ class Constraints:
         """`forms`: what holds outputs to their forms; None: nothing can."""
         self.vocab_size = vocab_size
         self.forms = forms
+        self._masks = np.empty((0, num_words(vocab_size)), dtype=np.int32)
 
     def make(self, params: SamplingParams) -> SequenceConstraint | None:
         form, masks = None, list[LogitsConstraint]()
@@ -118,8 +119,7 @@ class Constraints:
         ]
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
-        shape = len(rows), num_words(self.vocab_size)
-        masks = np.full(shape, ALL, dtype=np.int32)
+        masks = self._all_allowed(len(rows))
         forms = [
             (row, seq.constraint.form, seq.output_ids)
             for row, (_, seq) in enumerate(rows)
@@ -136,6 +136,16 @@ class Constraints:
             if constraint.processors:
                 processors[place] = partial(process, constraint.processors, token_ids)
         return LogitsEdits([place for place, _ in rows], masks, processors)
+
+    def _all_allowed(self, count: int) -> np.ndarray:
+        """Masks [count, W], in memory that the last call's were in: fresh pages take as long to
+        come as the rest.
+        """
+        if len(self._masks) < count:
+            self._masks = np.empty((count, num_words(self.vocab_size)), dtype=np.int32)
+        masks = self._masks[:count]
+        masks.fill(ALL)
+        return masks
 
 
 def process(functions: tuple[LogitsProcessor, ...], token_ids: list[int], logits: Tensor) -> Tensor:

@@ -146,8 +146,8 @@ class Starts:
     """llguidance's matchers of nothing so far, all of one grammar, to be copied.
 
     Copies of one share what it learns about the grammar's lexer, and wait for one another: two
-    threads are no faster with them than one. So there is one for each thread, made when as many
-    completions ask.
+    threads are no faster with them than one. So there are two for each thread, since some masks
+    take long, made when as many completions ask.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -158,7 +158,7 @@ class Starts:
     def next(self) -> tuple[int, Any]:
         """A copy for one completion, and the number of what it is a copy of."""
         turn = next(self._count)
-        if turn == len(self._starts) < NUM_THREADS:
+        if turn == len(self._starts) < 2 * NUM_THREADS:
             self._starts.append(self._make())
         number = turn % len(self._starts)
         return number, self._starts[number].deep_copy()
