@@ -395,14 +395,6 @@ def test_an_llm_that_sleeps_scores_nothing(checkpoint, make_llm):
     check_score(checkpoint, score(llm, [LONG], [[1]])[0], LONG, [1])
 
 
-def test_without_its_room_nothing_is_scored_and_all_else_runs(checkpoint, make_llm):
-    llm = make_llm()
-    llm.engine.runner.score_prompts = None
-    with pytest.raises(ValueError, match="prompt_logprobs needs nanovllm/sampling"):
-        llm.generate([LONG], asking(), use_tqdm=False)
-    assert_greedy(llm, checkpoint, PROMPTS[:3])
-
-
 # Texts
 
 
