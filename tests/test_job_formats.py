@@ -216,6 +216,12 @@ BAD_BATCH = {
     "did you mean temperature": batch_line(CHAT, messages=TALK, temprature=1),
     "logprobs is 2": batch_line(CHAT, messages=TALK, logprobs=2),
     "prompt_logprobs is 0": batch_line(COMPLETIONS, prompt="the", prompt_logprobs=0),
+    "max_tokens is 0, and an answer in this format says nothing of the prompt": batch_line(
+        COMPLETIONS, prompt="the", max_tokens=0
+    ),
+    "use 1 or more; or, for prompt_logprobs, write lines of the library's own": batch_line(
+        CHAT, messages=TALK, max_completion_tokens=0
+    ),
     "needs logprobs=true": batch_line(CHAT, messages=TALK, top_logprobs=2),
     "use parts of type 'text'": batch_line(
         CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]
@@ -257,6 +263,15 @@ def test_a_bad_line_of_a_batch_is_an_error_of_that_format(run):
         if problem != "no custom_id":
             assert problem in record["error"]["message"]
         assert record["custom_id"] == (line.get("custom_id") if isinstance(line, dict) else None)
+
+
+@pytest.mark.parametrize("flags", [("--keep", "x"), ("--prompt-logprobs", "1")])
+def test_what_answers_of_a_batch_cannot_say_is_refused_and_not_left_out(
+    model, tmp_path, capsys, flags
+):
+    source = write_lines(tmp_path / "in.jsonl", [batch_line(CHAT, messages=TALK)])
+    assert main(arguments(source, tmp_path / "out.jsonl", model, *flags)) == 2
+    assert f"{flags[0]} is given, but answers in OpenAI's" in capsys.readouterr().err
 
 
 # Parquet.

@@ -123,7 +123,9 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
     check_paths(job)
     source = open_source(job)
     is_batch = is_openai_batch(source)
-    write = output_writer(job, source, is_batch)
+    if is_batch:
+        check_batch(job)
+    write = output_writer(job, source)
     identity = job.identity(source)
     with closing(Journal(job.journal)) as journal:
         if not take_up(job, journal, identity):
@@ -177,15 +179,25 @@ def is_openai_batch(source: Source) -> bool:
     return "custom_id" in first or "body" in first
 
 
-def output_writer(job: Job, source: Source, is_batch: bool) -> Callable[[Iterator[bytes]], None]:
-    """What writes all records to the output, or nothing."""
-    if job.output.suffix != PARQUET:
-        return partial(write_json_lines, job.output)
-    if is_batch:
+def check_batch(job: Job) -> None:
+    """Refuse what answers in OpenAI's batch format have no place for."""
+    if job.output.suffix == PARQUET:
         raise RefusedError(
             f"the output is {job.output}, but answers in OpenAI's batch format are JSON Lines: "
             "name a .jsonl file"
         )
+    for name, value in (("prompt-logprobs", job.params.prompt_logprobs), ("keep", job.keep)):
+        if value not in (None, ()):
+            raise RefusedError(
+                f"--{name} is given, but answers in OpenAI's batch format have no place for it: "
+                "leave it out, or write lines of the library's own format"
+            )
+
+
+def output_writer(job: Job, source: Source) -> Callable[[Iterator[bytes]], None]:
+    """What writes all records to the output, or nothing."""
+    if job.output.suffix != PARQUET:
+        return partial(write_json_lines, job.output)
     schema = parquet().output_schema(("id", *job.keep), source)
     return partial(parquet().write_parquet, job.output, schema=schema)
 

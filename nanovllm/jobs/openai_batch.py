@@ -116,6 +116,11 @@ def _sampling_fields(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     given = {name: body[name] for name in SAMPLING if name in body}
     if "max_completion_tokens" in body:
         given["max_tokens"] = body["max_completion_tokens"]
+    if as_integer(given.get("max_tokens")) == 0:
+        raise ValueError(
+            "max_tokens is 0, and an answer in this format says nothing of the prompt: use 1 or "
+            "more; or, for prompt_logprobs, write lines of the library's own format"
+        )
     if is_chat:  # whether, and beside it how many
         wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
         if not isinstance(wanted, bool):
