@@ -134,7 +134,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))
     under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
-    with session.lock, session.calling(), session.running() as ours:
+    with session.lock, session.calling(), session.queueing(), session.running() as ours:
         engine = session.begin_call()
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]

@@ -39,7 +39,7 @@ def idle(session: Session, call: str) -> Iterator[LLMEngine]:
     session.open_engine()
     with session.lock:
         engine = session.settled_engine()
-        if session.requests or engine.has_unfinished():
+        if not session.is_idle:
             raise ValueError(
                 f"{call} was called while requests are unfinished: let them end, take their "
                 "outputs by step, or abort them first"
