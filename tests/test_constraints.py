@@ -644,6 +644,16 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
         (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty one"),
         (TypeError, dict(logits_processors=len), "logits_processors is .*: use a list of func"),
         (TypeError, dict(logits_processors=[3]), r"logits_processors is \[3\]: use a list of func"),
+        (
+            TypeError,
+            dict(logits_processors=[lambda prompt, ids, logits: logits]),
+            "takes other arg",
+        ),
+        (
+            TypeError,
+            dict(logits_processors=[max, lambda logits: logits]),
+            "is called with the token",
+        ),
         (TypeError, dict(skip_special_tokens=None), "skip_special_tokens is None: use True or Fal"),
         (TypeError, dict(include_stop_str_in_output=1), "include_stop_str_in_output is 1: use"),
     ],

@@ -11,7 +11,7 @@ from job_helpers import arguments, as_job, journal_of, read_lines, run_stub, sto
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.jobs.formats import seed_of
+from nanovllm.jobs.formats import RESULT, seed_of
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 TALK = [{"role": "user", "content": "the in the"}]
@@ -119,6 +119,27 @@ def test_fields_to_keep_are_copied_and_others_refused(run):
     assert "no field 'adult'" in bad["error"]
 
 
+def test_a_field_that_is_null_is_not_there_or_none_where_that_says_something(run):
+    nothing = dict.fromkeys(("prompt", "prompt_token_ids", "messages"))
+    lines = [
+        nothing | {"prompt": "the", "temperature": None, "n": None, "logprobs": None},
+        nothing | {"prompt_token_ids": [3], "max_tokens": None, "stop_token_ids": [*range(256)]},
+        nothing,
+    ]
+    first, second, third = run(lines, "--temperature", "0", "--max-tokens", "2", "--logprobs", "1")
+    assert len(first["token_ids"]) == 2 and "logprobs" not in first
+    assert len(second["token_ids"]) == 1 and "logprobs" in second
+    assert "has no prompt" in third["error"]
+
+
+def test_what_a_result_says_itself_cannot_be_kept_of_a_line(model, tmp_path, capsys, run):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the", "text": "mine"}])
+    assert main(arguments(source, tmp_path / "out.jsonl", model, "--keep", "text")) == 2
+    assert "--keep is text, which is a field of the results: rename it" in capsys.readouterr().err
+    (record,) = run([{"prompt": "the", "id": 3}], *GREEDY, "--keep", "id", "--keep", "prompt")
+    assert (record["id"], record["prompt"]) == (3, "the")
+
+
 # OpenAI's.
 
 
@@ -223,7 +244,7 @@ BAD_BATCH = {
         CHAT, messages=TALK, max_completion_tokens=0
     ),
     "needs logprobs=true": batch_line(CHAT, messages=TALK, top_logprobs=2),
-    "use parts of type 'text'": batch_line(
+    "use text, or parts of type 'text'": batch_line(
         CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]
     ),
     "no custom_id": {"prompt": "the"},
@@ -349,6 +370,35 @@ def test_a_job_on_parquet_goes_on_where_it_was_stopped(parquet, table, model, tm
     assert run_stub(job).startswith("3,000 lines done, 1,")
     assert parquet.read_table(job.output)["line"].to_pylist() == list(range(1, 3001))
     assert parquet.read_table(job.output)["id"].to_pylist() == list(range(3000))
+
+
+def test_parquet_has_a_column_for_each_field_of_a_result(parquet):
+    from nanovllm.jobs import parquet as rows
+
+    assert {"line", *(name for name, _ in rows.RESULT)} == {*RESULT}
+
+
+def test_nulls_in_structs_of_parquet_are_fields_that_are_not_there(parquet, run, model, tmp_path):
+    """All structs of a column have the same fields, and templates ask which are there."""
+    import pyarrow
+
+    template = "{% for m in messages %}{{ m.keys() | sort | join(' ') }} {% endfor %}"
+    talks = [[{"role": "user", "content": "a"}], [{"role": "user", "content": "a", "name": "b"}]]
+    forms = [{"choice": ["the"]}, {"regex": "in"}]
+    rows = [
+        {"messages": talk, "structured_outputs": form, "id": {"first": i} if i else {"second": i}}
+        for i, (talk, form) in enumerate(zip(talks, forms))
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    assert table["messages"][0][0]["name"].as_py() is None
+    flags = (*GREEDY, "--chat-template-kwargs", json.dumps({"chat_template": template}))
+    expected = run(rows, *flags)
+    assert [record["text"] for record in expected] == ["the", "in"]
+    parquet.write_table(table, tmp_path / "in.parquet")
+    output = tmp_path / "rows.jsonl"
+    assert main(arguments(tmp_path / "in.parquet", output, model, *flags)) == 0
+    for record, other in zip(read_lines(output), expected, strict=True):
+        assert record.pop("id").items() >= other.pop("id").items() and record == other
 
 
 def test_what_parquet_cannot_be_is_refused(parquet, table, model, tmp_path, capsys):

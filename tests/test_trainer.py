@@ -340,6 +340,26 @@ def test_an_iterable_that_leaves_a_request_unfinished_leaves_the_old_weights(
 
 
 @pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
+def test_an_iterable_that_comes_between_its_own_tensors_leaves_the_old_weights(
+    make_llm, checkpoint, trained, call
+):
+    llm = make_llm()
+    arguments = dict(update_weights=[state(trained).items()]).get(call, [])
+
+    def weights():
+        first, *others = state(trained).items()
+        yield first
+        getattr(llm, call)(*arguments)
+        yield from others
+
+    with pytest.raises(ValueError, match=f"^{call} was called while .* another call is under way"):
+        llm.update_weights(weights())
+    assert_some(llm, checkpoint)
+    llm.update_weights(state(trained).items())
+    assert_some(llm, trained)
+
+
+@pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
 def test_unfinished_requests_are_left_alone(make_llm, checkpoint, trained, call):
     llm = make_llm()
     arguments = dict(update_weights=[state(trained).items()]).get(call, [])

@@ -177,10 +177,26 @@ IN_PROMPT = {
     "prompt_embeds": Foreign("give 'prompt_token_ids'"),
     "token_type_ids": Foreign("leave it out, models are decoders alone"),
 }
+IN_FORM = {
+    "backend": STRUCTURED,
+    "disable_fallback": Foreign("leave it out, there is one backend", (None, False, True)),
+}
+IN_WAKE_UP = {
+    "tags": Foreign("leave it out, the weights and the KV cache come back together"),
+}
+# What its server takes beside OpenAI's fields, in the lines of a job.
+IN_LINE = PARAMETERS | {
+    f"guided_{kind}": Foreign("use structured_outputs")
+    for kind in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
+}
 FOREIGN = {
     "LLM": OPTIONS,
     "SamplingParams": PARAMETERS,
     "generate": IN_GENERATE,
     "chat": IN_CHAT,
     "prompt": IN_PROMPT,
+    "StructuredOutputsParams": IN_FORM,
+    "wake_up": IN_WAKE_UP,
+    "a line": IN_LINE,
+    "body": IN_LINE,
 }

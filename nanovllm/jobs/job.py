@@ -128,10 +128,15 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
     write = output_writer(job, source)
     identity = job.identity(source)
     with closing(Journal(job.journal)) as journal:
-        if not take_up(job, journal, identity):
+        is_left = take_up(job, journal, identity)
+        line = journal.first_failed() if is_left else journal.state.get("first_failed")
+        if job.strict and line is not None:
+            raise JobError(
+                f"line {line} could not be done in an earlier run, and this is --strict: run it "
+                "without, or begin anew with another output"
+            )
+        if not is_left:
             return f"{job.output} is complete already: nothing was left to do"
-        if job.strict and (line := journal.first_failed()) is not None:
-            raise JobError(f"line {line} could not be done in an earlier run, and this is --strict")
         seconds, before = 0.0, journal.totals()
         if before.done < source.num_lines:
             with make_engine() as engine:
@@ -151,7 +156,7 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
         if totals.done != source.num_lines:
             raise JobError(f"{job.input} has changed while the job ran: begin anew")
         write(interruptible(journal.records(), stop))
-        journal.finish({"finished": True})
+        journal.finish({"finished": True, "first_failed": journal.first_failed()})
     return say_totals(totals, before, seconds)
 
 
