@@ -155,6 +155,17 @@ def test_a_wrong_option_is_said_before_anything_is_written(run, capsys, flags, w
     assert not output.exists() and not journal_of(output).exists()
 
 
+@pytest.mark.parametrize("flag", ["--logit-bias", "--structured-outputs", "--chat-template-kwargs"])
+@pytest.mark.parametrize("value, word", [("{", "'{' is no JSON: "), ("[1]", "is no JSON object")])
+def test_a_flag_that_takes_an_object_says_what_is_wrong_with_another(
+    run, capsys, flag, value, word
+):
+    with pytest.raises(SystemExit) as exit:
+        run([{"prompt": "the"}], flag, value)
+    assert exit.value.code == 2 and f"argument {flag}: " in (said := capsys.readouterr().err)
+    assert word in said
+
+
 def test_the_engine_is_kept_full_with_a_bounded_queue(model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 1000)
     engine = StubEngine(at_once=8)

@@ -1,7 +1,6 @@
 """The command line of a job: its flags, its signals, its messages and its exit codes."""
 
 import argparse
-import json
 import signal
 import sys
 import traceback
@@ -17,7 +16,7 @@ from nanovllm.jobs.errors import JobError, RefusedError
 from nanovllm.jobs.formats import RESULT
 from nanovllm.jobs.job import Job, run_job
 from nanovllm.jobs.loop import Engine, num_ahead
-from nanovllm.jobs.options import add_flags, given_flags
+from nanovllm.jobs.options import add_flags, given_flags, json_object
 from nanovllm.jobs.worker import Worker
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -61,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--chat-template-kwargs",
-        type=json.loads,
+        type=json_object,
         metavar="JSON",
         help="for the chat template, such as '{\"enable_thinking\": false}'",
     )
