@@ -119,6 +119,11 @@ def test_fields_to_keep_are_copied_and_others_refused(run):
     assert "no field 'adult'" in bad["error"]
 
 
+def test_a_line_with_a_prompt_may_keep_what_a_batch_calls_its_lines(run):
+    (record,) = run([{"custom_id": "a", "prompt": "the"}], *GREEDY, "--keep", "custom_id")
+    assert record["custom_id"] == "a" and record["text"]
+
+
 def test_a_field_that_is_null_is_not_there_or_none_where_that_says_something(run):
     nothing = dict.fromkeys(("prompt", "prompt_token_ids", "messages"))
     lines = [

@@ -498,7 +498,9 @@ def test_an_output_that_nobody_took_is_not_lost(make_llm, checkpoint):
     llm.add_request(PROMPTS[4], greedy(2))
     llm.generate(PROMPTS[5], greedy(9), use_tqdm=False)
     assert not llm.engine.has_unfinished() and llm.has_unfinished()
-    with pytest.raises(ValueError, match="sleep was called while requests are unfinished or .*: let"):
+    with pytest.raises(
+        ValueError, match="sleep was called while requests are unfinished or .*: let"
+    ):
         llm.sleep()
     (output,) = llm.step()
     assert output["token_ids"] == checkpoint.expected(PROMPTS[4], 2)

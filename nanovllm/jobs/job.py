@@ -19,7 +19,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.jobs.errors import JobError, RefusedError
 from nanovllm.jobs.files import JsonLines, Source, write_json_lines
-from nanovllm.jobs.formats import Defaults, Format, NativeFormat, known_fields
+from nanovllm.jobs.formats import PROMPTS, Defaults, Format, NativeFormat, known_fields
 from nanovllm.jobs.journal import Journal, Totals
 from nanovllm.jobs.loop import Engine, Progress, compute
 from nanovllm.jobs.openai_batch import OpenAIFormat
@@ -181,7 +181,7 @@ def open_source(job: Job) -> Source:
 def is_openai_batch(source: Source) -> bool:
     """Whether the first line that says anything is one of OpenAI's batch format."""
     first = next((line.fields for line in source.lines([]) if line.fields), {})
-    return "custom_id" in first or "body" in first
+    return "body" in first or "custom_id" in first and not {*PROMPTS} & {*first}
 
 
 def check_batch(job: Job) -> None:
