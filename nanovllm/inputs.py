@@ -197,7 +197,7 @@ def _split_prompts(prompts: Any) -> list[Any]:
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(
             f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
-            "token ids"
+            "token ids, such as the input_ids that a tokenizer makes"
         )
     # A bool is an int, and no token id: it is refused as one.
     if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
