@@ -156,7 +156,7 @@ IN_CHAT = {
     "add_generation_prompt": Foreign(IN_TEMPLATE, (None, True)),
     "chat_template": Foreign(IN_TEMPLATE),
     "chat_template_content_format": Foreign(
-        "leave it out, the template gets what you give", (None, "auto", "string")
+        "leave it out, the template gets texts", (None, "auto", "string")
     ),
     "continue_final_message": Foreign(
         f"{IN_TEMPLATE}, with add_generation_prompt=False", (None, False)
