@@ -4,6 +4,7 @@ logits_processors of SamplingParams.
 Knows what can be said without a model, and what the model's vocabulary and tokenizer say to it.
 """
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,24 @@ def check_constraints(params: Any) -> None:
             f"logits_processors is {shown(functions)}: use a list of functions of token ids and "
             "logits"
         )
+    for function in functions:
+        _check_arguments(function)
     keep(params, "logits_processors", tuple(functions))
+
+
+def _check_arguments(function: Any) -> None:
+    """Refuse a function that cannot be called with two arguments, as far as Python can say."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # it is not Python's
+        return
+    try:
+        signature.bind([], None)
+    except TypeError as error:
+        raise TypeError(
+            f"logits_processors holds {shown(function)}, which takes other arguments ({error}): "
+            "it is called with the token ids of the output so far, and the logits"
+        ) from None
 
 
 def _pairs(given: Any) -> tuple[tuple[int, float], ...]:

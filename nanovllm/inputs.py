@@ -115,7 +115,7 @@ class Inputs:
 
     def _resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
         """The same, if this model can do it, with token ids for the texts in bad_words."""
-        self._check_params(name, params)
+        self.check_params(name, params)
         if params.edits_logits:
             stop_ids = frozenset() if params.ignore_eos else self.stop_ids
             params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, stop_ids)
@@ -123,7 +123,14 @@ class Inputs:
             check_form_compiles(name, params, self.constraints)
         return params
 
-    def _check_params(self, name: str, params: SamplingParams) -> None:
+    def check_params(self, name: str, params: SamplingParams) -> None:
+        """Raise ValueError for what this model cannot do, or this library without a room."""
+        is_plain = params.is_plain and params.prompt_logprobs is None
+        if self.constraints is None and not is_plain:
+            raise ValueError(
+                f"{name} asks for what needs nanovllm/sampling, which is not there: without it, "
+                "temperature, seed, n, max_tokens and stops are all that can be asked for"
+            )
         stop_ids = params.stop_token_ids or ()
         check_vocabulary(f"{name}.stop_token_ids", stop_ids, self.vocab_size)
         if params.min_tokens and len(set(stop_ids)) == self.vocab_size:
@@ -190,7 +197,7 @@ def _split_prompts(prompts: Any) -> list[Any]:
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(
             f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
-            "token ids"
+            "token ids, such as the input_ids that a tokenizer makes"
         )
     # A bool is an int, and no token id: it is refused as one.
     if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):

@@ -278,6 +278,7 @@ class LLM:
         """
         trainer().sleep(self._session, level)
 
+    @name_the_nearest("argument")
     def wake_up(self) -> None:
         """Take the memory again that `sleep` gave back. The prefix cache is empty then.
 

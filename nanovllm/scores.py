@@ -49,6 +49,7 @@ def score(
     session: Session, inputs: Inputs, contexts: Any, continuations: Any, use_tqdm: bool
 ) -> list[Score | list[Score]]:
     """What `LLM.score` returns."""
+    inputs.check_params("score", PARAMS)
     rows = read_pairs(inputs, contexts, continuations)
     scores = iter(score_pairs(session, [pair for row in rows for pair in row], use_tqdm))
     scored = [[next(scores) for _ in row] for row in rows]
@@ -77,8 +78,8 @@ def read_pairs(inputs: Inputs, contexts: Any, continuations: Any) -> list[list[P
     ]
     given = [(contexts[i], continuation) for i, _, continuation in named]
     pairs: list[list[Pair]] = [[] for _ in contexts]
-    for (i, name, _), pair in zip(named, _encode(inputs, given)):
-        pairs[i].append(_check(inputs, name, *pair))
+    for (i, name, _), texts, pair in zip(named, given, _encode(inputs, given)):
+        pairs[i].append(_check(inputs, name, *pair, texts))
     return pairs
 
 
@@ -111,7 +112,10 @@ def _encode(inputs: Inputs, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any
     return made
 
 
-def _check(inputs: Inputs, name: str, context: Any, continuation: Any) -> Pair:
+def _check(
+    inputs: Inputs, name: str, context: Any, continuation: Any, given: tuple[Any, Any]
+) -> Pair:
+    """`given`: what the two are made of."""
     if isinstance(context, str) or isinstance(continuation, str):
         raise TypeError(f"{name}: one is text, the other is not: give both as text, or token ids")
     for what, part in (("context", context), ("continuation", continuation)):
@@ -123,6 +127,8 @@ def _check(inputs: Inputs, name: str, context: Any, continuation: Any) -> Pair:
             remedy = "give at least one token"
             if what == "context":
                 remedy += ", such as the one with which texts begin"
+            elif given[1]:
+                remedy = "the tokenizer joins it to the context's, so give both as token ids"
             raise ValueError(f"{name}: the {what} has no tokens: {remedy}")
     token_ids, *_ = inputs.request(name, [*context, *continuation], PARAMS)
     return Pair(token_ids, len(context))
@@ -133,7 +139,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))
     under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
-    with session.lock, session.calling(), session.running() as ours:
+    with session.lock, session.calling(), session.busy(), session.running() as ours:
         engine = session.begin_call()
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]

@@ -60,6 +60,7 @@ class Session:
         self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
         self._stepping: int | None = None  # the thread that is inside the engine's step
         self._num_resets = 0
+        self._num_busy = 0
         self._abandoned: list[Sequence] = []  # of streams that were closed in the middle of a step
 
     @property
@@ -157,6 +158,23 @@ class Session:
             with self.lock, suppress(ClosedError):
                 self._is_unsettled, self._stepping = True, None
                 self.settled_engine()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """For a call that is under way where no request is queued: inside, this is never idle."""
+        self._num_busy += 1
+        try:
+            yield
+        finally:
+            self._num_busy -= 1
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be done, neither of what is queued nor of a call under way. Needs
+        the lock.
+        """
+        queued = self.requests or self.settled_engine().has_unfinished()
+        return not (queued or self._num_busy)
 
     @contextmanager
     def request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:

@@ -9,6 +9,7 @@ import shutil
 import numpy as np
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy, save_tokenizer
+from transformers import BatchEncoding
 
 from nanovllm import LLM, SamplingParams
 
@@ -61,6 +62,7 @@ WRONG_PROMPTS = {
     "none": (None, TypeError, r"prompts is a NoneType: give a str"),
     "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\] is a NoneType"),
     "number": (5, TypeError, r"prompts is a int: give a str"),
+    "encoding": (BatchEncoding({"input_ids": [1]}), TypeError, "prompts is a BatchEnc.*input_ids"),
     "dict": (
         {"a": 1},
         TypeError,

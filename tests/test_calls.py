@@ -561,9 +561,26 @@ def test_chat_completes_what_the_template_writes(llm):
     assert llm.chat([], params, use_tqdm=False) == []
 
 
+def test_a_messages_parts_of_text_are_put_together(llm):
+    """Which the template knows nothing of."""
+    params = SamplingParams(temperature=0, max_tokens=8)
+    parts = [{"type": "text", "text": "in"}, {"type": "text", "text": " 你"}]
+    whole, split = ([{"role": "user", "content": content}] for content in ("in 你", parts))
+    for options in (None, {"chat_template": "{{ messages[0].content }}"}):
+        expected, (output,) = (
+            llm.chat(one, params, use_tqdm=False, chat_template_kwargs=options)
+            for one in (whole, split)
+        )
+        assert output["prompt_token_ids"] == expected[0]["prompt_token_ids"]
+        assert llm.encode_chat(split, options) == [output["prompt_token_ids"]]
+    assert split[0]["content"] == parts  # the caller's
+
+
 @pytest.mark.parametrize(
     "messages, error, match",
     [
+        ([{"role": "user", "content": [{"type": "image"}]}], TypeError, "holds {'type': 'image'}"),
+        ([{"role": "user", "content": ["a"]}], TypeError, r"messages\[0\] holds 'a': use text, or"),
         ("hello", TypeError, "messages is a str"),
         (["hello"], TypeError, r"messages\[0\] is 'hello'"),
         ([[{"role": "user", "content": "a"}], ["b"]], TypeError, r"messages\[1\]"),
@@ -574,7 +591,7 @@ def test_chat_completes_what_the_template_writes(llm):
         ),
         ([{"role": "user", "content": "a" * 300}], ValueError, r"messages\[0\] has 302 tokens"),
     ],
-    ids=["str", "list-of-str", "no-dict", "template-error", "too-long"],
+    ids=["image", "part-of-str", "str", "list-of-str", "no-dict", "template-error", "too-long"],
 )
 def test_wrong_messages_raise_before_anything_runs(llm, messages, error, match):
     for call in (llm.chat, llm.stream_chat):

@@ -21,7 +21,7 @@ from call_helpers import (
 )
 from sampling_helpers import Draws, process, random_params
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, compose
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.layers.sampler import sample
@@ -644,6 +644,16 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
         (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty one"),
         (TypeError, dict(logits_processors=len), "logits_processors is .*: use a list of func"),
         (TypeError, dict(logits_processors=[3]), r"logits_processors is \[3\]: use a list of func"),
+        (
+            TypeError,
+            dict(logits_processors=[lambda prompt, ids, logits: logits]),
+            "takes other arg",
+        ),
+        (
+            TypeError,
+            dict(logits_processors=[max, lambda logits: logits]),
+            "is called with the token",
+        ),
         (TypeError, dict(skip_special_tokens=None), "skip_special_tokens is None: use True or Fal"),
         (TypeError, dict(include_stop_str_in_output=1), "include_stop_str_in_output is 1: use"),
     ],
@@ -692,9 +702,31 @@ def test_what_constrains_is_frozen_hashable_and_read_from_json():
     assert SamplingParams(**nothing).is_plain
 
 
-def test_without_its_room_nothing_is_constrained_unnoticed(llm, monkeypatch):
-    runner = llm.engine.runner
-    monkeypatch.setattr(runner, "resampler", None)
-    monkeypatch.setattr(runner, "make_resampler", None)
-    with pytest.raises(ValueError, match="temperature, max_tokens and seed are all"):
-        generate(llm, [[1]], SamplingParams(allowed_token_ids=[1]))
+def test_without_its_room_what_it_would_serve_is_refused_before_anything_is_queued(
+    folder, monkeypatch
+):
+    """And without a word to the requests that run, which are served."""
+    room = compose.room
+    monkeypatch.setattr(
+        compose, "room", lambda name: None if name.startswith("sampling") else room(name)
+    )
+    served = dict(temperature=0.5, seed=1, n=2, max_tokens=3, stop=["q"], stop_token_ids=[7])
+    served |= dict(ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True)
+    refused = dict(top_k=2, top_p=0.5, min_p=0.1, min_tokens=1, logprobs=0, prompt_logprobs=0)
+    refused |= dict(repetition_penalty=2, presence_penalty=1, frequency_penalty=1)
+    refused |= dict(logit_bias={1: 1}, allowed_token_ids=[1], bad_words=["a"])
+    refused |= dict(logits_processors=[lambda ids, logits: logits])
+    refused |= dict(structured_outputs={"choice": ["a"]})
+    assert not {*served} & {*refused}
+    others = {"temperature", "priority"}
+    assert {*served} | {*refused} | others == {*SamplingParams.__dataclass_fields__} - {"_"}
+    with make_llm(folder) as llm:
+        llm.add_request([1], SamplingParams(**served))
+        said = "asks for what needs nanovllm/sampling, which is not there"
+        for name, value in refused.items():
+            with pytest.raises(ValueError, match=rf"sampling_params\[1\] {said}"):
+                generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(**{name: value})])
+        with pytest.raises(ValueError, match=f"score {said}"):
+            llm.score([[1]], [[2]])
+        outputs = [output for _ in range(3) for output in llm.step()]
+        assert len(outputs) == 1 and len(outputs[0]["completions"]) == 2

@@ -11,7 +11,7 @@ from job_helpers import arguments, as_job, journal_of, read_lines, run_stub, sto
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.jobs.formats import seed_of
+from nanovllm.jobs.formats import RESULT, seed_of
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 TALK = [{"role": "user", "content": "the in the"}]
@@ -119,6 +119,30 @@ def test_fields_to_keep_are_copied_and_others_refused(run):
     assert "no field 'adult'" in bad["error"]
 
 
+def test_a_line_with_a_prompt_may_keep_what_a_batch_calls_its_lines(run):
+    (record,) = run([{"custom_id": "a", "prompt": "the"}], *GREEDY, "--keep", "custom_id")
+    assert record["custom_id"] == "a" and record["text"]
+
+
+def test_a_field_that_is_null_is_not_there_or_none_where_that_says_something(run):
+    nothing = dict.fromkeys(("prompt", "prompt_token_ids", "messages"))
+    lines = [
+        nothing | {"prompt": "the", "temperature": None, "n": None, "logprobs": None},
+        nothing | {"prompt_token_ids": [3], "max_tokens": None, "stop_token_ids": [*range(256)]},
+        nothing,
+    ]
+    first, second, third = run(lines, "--temperature", "0", "--max-tokens", "2", "--logprobs", "1")
+    assert len(first["token_ids"]) == 2 and "logprobs" not in first
+    assert len(second["token_ids"]) == 1 and "logprobs" in second
+    assert "has no prompt" in third["error"]
+
+
+def test_what_a_result_says_itself_cannot_be_kept_of_a_line(model, tmp_path, capsys):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the", "text": "mine"}])
+    assert main(arguments(source, tmp_path / "out.jsonl", model, "--keep", "text")) == 2
+    assert "--keep is text, which is a field of the results: rename it" in capsys.readouterr().err
+
+
 # OpenAI's.
 
 
@@ -216,8 +240,14 @@ BAD_BATCH = {
     "did you mean temperature": batch_line(CHAT, messages=TALK, temprature=1),
     "logprobs is 2": batch_line(CHAT, messages=TALK, logprobs=2),
     "prompt_logprobs is 0": batch_line(COMPLETIONS, prompt="the", prompt_logprobs=0),
+    "max_tokens is 0, and an answer in this format says nothing of the prompt": batch_line(
+        COMPLETIONS, prompt="the", max_tokens=0
+    ),
+    "use 1 or more; or, for prompt_logprobs, write lines of the library's own": batch_line(
+        CHAT, messages=TALK, max_completion_tokens=0
+    ),
     "needs logprobs=true": batch_line(CHAT, messages=TALK, top_logprobs=2),
-    "use parts of type 'text'": batch_line(
+    "use text, or parts of type 'text'": batch_line(
         CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]
     ),
     "no custom_id": {"prompt": "the"},
@@ -257,6 +287,15 @@ def test_a_bad_line_of_a_batch_is_an_error_of_that_format(run):
         if problem != "no custom_id":
             assert problem in record["error"]["message"]
         assert record["custom_id"] == (line.get("custom_id") if isinstance(line, dict) else None)
+
+
+@pytest.mark.parametrize("flags", [("--keep", "x"), ("--prompt-logprobs", "1")])
+def test_what_answers_of_a_batch_cannot_say_is_refused_and_not_left_out(
+    model, tmp_path, capsys, flags
+):
+    source = write_lines(tmp_path / "in.jsonl", [batch_line(CHAT, messages=TALK)])
+    assert main(arguments(source, tmp_path / "out.jsonl", model, *flags)) == 2
+    assert f"{flags[0]} is given, but answers in OpenAI's" in capsys.readouterr().err
 
 
 # Parquet.
@@ -334,6 +373,41 @@ def test_a_job_on_parquet_goes_on_where_it_was_stopped(parquet, table, model, tm
     assert run_stub(job).startswith("3,000 lines done, 1,")
     assert parquet.read_table(job.output)["line"].to_pylist() == list(range(1, 3001))
     assert parquet.read_table(job.output)["id"].to_pylist() == list(range(3000))
+
+
+def test_parquet_has_a_column_for_each_field_of_a_result(parquet):
+    from nanovllm.jobs import parquet as rows
+
+    assert {"line", *(name for name, _ in rows.RESULT)} == {*RESULT}
+
+
+def test_what_is_kept_twice_is_one_column(parquet, model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the", "id": 3, "page": 4}])
+    output, keep = tmp_path / "out.parquet", ["page", "id", "prompt", "page"]
+    flags = [flag for name in keep for flag in ("--keep", name)]
+    assert main(arguments(source, output, model, *GREEDY, *flags)) == 0
+    assert parquet.read_table(output).column_names[:5] == ["line", "id", "page", "prompt", "text"]
+
+
+def test_nulls_in_structs_of_parquet_are_fields_that_are_not_there(parquet, run, model, tmp_path):
+    """All structs of a column have the same fields."""
+    import pyarrow
+
+    rows = [
+        {"prompt": "the", "logit_bias": {"5": 100}, "id": {"first": 1}},
+        {"prompt": "the", "logit_bias": {"6": 100}, "id": {"second": 2}},
+    ]
+    expected = run(rows, *GREEDY)
+    assert [{*record["token_ids"]} for record in expected] == [{5}, {6}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    output = tmp_path / "rows.jsonl"
+    assert main(arguments(tmp_path / "in.parquet", output, model, *GREEDY)) == 0
+    records = read_lines(output)
+    assert [record.pop("id") for record in records] == [
+        {"first": 1, "second": None},
+        {"first": None, "second": 2},
+    ]
+    assert [{**record, "id": row["id"]} for record, row in zip(records, rows)] == expected
 
 
 def test_what_parquet_cannot_be_is_refused(parquet, table, model, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Jobs: whatever happens to them, each line of the input ends with exactly one result."""
 
+import gzip
 import json
 import os
 import resource
@@ -154,6 +155,17 @@ def test_a_wrong_option_is_said_before_anything_is_written(run, capsys, flags, w
     assert not output.exists() and not journal_of(output).exists()
 
 
+@pytest.mark.parametrize("flag", ["--logit-bias", "--structured-outputs", "--chat-template-kwargs"])
+@pytest.mark.parametrize("value, word", [("{", "'{' is no JSON: "), ("[1]", "is no JSON object")])
+def test_a_flag_that_takes_an_object_says_what_is_wrong_with_another(
+    run, capsys, flag, value, word
+):
+    with pytest.raises(SystemExit) as exit:
+        run([{"prompt": "the"}], flag, value)
+    assert exit.value.code == 2 and f"argument {flag}: " in (said := capsys.readouterr().err)
+    assert word in said
+
+
 def test_the_engine_is_kept_full_with_a_bounded_queue(model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 1000)
     engine = StubEngine(at_once=8)
@@ -215,7 +227,7 @@ BAD = {
     '{"prompt": "the", "max_token": 3}': "did you mean max_tokens?",
     '{"prompt": "the", "max_tokens": 3.5}': "max_tokens is 3.5",
     '{"prompt": "the", "temperature": -2}': "temperature is -2",
-    '{"prompt": "the", "top_p": null}': "top_p is None",
+    '{"prompt": "the", "top_p": "1"}': "top_p is '1'",
     '{"prompt": "the", "priority": 3}': "--scheduling-policy priority",
     '{"messages": ["hello"]}': "messages[0]",
     '{"messages": [{"role": "system", "content": "x"}]}': "unknown role",
@@ -251,8 +263,13 @@ def test_strict_after_a_run_that_was_not_sees_its_errors(model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", ["nonsense", *[{"prompt": "x"}] * 99])
     job = as_job(source, tmp_path / "out.jsonl", model)
     stop_after(job, 5)
+    strict = as_job(source, tmp_path / "out.jsonl", model, strict=True)
     with pytest.raises(JobError, match="line 1 could not be done in an earlier run"):
-        run_stub(as_job(source, tmp_path / "out.jsonl", model, strict=True))
+        run_stub(strict)
+    run_stub(job)
+    with pytest.raises(JobError, match="line 1 could not be done .* or begin anew with another ou"):
+        run_stub(strict)
+    assert "complete already" in run_stub(job)
 
 
 def test_files_of_other_systems_are_read(model, tmp_path):
@@ -547,7 +564,9 @@ def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
 def test_an_input_that_cannot_be_read_is_refused(model, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "utf16").write_text('{"prompt": "x"}', encoding="utf-16")
-    for name, word in {"none": "No such file", "pipe": "no regular", "utf16": "UTF-16"}.items():
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(b'{"prompt": "x"}'))
+    words = {"none": "No such file", "pipe": "no regular", "utf16": "is UTF-16: convert it"}
+    for name, word in (words | {"packed.gz": "is compressed by gzip: unpack it"}).items():
         assert main(arguments(tmp_path / name, tmp_path / "out.jsonl", model)) == 2
         assert word in capsys.readouterr().err
     assert not journal_of(tmp_path / "out.jsonl").exists()

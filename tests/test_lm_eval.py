@@ -120,8 +120,11 @@ def test_the_command_line_has_the_model(folders, tasks, tmp_path, get_hf):
     run = subprocess.run(
         [
             *(sys.executable, "-m", "nanovllm.integrations.lm_eval", "--model", "nanovllm"),
-            *("--model_args", f"{options},enable_prefix_caching=false,scheduling_policy=fcfs"),
-            *("--tasks", "choices,completions", "--include_path", str(tasks), "--device", "cpu"),
+            *(
+                "--model_args",
+                f"{options},dtype=float32,enable_prefix_caching=false,scheduling_policy=fcfs",
+            ),
+            *("--tasks", "choices,completions", "--include_path", str(tasks)),
             *("--batch_size", "auto", "--max_batch_size", "4", "--apply_chat_template"),
             *("--output_path", str(tmp_path), "--use_cache", str(tmp_path / "cache")),
         ],

@@ -22,19 +22,26 @@ class Life:
         self.calls: list[int] = []  # not yet done, in order
         self.given: dict[int, list[Request]] = {}
         self.reason: str | None = None  # of its death
-        self.has_started = self.is_stopped = False
+        self.has_started = self.is_stopped = self.is_hung = False
 
 
 class Simulation:
     """A `pool.Cluster` whose replicas do calls in random order, and die when they are told to.
 
-    dies: a function (life, requests it holds) -> whether it dies now.
+    dies: a function (life, requests it holds) -> whether it dies now; `hangs`: likewise.
     """
 
-    def __init__(self, seed: int = 0, at_once: int = 3, dies=lambda life, held: False) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        at_once: int = 3,
+        dies=lambda life, held: False,
+        hangs=lambda life, held: False,
+    ) -> None:
         self.random = random.Random(seed)
         self.at_once = at_once
-        self.dies = dies
+        self.dies, self.hangs = dies, hangs
+        self.time = 0.0
         self.numbers = count()
         self.lives: list[Life] = []
         self.of_call: dict[int, Life] = {}
@@ -64,13 +71,18 @@ class Simulation:
     def wait(self, calls, seconds):
         """Let one of the replicas do its next call, and be a while ahead of who asks."""
         assert calls and len({self.of_call[call].number for call in calls}) == len(calls)
-        for _ in range(self.random.randint(1, 3)):
-            if able := [life for life in self.lives if life.calls]:
+        self.time += seconds
+        for _ in range(self.random.randint(1, 3) if seconds else 0):
+            if able := [life for life in self.lives if life.calls and not life.is_hung]:
                 self.do_call(self.random.choice(able))
         return [call for call in calls if call in self.results][:1]
 
     def do_call(self, life: Life) -> None:
-        number = life.calls.pop(0)
+        number = life.calls[0]
+        life.is_hung = self.hangs(life, life.engine.waiting + life.given[number])
+        if life.is_hung:
+            return
+        life.calls.pop(0)
         life.engine.add(life.given[number])
         self.most_held = max(self.most_held, life.engine.num_unfinished)
         if life.reason is None and (
@@ -92,6 +104,17 @@ class Simulation:
     def stop(self, life):
         life.is_stopped = True
         life.calls.clear()
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """A function: a simulation -> itself, whose time is the pool's."""
+
+    def clock(simulation: Simulation) -> Simulation:
+        monkeypatch.setattr("nanovllm.jobs.pool.monotonic", lambda: simulation.time)
+        return simulation
+
+    return clock
 
 
 def requests_of(num: int) -> list[Request]:
@@ -160,6 +183,78 @@ def test_what_was_on_two_lost_replicas_is_sent_in_small_groups_and_then_alone():
     assert [line for line, out in outputs.items() if "error" in out] == [50]
     assert len(seen) == len(TOGETHER) and seen[2] <= TOGETHER[2] and seen[3] == 1
     assert seen[1] > TOGETHER[2]  # one loss is bad luck, which costs nobody speed
+
+
+def test_replicas_that_hang_are_replaced_and_what_hangs_each_becomes_an_error(clocked):
+    """One hangs once, by bad luck; and one request hangs whatever it is sent to."""
+
+    def hangs(life, held):
+        return (life.number == 1 and held) or any(one.line == 7 for one in held)
+
+    simulation = clocked(Simulation(3, hangs=hangs))
+    requests = requests_of(120)
+    outputs = serve_all(simulation, requests, start_timeout=300, answer_timeout=100)
+    expected = answers(requests)
+    assert [line for line, out in outputs.items() if out != expected[line]] == [7]
+    assert "it has not answered for 10" in outputs[7]["error"]
+    hung = [life for life in simulation.lives if life.is_hung]
+    assert len(TOGETHER) <= len(hung) == len(simulation.lives) - 3
+    assert all(life.is_stopped for life in hung)
+
+
+def test_replicas_that_answer_slowly_are_left_alone(clocked):
+    """Each call takes 90 s, of 100; what requests wait for takes longer, and so does the while in
+    which there is nothing to do.
+    """
+    simulation = clocked(Simulation(2))
+
+    def wait(calls, seconds):
+        if seconds:
+            simulation.time += 45
+            if simulation.time % 90 == 0:
+                simulation.do_call(simulation.lives[0])
+        return [call for call in calls if call in simulation.results]
+
+    simulation.wait = wait
+    pool = Pool(simulation, num_replicas=1, num_running=4, answer_timeout=100)
+    pool.wait_for_all(100)
+    requests, outputs = requests_of(40), {}
+    for part in (requests[:20], requests[20:]):
+        pool.add(part)
+        while pool._replicas[0].calls or pool.num_unfinished:
+            outputs |= {request.line: output for request, output in pool.step()}
+        simulation.time += 180
+    assert outputs == answers(requests) and len(simulation.lives) == 1
+
+
+def test_a_job_that_was_stopped_for_a_while_takes_no_replica_for_hung(clocked):
+    """Their answers came meanwhile, and nobody looked at them."""
+    simulation = clocked(Simulation(5))
+    pool = Pool(simulation, num_replicas=3, num_running=4, answer_timeout=100)
+    pool.wait_for_all(60)
+    pool.add(requests := requests_of(60))
+    pool.step()
+    for life in simulation.lives:
+        while life.calls:
+            simulation.do_call(life)
+    simulation.time += 3600
+    outputs = {}
+    while pool.num_unfinished:
+        outputs |= {request.line: output for request, output in pool.step()}
+    assert {*answers(requests)} >= {*outputs} and len(simulation.lives) == 3
+
+
+def test_a_job_does_not_wait_for_ever_for_a_replica_that_has_no_place_any_more(clocked):
+    """Its host may be gone, and no other has room."""
+    simulation = clocked(
+        Simulation(
+            dies=lambda life, held: life.number == 0 and bool(held),
+            hangs=lambda life, held: life.number > 0,
+        )
+    )
+    with pytest.raises(JobError, match="has not answered for 3. s. What is done is kept"):
+        serve_all(simulation, requests_of(9), num_replicas=1, start_timeout=30, answer_timeout=9)
+    assert len(simulation.lives) == 1 + MOST_STARTS
 
 
 def test_replicas_that_always_die_end_the_job_with_what_they_died_of():

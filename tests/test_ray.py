@@ -20,7 +20,7 @@ from test_readme import GUIDE, ROOT, code_blocks
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
 from nanovllm.config import Config
-from nanovllm.integrations.ray_replicas import RayCluster, resources_of
+from nanovllm.integrations.ray_replicas import STEP_TIMEOUTS, RayCluster, resources_of
 from nanovllm.jobs.errors import RefusedError
 from nanovllm.jobs.pool import ReplicaLostError
 
@@ -170,7 +170,9 @@ def listening(pids: set[int]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def job(model, tmp_path_factory):
-    """A job whose process is killed, and then a replica of the process that goes on with it."""
+    """A job whose process is killed. Of the process that goes on with it, a replica is killed, and
+    then another one is stopped, which hangs as far as anybody can see.
+    """
     folder = tmp_path_factory.mktemp("job")
     source = write_lines(folder / "in.jsonl", some_lines(NUM_LINES, most_tokens=100))
     sampling = ("--temperature", "0.8", "--seed", "5")
@@ -185,10 +187,11 @@ def job(model, tmp_path_factory):
     first.process.wait()
     seen["kept"] = len(kept_lines(output))
 
-    second = Driver(argv.copy(), folder / "second.log")
+    second = Driver([*argv, "--step-timeout", "0.8"], folder / "second.log")
     second.wait_for_lines(seen["kept"] + 60)
     seen["actors"] = second.actors()
     os.kill(seen["actors"][0], signal.SIGKILL)
+    os.kill(seen["actors"][1], signal.SIGSTOP)
     seen["done_at_death"] = second.num_done()
     said, _ = second.process.communicate(timeout=SECONDS)
     seen |= {"status": second.process.returncode, "said": said, "log": second.log.read_text()}
@@ -201,7 +204,8 @@ def test_a_job_whose_process_and_replicas_are_killed_ends_as_an_undisturbed_one(
     assert job["status"] == 0, job["log"]
     assert len(job["actors"]) == 2 and 60 <= job["kept"] < job["done_at_death"] < NUM_LINES
     assert job["output"].read_bytes() == job["alone"].read_bytes()
-    assert "a replica was lost: " in job["log"]
+    assert job["log"].count("a replica was lost: ") >= 2
+    assert f"a replica was lost: it has not answered for {int(0.8 * STEP_TIMEOUTS)}" in job["log"]
 
 
 @needs_ray

@@ -340,6 +340,26 @@ def test_an_iterable_that_leaves_a_request_unfinished_leaves_the_old_weights(
 
 
 @pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
+def test_an_iterable_that_comes_between_its_own_tensors_leaves_the_old_weights(
+    make_llm, checkpoint, trained, call
+):
+    llm = make_llm()
+    arguments = dict(update_weights=[state(trained).items()]).get(call, [])
+
+    def weights():
+        first, *others = state(trained).items()
+        yield first
+        getattr(llm, call)(*arguments)
+        yield from others
+
+    with pytest.raises(ValueError, match=f"^{call} was called while .* another call is under way"):
+        llm.update_weights(weights())
+    assert_some(llm, checkpoint)
+    llm.update_weights(state(trained).items())
+    assert_some(llm, trained)
+
+
+@pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
 def test_unfinished_requests_are_left_alone(make_llm, checkpoint, trained, call):
     llm = make_llm()
     arguments = dict(update_weights=[state(trained).items()]).get(call, [])
@@ -360,6 +380,32 @@ def test_unfinished_requests_are_left_alone(make_llm, checkpoint, trained, call)
     while not outputs:
         outputs = llm.step()
     assert outputs[0]["token_ids"] == checkpoint.expected(prompt, 3)
+    getattr(llm, call)(*arguments)
+    assert_empty(llm)
+
+
+@pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
+def test_a_callback_of_score_cannot_come_between_two_pairs_of_a_context(
+    make_llm, checkpoint, trained, call
+):
+    """The second pair is queued when the first one has ended: nothing is in the engine then."""
+    llm = make_llm()
+    arguments = dict(update_weights=[state(trained).items()]).get(call, [])
+
+    def disturb(step):
+        if not llm.engine.has_unfinished():
+            getattr(llm, call)(*arguments)
+
+    remove = llm.on_step(disturb)
+    pairs = [PROMPTS[7]], [[[1], [2]]]
+    with pytest.raises(ValueError, match=f"{call} was called while requests are unfinished"):
+        llm.score(*pairs, use_tqdm=False)
+    remove()
+    ((first, second),) = llm.score(*pairs, use_tqdm=False)
+    expected = checkpoint.logprobs(PROMPTS[7])[-1]
+    for one in (first, second):
+        (token,) = one["token_ids"]
+        assert one["cumulative_logprob"] == pytest.approx(float(expected[token]), abs=1e-4)
     getattr(llm, call)(*arguments)
     assert_empty(llm)
 
@@ -452,7 +498,9 @@ def test_an_output_that_nobody_took_is_not_lost(make_llm, checkpoint):
     llm.add_request(PROMPTS[4], greedy(2))
     llm.generate(PROMPTS[5], greedy(9), use_tqdm=False)
     assert not llm.engine.has_unfinished() and llm.has_unfinished()
-    with pytest.raises(ValueError, match="sleep was called while requests are unfinished: let"):
+    with pytest.raises(
+        ValueError, match="sleep was called while requests are unfinished or .*: let"
+    ):
         llm.sleep()
     (output,) = llm.step()
     assert output["token_ids"] == checkpoint.expected(PROMPTS[4], 2)

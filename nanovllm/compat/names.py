@@ -156,7 +156,7 @@ IN_CHAT = {
     "add_generation_prompt": Foreign(IN_TEMPLATE, (None, True)),
     "chat_template": Foreign(IN_TEMPLATE),
     "chat_template_content_format": Foreign(
-        "leave it out, the template gets what you give", (None, "auto", "string")
+        "leave it out, the template gets texts", (None, "auto", "string")
     ),
     "continue_final_message": Foreign(
         f"{IN_TEMPLATE}, with add_generation_prompt=False", (None, False)
@@ -177,10 +177,27 @@ IN_PROMPT = {
     "prompt_embeds": Foreign("give 'prompt_token_ids'"),
     "token_type_ids": Foreign("leave it out, models are decoders alone"),
 }
+IN_FORM = {
+    "backend": STRUCTURED,
+    "disable_fallback": Foreign("leave it out, there is one backend", (None, False, True)),
+}
+IN_WAKE_UP = {
+    "tags": Foreign("leave it out, the weights and the KV cache come back together"),
+}
+# What its server takes beside OpenAI's fields, in the lines of a job.
+IN_LINE = PARAMETERS | {"tools": Foreign(IN_TEMPLATE, (None, []))}
+IN_LINE |= {
+    f"guided_{kind}": Foreign("use structured_outputs")
+    for kind in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
+}
 FOREIGN = {
     "LLM": OPTIONS,
     "SamplingParams": PARAMETERS,
     "generate": IN_GENERATE,
     "chat": IN_CHAT,
     "prompt": IN_PROMPT,
+    "StructuredOutputsParams": IN_FORM,
+    "wake_up": IN_WAKE_UP,
+    "a line": IN_LINE,
+    "body": IN_LINE,
 }

@@ -303,16 +303,14 @@ class ModelRunner:
         ask for nothing, which it must know too: their slots may have been of others that did.
         """
         if self.resampler is None and any(seq.sampling is not None for seq in sequences):
-            if self.make_resampler is None:
-                raise ValueError("temperature, max_tokens and seed are all that can be asked for")
+            assert self.make_resampler is not None, "without it all requests are plain"
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
             self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
     def _score(self, hidden: Tensor, chunks: tuple[PrefillChunk, ...]) -> Any:
         """hidden [P, hidden size], of all tokens of the chunks."""
-        if self.score_prompts is None:
-            raise ValueError("prompt_logprobs needs nanovllm/sampling, which is not there")
+        assert self.score_prompts is not None, "without it no request asks for scores"
         return self.score_prompts(self, hidden, chunks)
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:

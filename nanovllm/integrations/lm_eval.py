@@ -34,6 +34,8 @@ class NanovllmLM(TemplateLM):
 
     pretrained: the model's folder or hub id.
     options: those of `LLM`, such as max_model_len: longer texts lose their beginning.
+    device: as in `LLM`. "cuda:0", which the command line gives a model if nobody names a device,
+        is "auto" here: a GPU where there is one.
     max_gen_toks: tokens of a generation whose task gives no number.
     chat_template_args: what the chat template takes besides messages.
     enable_thinking: one of these, by its own name.
@@ -46,6 +48,7 @@ class NanovllmLM(TemplateLM):
         self,
         pretrained: str,
         *,
+        device: str = "auto",
         max_gen_toks: int = 256,
         chat_template_args: dict[str, Any] | None = None,
         enable_thinking: bool | None = None,
@@ -56,7 +59,7 @@ class NanovllmLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.llm = LLM(pretrained, **options)
+        self.llm = LLM(pretrained, device="auto" if device == "cuda:0" else device, **options)
         self.tokenizer: Any = self.llm.tokenizer
         if self.tokenizer is None:
             self.llm.close()

@@ -1,7 +1,7 @@
 """Replicas of a job's model as Ray actors, on this machine or on a cluster. Owns Ray, an extra.
 
 Ray schedules the actors, carries requests and answers, and notices when an actor dies. What is done
-then, and by whom, `jobs/pool.py` decides.
+then and by whom, and when an actor counts as hung, `jobs/pool.py` decides.
 """
 
 import logging
@@ -25,6 +25,10 @@ from nanovllm.jobs.pool import Answers, Pool, ReplicaLostError
 # How long a replica works on one call. Between two calls it gives its results away, which takes it
 # about a millisecond; a GPU works on meanwhile.
 SERVE_SECONDS = 0.25
+# A call lasts so long and one step more, which several ranks must answer within step_timeout. A
+# replica counts as hung after so many times that: a step without ranks may take longer, such as one
+# of long prompts on a CPU or a first one that compiles.
+STEP_TIMEOUTS = 10
 OBJECT_STORE = 2**28  # bytes of shared memory: large answers lie in it for a moment
 
 
@@ -106,7 +110,13 @@ def replicas_engine(config: Config, num_replicas: int, address: str | None) -> I
         ray = connect(num_replicas, address)
         try:
             resources = resources_of(config, num_replicas, ray.cluster_resources(), address is None)
-            pool = Pool(RayCluster(ray, config, resources), num_replicas, config.max_num_seqs)
+            pool = Pool(
+                RayCluster(ray, config, resources),
+                num_replicas,
+                config.max_num_seqs,
+                start_timeout=config.start_timeout,
+                answer_timeout=STEP_TIMEOUTS * config.step_timeout,
+            )
             pool.wait_for_all(config.start_timeout)
             yield pool
         finally:

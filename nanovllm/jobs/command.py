@@ -1,7 +1,6 @@
 """The command line of a job: its flags, its signals, its messages and its exit codes."""
 
 import argparse
-import json
 import signal
 import sys
 import traceback
@@ -14,9 +13,10 @@ from typing import Any
 from nanovllm.compose import room
 from nanovllm.config import Config
 from nanovllm.jobs.errors import JobError, RefusedError
+from nanovllm.jobs.formats import RESULT
 from nanovllm.jobs.job import Job, run_job
 from nanovllm.jobs.loop import Engine, num_ahead
-from nanovllm.jobs.options import add_flags, given_flags
+from nanovllm.jobs.options import add_flags, given_flags, json_object
 from nanovllm.jobs.worker import Worker
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--chat-template-kwargs",
-        type=json.loads,
+        type=json_object,
         metavar="JSON",
         help="for the chat template, such as '{\"enable_thinking\": false}'",
     )
@@ -114,13 +114,16 @@ def make_job(args: argparse.Namespace) -> Job:
         params = SamplingParams(**given_flags(args, SamplingParams))
     if args.replicas < 1:
         raise RefusedError(f"--replicas is {args.replicas}: use 1 or more")
+    for name in args.keep:
+        if name in RESULT:
+            raise RefusedError(f"--keep is {name}, which is a field of the results: rename it")
     return Job(
         input=args.input,
         output=args.output,
         config=config,
         params=params,
         template_options=args.chat_template_kwargs,
-        keep=tuple(args.keep),
+        keep=tuple([name for name in dict.fromkeys(args.keep) if name != "id"]),  # always kept
         strict=args.strict,
         replicas=args.replicas,
         show_progress=not args.quiet,

@@ -18,7 +18,13 @@ Ranges = list[tuple[int, int]]  # of line numbers, first and last, in order
 AFTER_ALL = (2**63, 2**63)
 Item = TypeVar("Item")
 BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8
-UTF16 = (b"\xff\xfe", b"\xfe\xff")
+NO_UTF8 = {  # what a file that is not begins with, and what to do about it
+    b"\xff\xfe": "is UTF-16: convert it to UTF-8",
+    b"\xfe\xff": "is UTF-16: convert it to UTF-8",
+    b"\x1f\x8b": "is compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it",
+    b"PAR1": "is Parquet: name it .parquet",
+}
 
 
 class Line(NamedTuple):
@@ -52,8 +58,10 @@ class JsonLines:
         digest, last = hashlib.blake2b(digest_size=16), b"\n"
         with open_input(path) as file:
             for piece in iter(lambda: file.read(PIECE), b""):
-                if self.num_bytes == 0 and piece.startswith(UTF16):
-                    raise RefusedError(f"{path} is UTF-16: convert it to UTF-8")
+                if self.num_bytes == 0:
+                    for magic, problem in NO_UTF8.items():
+                        if piece.startswith(magic):
+                            raise RefusedError(f"{path} {problem}")
                 digest.update(piece)
                 self.num_bytes += len(piece)
                 self.num_lines += piece.count(b"\n")

@@ -6,13 +6,21 @@ Two formats: the library's own, and in `openai_batch.py` that of OpenAI's batche
 import hashlib
 import json
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from types import NoneType
+from typing import Any, Protocol, get_args
 
 from nanovllm.checks import refuse_unknown_names, shown
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING = tuple(field.name for field in fields(SamplingParams))
+# Where null says something else than that a field is not there.
+NULLABLE = {field.name for field in fields(SamplingParams) if NoneType in get_args(field.type)}
+# What a result may have, in the library's own format and in Parquet.
+RESULT = (
+    *("line", "text", "token_ids", "finish_reason", "stop_reason", "logprobs"),
+    *("cumulative_logprob", "num_prompt_tokens", "completions", "prompt_logprobs", "error"),
+)
 LEAST_LOGPROB = -9999.0  # what JSON has no number for
 
 
@@ -78,7 +86,8 @@ class NativeFormat:
     """An object with one of prompt, prompt_token_ids and messages.
 
     Further fields: id, any JSON value, which the result repeats; chat_template_kwargs; those of
-    SamplingParams. And those in `keep`, which the result repeats.
+    SamplingParams. And those in `keep`, which the result repeats. One that is null is not there, or
+    None where that says something, such as of max_tokens.
 
     A result: line, id if one was given, text, token_ids, finish_reason, stop_reason,
     num_prompt_tokens, and if they were asked for logprobs, cumulative_logprob, completions and
@@ -91,8 +100,8 @@ class NativeFormat:
         self._known = known_fields(keep)
 
     def parse(self, line: int, fields: dict[str, Any]) -> Request:
-        refuse_unknown_names("a line", "field", fields, self._known)
-        kinds = [name for name in PROMPTS if name in fields]
+        fields = refuse_unknown_names("a line", "field", fields, self._known)
+        kinds = [name for name in PROMPTS if fields.get(name) is not None]
         if len(kinds) != 1:
             said = f"has {' and '.join(kinds)}" if kinds else "has no prompt"
             raise ValueError(f"it {said}: give one of {', '.join(PROMPTS)}")
@@ -106,7 +115,11 @@ class NativeFormat:
             json.dumps(repeated, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise TypeError(f"a field that is to be repeated cannot be: {error}") from error
-        given = {name: fields[name] for name in SAMPLING if name in fields}
+        given = {
+            name: fields[name]
+            for name in SAMPLING
+            if name in fields and (fields[name] is not None or name in NULLABLE)
+        }
         return Request(
             line,
             prompt,

@@ -19,7 +19,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.jobs.errors import JobError, RefusedError
 from nanovllm.jobs.files import JsonLines, Source, write_json_lines
-from nanovllm.jobs.formats import Defaults, Format, NativeFormat, known_fields
+from nanovllm.jobs.formats import PROMPTS, Defaults, Format, NativeFormat, known_fields
 from nanovllm.jobs.journal import Journal, Totals
 from nanovllm.jobs.loop import Engine, Progress, compute
 from nanovllm.jobs.openai_batch import OpenAIFormat
@@ -123,13 +123,20 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
     check_paths(job)
     source = open_source(job)
     is_batch = is_openai_batch(source)
-    write = output_writer(job, source, is_batch)
+    if is_batch:
+        check_batch(job)
+    write = output_writer(job, source)
     identity = job.identity(source)
     with closing(Journal(job.journal)) as journal:
-        if not take_up(job, journal, identity):
+        is_left = take_up(job, journal, identity)
+        line = journal.first_failed() if is_left else journal.state.get("first_failed")
+        if job.strict and line is not None:
+            raise JobError(
+                f"line {line} could not be done in an earlier run, and this is --strict: run it "
+                "without, or begin anew with another output"
+            )
+        if not is_left:
             return f"{job.output} is complete already: nothing was left to do"
-        if job.strict and (line := journal.first_failed()) is not None:
-            raise JobError(f"line {line} could not be done in an earlier run, and this is --strict")
         seconds, before = 0.0, journal.totals()
         if before.done < source.num_lines:
             with make_engine() as engine:
@@ -149,7 +156,7 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
         if totals.done != source.num_lines:
             raise JobError(f"{job.input} has changed while the job ran: begin anew")
         write(interruptible(journal.records(), stop))
-        journal.finish({"finished": True})
+        journal.finish({"finished": True, "first_failed": journal.first_failed()})
     return say_totals(totals, before, seconds)
 
 
@@ -174,18 +181,28 @@ def open_source(job: Job) -> Source:
 def is_openai_batch(source: Source) -> bool:
     """Whether the first line that says anything is one of OpenAI's batch format."""
     first = next((line.fields for line in source.lines([]) if line.fields), {})
-    return "custom_id" in first or "body" in first
+    return "body" in first or "custom_id" in first and not {*PROMPTS} & {*first}
 
 
-def output_writer(job: Job, source: Source, is_batch: bool) -> Callable[[Iterator[bytes]], None]:
-    """What writes all records to the output, or nothing."""
-    if job.output.suffix != PARQUET:
-        return partial(write_json_lines, job.output)
-    if is_batch:
+def check_batch(job: Job) -> None:
+    """Refuse what answers in OpenAI's batch format have no place for."""
+    if job.output.suffix == PARQUET:
         raise RefusedError(
             f"the output is {job.output}, but answers in OpenAI's batch format are JSON Lines: "
             "name a .jsonl file"
         )
+    for name, value in (("prompt-logprobs", job.params.prompt_logprobs), ("keep", job.keep)):
+        if value not in (None, ()):
+            raise RefusedError(
+                f"--{name} is given, but answers in OpenAI's batch format have no place for it: "
+                "leave it out, or write lines of the library's own format"
+            )
+
+
+def output_writer(job: Job, source: Source) -> Callable[[Iterator[bytes]], None]:
+    """What writes all records to the output, or nothing."""
+    if job.output.suffix != PARQUET:
+        return partial(write_json_lines, job.output)
     schema = parquet().output_schema(("id", *job.keep), source)
     return partial(parquet().write_parquet, job.output, schema=schema)
 

@@ -14,7 +14,10 @@ from nanovllm.jobs.formats import LEAST_LOGPROB, SAMPLING, Defaults, Request
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOP_FIELDS = ("custom_id", "method", "url", "body")
 # Change nothing here: who asks, who pays, what is stored, and the model's name, which is --model's.
-IGNORED = ("model", "user", "metadata", "store", "service_tier", "safety_identifier")
+IGNORED = (
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
 # May be there as long as they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
@@ -23,6 +26,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
     "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
@@ -51,18 +61,21 @@ class OpenAIFormat:
         if url not in (CHAT, COMPLETIONS):
             raise ValueError(f"url is {shown(url)}: use {CHAT!r} or {COMPLETIONS!r}")
         # The API takes null for what is not given.
-        body = {name: value for name, value in fields["body"].items() if value is not None}
+        given = {name: value for name, value in fields["body"].items() if value is not None}
         is_chat = url == CHAT
         kind = "messages" if is_chat else "prompt"
-        refuse_unknown_names("body", "field", body, (kind, *IGNORED, *NEUTRAL, *OWN, *SAMPLING))
+        known = (kind, *IGNORED, *NEUTRAL, *OWN, *SAMPLING)
+        body = refuse_unknown_names("body", "field", given, known)
         for name, allowed in NEUTRAL.items():
             if name in body and body[name] not in allowed:
                 raise ValueError(f"{name} is {shown(body[name])}, which is not supported")
         if kind not in body:
             raise ValueError(f"body has no {kind}")
+        if is_chat and not isinstance(body[kind], list):
+            raise TypeError(f"messages is {shown(body[kind])}: use a list")
         return Request(
             line,
-            _conversation(body[kind]) if is_chat else _prompt(body[kind]),
+            body[kind] if is_chat else _prompt(body[kind]),
             self._defaults.params_of(line, _sampling_fields(body, is_chat)),
             is_chat,
             self._defaults.template_options_of(body),
@@ -116,6 +129,11 @@ def _sampling_fields(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     given = {name: body[name] for name in SAMPLING if name in body}
     if "max_completion_tokens" in body:
         given["max_tokens"] = body["max_completion_tokens"]
+    if as_integer(given.get("max_tokens")) == 0:
+        raise ValueError(
+            "max_tokens is 0, and an answer in this format says nothing of the prompt: use 1 or "
+            "more; or, for prompt_logprobs, write lines of the library's own format"
+        )
     if is_chat:  # whether, and beside it how many
         wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
         if not isinstance(wanted, bool):
@@ -155,22 +173,6 @@ def _prompt(prompt: Any) -> Any:
     ):
         return prompt
     raise TypeError(f"prompt is {shown(prompt)}: use one text, or one list of token ids, a line")
-
-
-def _conversation(messages: Any) -> list[Any]:
-    """Messages whose contents are text: the parts of one are put together."""
-    if not isinstance(messages, list):
-        raise TypeError(f"messages is {shown(messages)}: use a list")
-    plain = []
-    for message in messages:
-        if isinstance(message, dict) and isinstance(message.get("content"), list):
-            parts = message["content"]
-            for part in parts:
-                if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                    raise TypeError(f"a message holds {shown(part)}: use parts of type 'text'")
-            message = {**message, "content": "".join([part["text"] for part in parts])}
-        plain.append(message)
-    return plain
 
 
 def _chat_choice(

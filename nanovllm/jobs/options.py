@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any, Union, get_args, get_origin
 
+from nanovllm.checks import shown
+
 NONE = "none"  # how a flag says None
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -30,12 +32,12 @@ def add_flags(parser: argparse._ArgumentGroup, options: type, leave_out: set[str
             "--" + field.name: argparse.SUPPRESS,
             "--" + field.name.replace("_", "-"): text.replace("%", "%%"),
         }
-        for flag, shown in spellings.items():
+        for flag, help_text in spellings.items():
             parser.add_argument(
                 flag,
                 dest=f"{options.__name__}.{field.name}",
                 default=argparse.SUPPRESS,
-                help=shown,
+                help=help_text,
                 **how_to_read(field),
             )
 
@@ -65,7 +67,7 @@ def how_to_read(field: Field) -> dict[str, Any]:
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     if any(get_origin(kind) is dict for kind in kinds):
-        return {"type": json.loads, "metavar": "JSON"}
+        return {"type": json_object, "metavar": "JSON"}
     if lists := [kind for kind in kinds if get_origin(kind) is list]:
         (item,) = get_args(lists[0])
         return {"action": "append", "type": item, "metavar": METAVARS[item]}
@@ -74,6 +76,17 @@ def how_to_read(field: Field) -> dict[str, Any]:
         "type": _or_none(kind) if types.NoneType in members else kind,
         "metavar": METAVARS[kind],
     }
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises argparse.ArgumentTypeError for what is none, or no JSON."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no JSON object: use {{...}}")
+    return value
 
 
 def _members(annotation: Any) -> set[Any]:

@@ -21,8 +21,10 @@ from nanovllm.jobs.files import (
     put_in_place,
     without,
 )
+from nanovllm.jobs.formats import known_fields
 
 ROWS = 1024  # that are in memory at once
+REQUEST = {*known_fields(())} - {"id"}
 LOGPROBS = pa.list_(pa.map_(pa.int32(), pa.float32()))
 COMPLETION = [
     ("text", pa.string()),
@@ -116,8 +118,20 @@ def as_table(records: Iterable[dict[str, Any]], schema: pa.Schema) -> pa.Table:
 
 
 def given_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without its nulls, which are fields that are not there."""
-    return {name: value for name, value in row.items() if value is not None}
+    """A row without its nulls, which are fields that are not there. All structs of a column have
+    the same fields, so it is the same with those inside what a request says.
+    """
+    return {
+        name: without_nulls(value) if name in REQUEST else value
+        for name, value in row.items()
+        if value is not None
+    }
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def as_row(row: dict[str, Any], schema: pa.Schema) -> dict[str, Any]:

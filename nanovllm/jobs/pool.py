@@ -1,13 +1,15 @@
 """Serve a job's requests with several replicas of the model, any of which may be lost at any time.
 
 Each request is sent to one replica. If that is lost, a new one is started in its place, and its
-unfinished requests are sent again. A request may be what kills a replica. Nobody sees which of
-many it was, so those that were there twice are then sent in small groups, and at last alone.
+unfinished requests are sent again. One that does not answer for long counts as lost, too. A request
+may be what kills a replica. Nobody sees which of many it was, so those that were there twice are
+then sent in small groups, and at last alone.
 
 Knows nothing of where replicas run and of how they are reached: see `Cluster`.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ logger = logging.getLogger("nanovllm")
 
 
 class ReplicaLostError(Exception):
-    """A replica has died, cannot be reached or cannot go on. Says why."""
+    """A replica has died, hangs, cannot be reached or cannot go on. Says why."""
 
 
 class Cluster(Protocol):
@@ -75,6 +77,7 @@ class Entry:
 class Replica:
     handle: Any
     calls: deque[Hashable]  # under way, the oldest first
+    asked_at: float = field(default_factory=monotonic)  # since when the oldest is the oldest
     failed_starts: int = 0  # one after the other, of those before it in its place
     is_started: bool = False
     is_closed: bool = False  # takes nothing more until it has finished what it has
@@ -88,9 +91,21 @@ class Replica:
 class Pool:
     """The `loop.Engine` of several replicas. Results come in any order, each once."""
 
-    def __init__(self, cluster: Cluster, num_replicas: int, num_running: int) -> None:
-        """`num_running`: requests that one replica runs at the same time."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        num_replicas: int,
+        num_running: int,
+        *,
+        start_timeout: float = math.inf,
+        answer_timeout: float = math.inf,
+    ) -> None:
+        """`num_running`: requests that one replica runs at the same time. `start_timeout`,
+        `answer_timeout`: seconds after which a call that starts a replica, or that gives it
+        requests, counts as one that will not end.
+        """
         self._cluster = cluster
+        self._start_timeout, self._answer_timeout = start_timeout, answer_timeout
         most = num_replicas * num_running + num_ahead(num_replicas * num_running)
         self._most = -(-most // num_replicas)  # requests of one replica
         self._replicas = [self._start() for _ in range(num_replicas)]
@@ -104,7 +119,7 @@ class Pool:
 
     def _start(self, failed_starts: int = 0) -> Replica:
         handle, call = self._cluster.start()
-        return Replica(handle, deque([call]), failed_starts)
+        return Replica(handle, deque([call]), failed_starts=failed_starts)
 
     def wait_for_all(self, seconds: float) -> None:
         """Return when all replicas have started, so that none is given what others could do.
@@ -138,15 +153,29 @@ class Pool:
 
         Raises JobError if the replicas are lost, one after the other, and finish nothing.
         """
+        ended: Outputs = []
+        for replica, seconds in self._hanging():
+            ended += self._replace(replica, f"it has not answered for {seconds:.0f} s")
         self._deal()
         asked = {replica.calls[0]: replica for replica in self._replicas if replica.calls}
-        ended: Outputs = []
         for call in self._cluster.wait(list(asked), WAIT_SECONDS):
             try:
                 ended += self._take(asked[call], self._cluster.result(call))
             except ReplicaLostError as error:
                 ended += self._replace(asked[call], str(error))
         return ended
+
+    def _hanging(self) -> list[tuple[Replica, float]]:
+        """The replicas whose oldest calls should have ended long ago, and for how long they run."""
+        now = monotonic()
+        silent = [(one, now - one.asked_at) for one in self._replicas if one.calls]
+        # This process may have been stopped for a while, and have looked at no answer.
+        return [
+            (one, seconds)
+            for one, seconds in silent
+            if seconds > (self._answer_timeout if one.is_started else self._start_timeout)
+            and not self._cluster.wait([one.calls[0]], 0)
+        ]
 
     def _deal(self) -> None:
         """Send requests to replicas, and let each that has some be asked for results."""
@@ -162,6 +191,7 @@ class Pool:
             replica.entries |= {entry.request.line: entry for entry in entries}
             while replica.entries and len(replica.calls) < CALLS:
                 requests = [entry.request for entry in entries]
+                replica.asked_at = replica.asked_at if replica.calls else monotonic()
                 replica.calls.append(self._cluster.serve(replica.handle, requests, more))
                 entries = []
 
@@ -187,6 +217,7 @@ class Pool:
 
     def _take(self, replica: Replica, answers: Answers) -> Outputs:
         replica.calls.popleft()
+        replica.asked_at = monotonic()
         replica.is_started, replica.failed_starts = True, 0
         if answers:
             self._lost_in_a_row = 0

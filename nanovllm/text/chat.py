@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checks import shown
 from nanovllm.text.time_limit import run_limited
 
 if TYPE_CHECKING:
@@ -15,9 +16,10 @@ def write_chats(
 ) -> list[str]:
     """Each conversation, up to where the assistant's turn begins. `options` go to the template.
 
-    Raises ValueError for a conversation that the template refuses, or with which it is not done
-    after CHAT_SECONDS.
+    Raises TypeError for a message that holds more than text; ValueError for a conversation that
+    the template refuses, or with which it is not done after CHAT_SECONDS.
     """
+    chats = [[in_one(f"messages[{i}]", one) for one in chat] for i, chat in enumerate(chats)]
     options = {"add_generation_prompt": True, **options, "tokenize": False}
     texts: list[str] = []
 
@@ -37,3 +39,16 @@ def write_chats(
             f"messages[{len(texts)}] does not fit the model's chat template: {error}"
         ) from error
     return texts
+
+
+def in_one(name: str, message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: its parts, as OpenAI's API takes them, are put together.
+    Many templates know no parts, and would write a list as Python does.
+    """
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    for part in parts:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise TypeError(f"{name} holds {shown(part)}: use text, or parts of type 'text'")
+    return {**message, "content": "".join([part["text"] for part in parts])}

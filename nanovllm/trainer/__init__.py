@@ -15,7 +15,7 @@ from nanovllm.trainer import memory, new_weights
 
 def update_weights(session: Session, weights: Iterable[tuple[str, Tensor]]) -> None:
     """See `LLM.update_weights`."""
-    with idle(session, "update_weights") as engine:
+    with idle(session, "update_weights") as engine, session.busy():
         new_weights.update_weights(engine, weights)
 
 
@@ -34,14 +34,14 @@ def wake_up(session: Session) -> None:
 @contextmanager
 def idle(session: Session, call: str) -> Iterator[LLMEngine]:
     """The engine, with the lock held. Raises ValueError, which names the `call`, if a request is
-    unfinished.
+    unfinished or another call under way.
     """
     session.open_engine()
     with session.lock:
         engine = session.settled_engine()
-        if session.requests or engine.has_unfinished():
+        if not session.is_idle:
             raise ValueError(
-                f"{call} was called while requests are unfinished: let them end, take their "
-                "outputs by step, or abort them first"
+                f"{call} was called while requests are unfinished or another call is under way: "
+                "let them end, take the requests' outputs by step, or abort these first"
             )
         yield engine
