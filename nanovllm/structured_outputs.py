@@ -116,7 +116,7 @@ def check_form_compiles(name: str, params: Any, constraints: Any) -> None:
     to: by the engine's `constraints`, which raise ValueError where it is not.
     """
     try:
-        constraints.make(params)
+        constraints.check(params)
     except ValueError as error:
         raise ValueError(f"{name}.{error}") from error
 

@@ -231,6 +231,23 @@ def test_log_probabilities_are_the_models_own(llm):
     assert first[output["token_ids"][0]] < max(first.values())  # another one was likelier
 
 
+def test_lexers_are_shared_evenly_by_those_who_ask_for_the_same(make_llm, monkeypatch):
+    """To check a form takes none."""
+    monkeypatch.setattr(grammars, "NUM_THREADS", 2)
+    llm = make_llm(TINY_MODEL)
+    params = [form(structured_outputs=dict(choice=["no"])) for _ in range(6)]
+    taken = []
+    monkeypatch.setattr(
+        grammars.Grammars,
+        "matcher",
+        lambda self, one, matcher=grammars.Grammars.matcher: (
+            taken.append(matcher(self, one)) or taken[-1]
+        ),
+    )
+    llm.generate(["x = "] * 6, params, use_tqdm=False)
+    assert [matcher.number for matcher in taken] == [0, 1, 2, 3, 0, 1]
+
+
 WRONG = {
     "schema": (dict(json={"type": "strin"}), r"json cannot be compiled \(Invalid type: strin\)"),
     "regex": (dict(regex="(?=a)"), r"regex cannot be compiled \(.*look-around"),

@@ -39,10 +39,12 @@ class Constraints(Protocol):
     The engine asks while the device computes the step whose logits are meant.
     """
 
-    def make(self, params: SamplingParams) -> Any:
-        """What a new sequence keeps as its `constraint`; None if it needs none.
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError for what no output can be held to."""
 
-        Raises ValueError for what no output can be held to.
+    def make(self, params: SamplingParams) -> Any:
+        """What a new sequence keeps as its `constraint`, if params were checked; None if it needs
+        none.
         """
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:

@@ -45,7 +45,11 @@ class Form(Protocol):
 class Forms(Protocol):
     """Makes forms, and says what they allow: of all rows at once, for each may take long."""
 
-    def matcher(self, params: StructuredOutputsParams) -> Form: ...
+    def compile(self, params: StructuredOutputsParams) -> Any:
+        """Raises ValueError for what no output can be held to."""
+
+    def matcher(self, params: StructuredOutputsParams) -> Form:
+        """A new one, of what was compiled."""
 
     def fill(self, rows: list[tuple[int, Any, list[int]]], masks: np.ndarray) -> None:
         """For each (row, form, output so far) set bits in the row's mask as that form allows.
@@ -91,22 +95,25 @@ class Constraints:
         self.forms = forms
         self._masks = np.empty((0, num_words(vocab_size)), dtype=np.int32)
 
+    def check(self, params: SamplingParams) -> None:
+        if isinstance(asked := params.structured_outputs, StructuredOutputsParams):
+            if self.forms is None:
+                raise ValueError(
+                    "structured_outputs is given, but nanovllm/structured is not there: leave it "
+                    "out"
+                )
+            self.forms.compile(asked)
+
     def make(self, params: SamplingParams) -> SequenceConstraint | None:
         form, masks = None, list[LogitsConstraint]()
         if isinstance(asked := params.structured_outputs, StructuredOutputsParams):
-            form = self._matcher(asked)
+            assert self.forms is not None, "it was checked"
+            form = self.forms.matcher(asked)
         if words := [word for word in params.barred_sequences if len(word) > 1]:
             masks.append(BadWords(words))
         if form is None and not masks and not params.logits_processors:
             return None
         return SequenceConstraint(form, tuple(masks), tuple(params.logits_processors or ()))
-
-    def _matcher(self, asked: StructuredOutputsParams) -> Form:
-        if self.forms is None:
-            raise ValueError(
-                "structured_outputs is given, but nanovllm/structured is not there: leave it out"
-            )
-        return self.forms.matcher(asked)
 
     def completed(self, sampled: list[Sequence]) -> list[Sequence]:
         """Those of the sequences, each with a new token, whose outputs end with it."""
