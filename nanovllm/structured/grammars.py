@@ -19,7 +19,8 @@ import numpy as np
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars
-NUM_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))  # that make masks
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+NUM_THREADS = max(1, min(32, CORES * 4 // 5))  # that make masks
 INSTALL = 'pip install -e ".[structured]"'
 # What an error says beside llguidance's message, if that has these words.
 REMEDIES = {
