@@ -153,6 +153,23 @@ def test_completions_of_one_grammar_share_a_lexer_only_where_they_outnumber_the_
     assert [compiled.matcher(second).number for _ in range(2)] == [0, 1]
 
 
+def test_a_call_of_another_thread_while_a_lexer_is_made_keeps_no_later_one_from_being_made(
+    monkeypatch,
+):
+    monkeypatch.setattr(grammars, "NUM_THREADS", 2)
+    compiled, params, makes = make_grammars(), as_params(json=POINT), []
+    start = compiled._start
+
+    def make(asked):
+        makes.append(asked)
+        if len(makes) == 2:
+            compiled.matcher(params)  # what another thread may do at this moment
+        return start(asked)
+
+    monkeypatch.setattr(compiled, "_start", make)
+    assert {compiled.matcher(params).number for _ in range(12)} == {0, 1, 2, 3}
+
+
 class Serialized:
     """A tokenizer of the tokenizers package, as Grammars wants it."""
 

@@ -159,7 +159,8 @@ class Starts:
     def next(self) -> tuple[int, Any]:
         """A copy for one completion, and the number of what it is a copy of."""
         turn = next(self._count)
-        if turn == len(self._starts) < 2 * NUM_THREADS:
+        # More turns than there are, where other threads' calls came while one was made.
+        if turn >= len(self._starts) and len(self._starts) < 2 * NUM_THREADS:
             self._starts.append(self._make())
         number = turn % len(self._starts)
         return number, self._starts[number].deep_copy()
