@@ -145,9 +145,7 @@ class Constraints:
         return LogitsEdits([place for place, _ in rows], masks, processors)
 
     def _all_allowed(self, count: int) -> np.ndarray:
-        """Masks [count, W], in memory that the last call's were in: fresh pages take as long to
-        come as the rest.
-        """
+        """Masks [count, W], in the memory of the last call's, whose pages are there already."""
         if len(self._masks) < count:
             self._masks = np.empty((count, num_words(self.vocab_size)), dtype=np.int32)
         masks = self._masks[:count]
