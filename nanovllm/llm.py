@@ -1,7 +1,6 @@
 """The facade users import: text in, text out."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request
 from nanovllm.log import say_ready, show_unless_configured
-from nanovllm.outputs import Progress, make_outputs
+from nanovllm.outputs import make_outputs, progress
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scores import score
 from nanovllm.session import Session
@@ -339,7 +338,7 @@ class LLM:
             added = [engine.add(*request) for request in requests]
             ours.update((request.id, request) for request in added)  # those that have not ended
             outputs: dict[int, dict[str, Any]] = {}
-            with closing(Progress(len(added), ours, session.observe, use_tqdm)):
+            with progress(len(added), ours, session.observe, use_tqdm):
                 while ours:
                     finished = [request for request in session.step() if ours.pop(request.id, None)]
                     # With overlap the next step runs already: this is the time to make text.

@@ -2,7 +2,8 @@
 until then."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -90,44 +91,40 @@ def split_records(records: list[bytes], count: int) -> tuple[np.ndarray, np.ndar
     return pairs[..., 0], pairs.view(np.float32)[..., 1]
 
 
-class Progress:
-    """A bar of a call's requests that have finished, with the tokens a second that all steps have
-    computed meanwhile.
+@contextmanager
+def progress(
+    total: int,
+    unfinished: Collection[int],
+    observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
+    shown: bool,
+) -> Iterator[None]:
+    """Show a bar of a call's requests that have finished, with the tokens a second that all steps
+    have computed meanwhile.
 
     `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
     `observe`: what `LLM.on_step` does.
     """
+    if not shown:  # not even a disabled bar, which would wait for a lock that forks share
+        yield
+        return
+    bar = tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True)
+    begin = perf_counter()
+    num_prefill_tokens = num_decode_tokens = 0
 
-    def __init__(
-        self,
-        total: int,
-        unfinished: Collection[int],
-        observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
-        shown: bool,
-    ) -> None:
-        self._bar = tqdm(
-            total=total,
-            desc="Generating",
-            unit="request",
-            disable=not shown,
-            dynamic_ncols=True,
-        )
-        self._begin = perf_counter()
-        self._unfinished = unfinished
-        self._num_prefill_tokens = self._num_decode_tokens = 0
-        self._end = observe(self._update) if shown else None
-
-    def _update(self, step: StepRecord) -> None:
-        self._num_prefill_tokens += step.prefill_tokens
-        self._num_decode_tokens += step.decode_tokens
-        seconds = perf_counter() - self._begin
-        prefill, decode = self._num_prefill_tokens / seconds, self._num_decode_tokens / seconds
-        self._bar.set_postfix_str(
+    def update(step: StepRecord) -> None:
+        nonlocal num_prefill_tokens, num_decode_tokens
+        num_prefill_tokens += step.prefill_tokens
+        num_decode_tokens += step.decode_tokens
+        seconds = perf_counter() - begin
+        prefill, decode = num_prefill_tokens / seconds, num_decode_tokens / seconds
+        bar.set_postfix_str(
             f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False
         )
-        self._bar.update(sum([request in self._unfinished for request in step.finished]))
+        bar.update(sum([request in unfinished for request in step.finished]))
 
-    def close(self) -> None:
-        if self._end is not None:
-            self._end()
-        self._bar.close()
+    end = observe(update)
+    try:
+        yield
+    finally:
+        end()
+        bar.close()

@@ -7,13 +7,12 @@ others follow once it has ended, and find the context in the prefix cache.
 
 import math
 from collections import deque
-from contextlib import closing
 from typing import Any, NamedTuple
 
 from nanovllm.checks import shown
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs
-from nanovllm.outputs import Progress, split_records
+from nanovllm.outputs import progress, split_records
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.session import Session
 
@@ -152,7 +151,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
             request = engine.add(token_ids, PARAMS, score_from=num_context)
             ours[request.id], under_way[request.id] = request, (place, followers)
 
-        with closing(Progress(len(pairs), ours, session.observe, use_tqdm)):
+        with progress(len(pairs), ours, session.observe, use_tqdm):
             while waiting or ours:
                 while waiting and (not ours or sum([sizes[i] for i in waiting[0]]) <= room):
                     first, *others = waiting.popleft()

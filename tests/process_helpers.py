@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ def in_fork(answer: Callable[[], Any]) -> Any:
         finally:
             os._exit(0)
     os.close(writing)
+    if not select.select([reading], [], [], CHILD_SECONDS + 10)[0]:
+        os.kill(child, signal.SIGKILL)  # it hangs in what runs at a fork, before its alarm is set
     with open(reading, "rb") as pipe:
         data = pipe.read()
     _, status = os.waitpid(child, 0)

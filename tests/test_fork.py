@@ -82,6 +82,7 @@ def test_a_fork_while_another_thread_generates_raises_and_waits_for_no_lock(llm,
         for _ in range(3):
             while llm._session.lock.acquire(blocking=False):  # until the other thread has it
                 llm._session.lock.release()
+                assert thread.is_alive()
             answers = in_fork(
                 lambda: [said(lambda: llm.generate([[1]])), said(stream.close), said(llm.close)]
             )

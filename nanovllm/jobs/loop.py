@@ -133,22 +133,22 @@ class Progress:
     def __init__(self, name: str, num_lines: int, before: Totals, shown: bool) -> None:
         self._num_failed, self._num_tokens = before.failed, 0
         self._begin = perf_counter()
-        self._bar = tqdm(
-            total=num_lines,
-            initial=before.done,
-            desc=name,
-            unit="line",
-            disable=not shown,
-            dynamic_ncols=True,
-        )
+        self._bar: tqdm | None = None  # not even a disabled one, which waits for a lock forks share
+        if shown:
+            self._bar = tqdm(
+                total=num_lines, initial=before.done, desc=name, unit="line", dynamic_ncols=True
+            )
 
     def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
     def add(self, result: Result) -> None:
+        if self._bar is None:
+            return
         self._num_failed += result.failed
         self._num_tokens += result.output_tokens
         seconds = max(perf_counter() - self._begin, 1e-9)
