@@ -57,7 +57,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     for seq, table in zip(scheduler.sequences.values(), tables):
         assert len(set(table)) == len(table)
         assert seq.capacity == len(seq.block_table) * blocks.block_size
-        assert len(table) <= scheduler.most_blocks or seq.siblings or seq.parent
+        assert len(table) <= scheduler.tables.most_blocks or seq.siblings or seq.parent
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
 
 
@@ -264,7 +264,7 @@ class SimulatedDevice:
 
     def _check_reads(self, state: RunningState, tokens: list[int], first: int) -> None:
         """What the tokens from `first` on see: all before them, or what lies in their window."""
-        window, expected = self.scheduler.window, 0
+        window, expected = self.scheduler.tables.window, 0
         for position in range(state.length):
             expected = hash((expected, tokens[position]))
             if window is not None and position <= first - window:

@@ -48,7 +48,7 @@ def test_nothing_that_the_engine_does_changes_a_familys_greedy_output(
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, n=3)
     (output,) = llm.generate([LONG], params, use_tqdm=False)
     # What lies behind the windows of all layers was given back, and others have taken it.
-    assert output["num_cached_tokens"] > 0 or llm.engine.scheduler.window is not None
+    assert output["num_cached_tokens"] > 0 or llm.engine.window is not None
     for completion in output["completions"]:
         assert completion["token_ids"] == checkpoint.expected(LONG, 24)
 

@@ -85,6 +85,7 @@ WITHOUT_TORCH = [
     *(f"engine/{name}.py" for name in ("sequence", "batch", "packing", "scheduler")),
     *(
         "engine/block_manager.py",
+        "engine/block_tables.py",
         "engine/policy.py",
         "sampling_params.py",
         "structured_outputs.py",

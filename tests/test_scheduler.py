@@ -19,6 +19,7 @@ from simulated_device import (
 )
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
@@ -337,13 +338,19 @@ def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
 def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
     seen = set()
 
-    class Watched(WatchedScheduler):
-        def _give_back(self, seq):
+    class WatchedTables(BlockTables):
+        def give_back(self, seq):
             before = seq.num_given_back
-            super()._give_back(seq)
+            super().give_back(seq)
             if seq.num_given_back > before:
-                seen.add("a prompt gives back" if seq in self.prefilling else "a decode gives back")
+                in_part = seq.num_computed < seq.num_tokens - 1
+                seen.add("a prompt gives back" if in_part else "a decode gives back")
                 seen.add(("of completions", bool(seq.siblings or seq.parent)))
+
+    class Watched(WatchedScheduler):
+        def __init__(self, **sizes):
+            super().__init__(**sizes)
+            self.tables.__class__ = WatchedTables
 
         def _start_next(self):
             first = self.waiting.first

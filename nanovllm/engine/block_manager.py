@@ -1,4 +1,4 @@
-"""Map sequences onto fixed-size KV blocks: prefix cache, reference counts, eviction.
+"""The KV blocks there are: prefix cache, reference counts, eviction.
 
 Knows token ids and block numbers. Knows nothing about tensors, devices or models.
 

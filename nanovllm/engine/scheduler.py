@@ -8,6 +8,7 @@ from collections import deque
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.engine.policy import SchedulingPolicy, WaitingQueue
 from nanovllm.engine.prompt_scores import PromptScores
@@ -32,22 +33,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         window: int | None = None,
     ) -> None:
-        """`window`: how many tokens a token sees, itself included, in the layer that lets it see
-        most; None: all up to itself. What lies behind it is given back while a sequence runs.
-        """
+        """`window`: see BlockTables."""
         self.blocks = blocks
+        self.tables = BlockTables(blocks, window, max_num_batched_tokens)
         self.policy = policy
-        self.window = window
         self.max_num_batched_tokens = max_num_batched_tokens
         assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
         self.max_num_seqs = max_num_seqs
         # Blocks to leave free when a sequence starts beside others, lest one be preempted at once.
         self.reserve = blocks.num_blocks // 64
-        # A sequence starts with no more than these, which hold a step's tokens and all they see.
-        self.most_blocks = blocks.num_blocks
-        if window is not None:
-            span = window + max_num_batched_tokens
-            self.most_blocks = min(blocks.num_blocks, span // blocks.block_size + 2)
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
         self.waiting = WaitingQueue()
         self.prefilling: list[Sequence] = []  # those whose prompts are computed in part
@@ -61,7 +55,6 @@ class Scheduler:
         self._in_flight: deque[list[Sequence]] = deque()
         # One for each prompt chunk in flight that scores tokens.
         self._scoring: deque[PromptScores] = deque()
-        self._block_copies: list[tuple[int, int]] = []  # of the step that is planned
 
     def add(self, seq: Sequence) -> None:
         for one in (seq, *seq.forks):
@@ -87,8 +80,7 @@ class Scheduler:
         """Plan the next step. None: nothing can run until a step in flight is committed, or a
         paused sequence is resumed.
         """
-        self.blocks.begin_step()
-        self._block_copies = []
+        self.tables.begin_step()
         if not self._make_room():
             return None
         decoding, new_blocks = self._schedule_decodes()
@@ -100,7 +92,7 @@ class Scheduler:
             assert self._in_flight or not stuck, "if nothing is in flight, some can run"
             return None
         self._in_flight.append(decoding + started)
-        copies = tuple(self._block_copies)
+        copies = tuple(self.tables.copies)
         return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
     def _make_room(self) -> bool:
@@ -109,7 +101,7 @@ class Scheduler:
             growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
             growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
             for seq in growing:
-                self._give_back(seq)
+                self.tables.give_back(seq)
             if len(growing) <= self.blocks.num_free:
                 return True
             if self._preempt_paused():
@@ -121,29 +113,6 @@ class Scheduler:
             self._withdraw(seq)
             self._preempt(seq)
             self.waiting.add(seq)
-
-    def _give_back(self, seq: Sequence) -> None:
-        """Release the blocks that none of a sequence's next tokens sees.
-
-        They stay in its block table, though others may get them: attention masks what they hold.
-        """
-        num_behind = min(self._num_behind(seq.num_computed), seq.num_registered_blocks)
-        if num_behind > seq.num_given_back:
-            self.blocks.release(seq.block_table[seq.num_given_back : num_behind])
-            seq.num_given_back = num_behind
-
-    def _num_behind(self, position: int) -> int:
-        """Leading blocks that no token from `position` on sees."""
-        if self.window is None:
-            return 0
-        return max(0, position + 1 - self.window) // self.blocks.block_size
-
-    def _grow(self, seq: Sequence, length: int) -> None:
-        """Give a sequence blocks for `length` tokens, or as many as there are."""
-        size = self.blocks.block_size
-        count = min(-(-(length - seq.capacity) // size), self.blocks.num_free)
-        seq.block_table += self.blocks.allocate(count)
-        seq.capacity += count * size
 
     def _preempt_paused(self) -> bool:
         """Preempt the paused sequence that the policy puts last. False: none has anything to give,
@@ -167,7 +136,7 @@ class Scheduler:
             length = seq.num_tokens
             # The step writes the K and V of position length - 1.
             if length > seq.capacity:
-                self._grow(seq, length)
+                self.tables.extend(seq, length)
                 new_blocks.append((seq.batch_slot, len(seq.block_table) - 1, seq.block_table[-1]))
             seq.num_computed = length
             seq.num_tokens = length + 1
@@ -212,63 +181,18 @@ class Scheduler:
 
     def _start_next(self) -> None:
         """Let the first waiting sequence run, and its forks, if there are slots and blocks."""
-        seq, blocks = self.waiting.first, self.blocks
-        # The blocks of its longest cached prefix, and those of them that its next tokens see.
-        reusable = seq.token_ids[: seq.num_reusable]
-        cached = blocks.match(reusable)
-        num_cached = len(cached) * blocks.block_size
-        num_behind = self._num_behind(min(num_cached, len(reusable) - 1))
-        seen = cached[num_behind:]
-        # How many more it needs.
-        num_new = -(-seq.num_tokens // blocks.block_size) - len(cached)
-        if not seq.forks:  # they need the whole prompt's blocks
-            num_new = min(num_new, self.most_blocks - len(seen))
-        if not self._make_room_to_start(seq, seen, num_new):
-            return
-        self.waiting.remove(seq)
-        seq.num_given_back = num_behind
-        seq.num_registered_blocks = len(cached)
-        seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
-        # Where the cached blocks end, a part of one more may be copied.
-        next_tokens = reusable[num_cached : num_cached + blocks.block_size]
-        run = blocks.match_run(seq.prefix_id, next_tokens)
-        blocks.share(seen)
-        seq.block_table = cached + blocks.allocate(num_new)
-        if run is not None:  # even if its block was just taken: a step copies before it writes
-            source, length = run
-            self._block_copies.append((source, seq.block_table[len(cached)]))
-            num_cached += length
-        self._share_with_forks(seq)
-        self._run(seq, num_cached)
-
-    def _make_room_to_start(self, seq: Sequence, seen: list[int], num_new: int) -> bool:
-        """Whether there are slots and blocks for a sequence and its forks. Paused ones give theirs.
-
-        `seen`: the cached blocks that it shares. `num_new`: how many it needs besides.
-        """
-        num_tails = len(seq.forks) if seq.num_tokens % self.blocks.block_size else 0
-        needed = num_new + num_tails + (self.reserve if self.running else 0)
-        while (
-            len(self._free_slots) <= len(seq.forks) or self.blocks.num_free_without(seen) < needed
-        ):
+        seq = self.waiting.first
+        start = self.tables.plan(seq)
+        reserve = self.reserve if self.running else 0
+        while len(self._free_slots) <= len(seq.forks) or not self.tables.have_room(start, reserve):
             if not self._preempt_paused():
-                return False
-        return True
-
-    def _share_with_forks(self, seq: Sequence) -> None:
-        """Let the forks share the blocks that the prompt fills. A last one that it fills in part,
-        each has for itself.
-        """
-        num_full, tail = divmod(seq.num_tokens, self.blocks.block_size)
-        for fork in seq.forks:
-            self.blocks.share(seq.block_table[seq.num_given_back : num_full])
-            fork.block_table = seq.block_table[:num_full] + self.blocks.allocate(1 if tail else 0)
-            fork.num_given_back = seq.num_given_back
+                return
+        self.waiting.remove(seq)
+        self._run(seq, self.tables.start(seq, start))
 
     def _run(self, seq: Sequence, num_cached: int) -> None:
         """Give a sequence that has its blocks, and its forks, slots; let its prompt be computed."""
         for one in (seq, *seq.forks):
-            one.capacity = len(one.block_table) * self.blocks.block_size
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
         # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
@@ -282,31 +206,15 @@ class Scheduler:
         """Plan to compute what is left of a prompt, or `budget` tokens of it, or what blocks are
         there for.
         """
-        start, end = seq.num_computed, min(seq.num_computed + budget, seq.num_tokens)
-        if end > seq.capacity:
-            self._give_back(seq)
-            self._grow(seq, end)
-            end = min(end, seq.capacity)
+        start = seq.num_computed
+        end = self.tables.make_room(seq, min(start + budget, seq.num_tokens))
         # Blocks registered before this chunk are shared, or were written by the chunk before it.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
         # From here on others may share them, even the next sequence of this very step: a layer
         # writes all K and V before it attends.
-        self._register_blocks(seq, end)
-        for fork in seq.forks:
-            fork.num_registered_blocks, fork.prefix_id = seq.num_registered_blocks, seq.prefix_id
+        self.tables.register(seq, end)
         return seq.prefill_chunk(start, end, write_from)
-
-    def _register_blocks(self, seq: Sequence, length: int) -> None:
-        """Tell the prefix cache of the blocks that hold the first `length` tokens, all known."""
-        size = self.blocks.block_size
-        for start in range(seq.num_registered_blocks * size, length, size):
-            token_ids = seq.token_ids[start : min(start + size, length)]
-            block = seq.block_table[start // size]
-            prefix_id = self.blocks.register(block, seq.prefix_id, token_ids)
-            if len(token_ids) == size:
-                seq.prefix_id = prefix_id
-                seq.num_registered_blocks += 1
 
     def commit(
         self,
@@ -341,7 +249,7 @@ class Scheduler:
             seq.token_ids.append(token)
             length = len(seq.token_ids)
             if (length - 1) % block_size == 0:  # the tokens before this one fill a block
-                self._register_blocks(seq, length - 1)
+                self.tables.register(seq, length - 1)
             if token in seq.stop_ids:
                 seq.finish_reason = "stop"
                 ended.append(seq)
@@ -412,8 +320,5 @@ class Scheduler:
             one.status = Status.WAITING
 
     def _release(self, seq: Sequence) -> None:
-        """Give back slot and blocks. A step in flight may still use them: later steps follow it."""
-        # The last token has no K and V yet, unless it ran one step too far.
-        self._register_blocks(seq, min(seq.num_computed, len(seq.token_ids) - 1))
-        self.blocks.release(seq.block_table[seq.num_given_back :])
+        self.tables.release(seq)
         self._free_slots.append(seq.batch_slot)

@@ -17,6 +17,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.scheduler import Scheduler
@@ -203,6 +204,23 @@ class RecordedBlocks(BlockManager):
         super()._forget(block)
 
 
+class RecordedTables(BlockTables):
+    recorder: Recorder
+
+    def give_back(self, seq: Sequence) -> None:
+        before = seq.num_given_back
+        super().give_back(seq)
+        if seq.num_given_back > before:
+            self.recorder.add(GaveBack(seq.id, seq.num_given_back))
+
+    def make_room(self, seq: Sequence, length: int) -> int:  # of those that decode, the step tells
+        before = len(seq.block_table)
+        room = super().make_room(seq, length)
+        if grown := tuple(seq.block_table[before:]):
+            self.recorder.add(Grew(seq.id, grown))
+        return room
+
+
 class RecordedScheduler(Scheduler):
     recorder: Recorder
 
@@ -242,18 +260,6 @@ class RecordedScheduler(Scheduler):
         super().resume(seq)
         self.recorder.add(Resumed(self.recorder.now(), seq.id))
 
-    def _give_back(self, seq: Sequence) -> None:
-        before = seq.num_given_back
-        super()._give_back(seq)
-        if seq.num_given_back > before:
-            self.recorder.add(GaveBack(seq.id, seq.num_given_back))
-
-    def _grow(self, seq: Sequence, length: int) -> None:
-        before = len(seq.block_table)
-        super()._grow(seq, length)
-        if seq in self.prefilling:  # of those that decode, the step tells
-            self.recorder.add(Grew(seq.id, tuple(seq.block_table[before:])))
-
     def _release(self, seq: Sequence) -> None:
         super()._release(seq)
         self.recorder.add(Released(seq.id))
@@ -274,8 +280,9 @@ class RecordedEngine(LLMEngine):
     def _make_scheduler(self) -> Scheduler:
         scheduler = super()._make_scheduler()
         scheduler.__class__ = RecordedScheduler
+        scheduler.tables.__class__ = RecordedTables
         scheduler.blocks.__class__ = RecordedBlocks
-        for part in (scheduler, scheduler.blocks):
+        for part in (scheduler, scheduler.tables, scheduler.blocks):
             vars(part)["recorder"] = self.recorder
         return scheduler
 

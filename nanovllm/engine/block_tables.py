@@ -1,0 +1,150 @@
+"""Which KV blocks hold a sequence's tokens: what it shares as it starts, what it takes as it grows,
+and what it gives back.
+
+The block manager lends blocks to anyone; here they become the block tables of sequences. Knows no
+step, no slot and no policy: those are the scheduler's.
+"""
+
+from typing import NamedTuple
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+
+
+class Start(NamedTuple):
+    """The blocks that a sequence and its forks would start with."""
+
+    cached: list[int]  # of the longest prefix that the cache holds
+    num_behind: int  # leading ones of these that no token to be computed sees
+    num_new: int  # how many more the sequence needs
+    num_tails: int  # and its forks, each for a last block of its own
+
+    @property
+    def shared(self) -> list[int]:
+        return self.cached[self.num_behind :]
+
+
+class BlockTables:
+    """Gives sequences blocks, and takes them again.
+
+    window: how many tokens a token sees, itself included, in the layer that lets it see most; None:
+        all up to itself. What lies behind it is given back while a sequence runs.
+    most_blocks: a sequence starts with no more than these, which hold a step's tokens and all that
+        they see.
+    copies: (source, copy), blocks that the step which is planned must copy before it writes any.
+    """
+
+    def __init__(self, blocks: BlockManager, window: int | None, max_step_tokens: int) -> None:
+        self.blocks = blocks
+        self.block_size = blocks.block_size
+        self.window = window
+        self.most_blocks = blocks.num_blocks
+        if window is not None:
+            span = window + max_step_tokens
+            self.most_blocks = min(blocks.num_blocks, span // self.block_size + 2)
+        self.copies: list[tuple[int, int]] = []
+
+    def begin_step(self) -> None:
+        self.blocks.begin_step()
+        self.copies = []
+
+    def plan(self, seq: Sequence) -> Start:
+        """What a waiting sequence would start with. Changes nothing."""
+        reusable = seq.token_ids[: seq.num_reusable]
+        cached = self.blocks.match(reusable)
+        num_behind = self._num_behind(min(len(cached) * self.block_size, len(reusable) - 1))
+        num_new = -(-seq.num_tokens // self.block_size) - len(cached)
+        if not seq.forks:  # they need the whole prompt's blocks
+            num_new = min(num_new, self.most_blocks - (len(cached) - num_behind))
+        num_tails = len(seq.forks) if seq.num_tokens % self.block_size else 0
+        return Start(cached, num_behind, num_new, num_tails)
+
+    def have_room(self, start: Start, reserve: int) -> bool:
+        """Whether there are blocks for it, and `reserve` more."""
+        needed = start.num_new + start.num_tails + reserve
+        return self.blocks.num_free_without(start.shared) >= needed
+
+    def start(self, seq: Sequence, start: Start) -> int:
+        """Give a sequence and its forks what `plan` said. Returns how many of its leading tokens
+        have their K and V already.
+        """
+        blocks, cached = self.blocks, start.cached
+        seq.num_given_back = start.num_behind
+        seq.num_registered_blocks = len(cached)
+        seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
+        # Where the cached blocks end, a part of one more may be copied.
+        num_cached = len(cached) * self.block_size
+        next_tokens = seq.token_ids[
+            num_cached : min(num_cached + self.block_size, seq.num_reusable)
+        ]
+        run = blocks.match_run(seq.prefix_id, next_tokens)
+        blocks.share(start.shared)
+        seq.block_table = cached + blocks.allocate(start.num_new)
+        if run is not None:  # even if its block was just taken: a step copies before it writes
+            source, length = run
+            self.copies.append((source, seq.block_table[len(cached)]))
+            num_cached += length
+        self._share_with_forks(seq)
+        for one in (seq, *seq.forks):
+            one.capacity = len(one.block_table) * self.block_size
+        return num_cached
+
+    def _share_with_forks(self, seq: Sequence) -> None:
+        """Let the forks share the blocks that the prompt fills. A last one that it fills in part,
+        each has for itself.
+        """
+        num_full, tail = divmod(seq.num_tokens, self.block_size)
+        for fork in seq.forks:
+            self.blocks.share(seq.block_table[seq.num_given_back : num_full])
+            fork.block_table = seq.block_table[:num_full] + self.blocks.allocate(1 if tail else 0)
+            fork.num_given_back = seq.num_given_back
+
+    def extend(self, seq: Sequence, length: int) -> None:
+        """Give a sequence blocks for `length` tokens, or as many as there are."""
+        count = min(-(-(length - seq.capacity) // self.block_size), self.blocks.num_free)
+        seq.block_table += self.blocks.allocate(count)
+        seq.capacity += count * self.block_size
+
+    def make_room(self, seq: Sequence, length: int) -> int:
+        """The same for a prompt, which gives back first what it no longer sees. Returns for how
+        many of `length` tokens there is room.
+        """
+        if length > seq.capacity:
+            self.give_back(seq)
+            self.extend(seq, length)
+        return min(length, seq.capacity)
+
+    def give_back(self, seq: Sequence) -> None:
+        """Release the blocks that none of a sequence's next tokens sees.
+
+        They stay in its block table, though others may get them: attention masks what they hold.
+        """
+        num_behind = min(self._num_behind(seq.num_computed), seq.num_registered_blocks)
+        if num_behind > seq.num_given_back:
+            self.blocks.release(seq.block_table[seq.num_given_back : num_behind])
+            seq.num_given_back = num_behind
+
+    def _num_behind(self, position: int) -> int:
+        """Leading blocks that no token from `position` on sees."""
+        if self.window is None:
+            return 0
+        return max(0, position + 1 - self.window) // self.block_size
+
+    def register(self, seq: Sequence, length: int) -> None:
+        """Tell the prefix cache of the blocks that hold the first `length` tokens, all known."""
+        size = self.block_size
+        for start in range(seq.num_registered_blocks * size, length, size):
+            token_ids = seq.token_ids[start : min(start + size, length)]
+            block = seq.block_table[start // size]
+            prefix_id = self.blocks.register(block, seq.prefix_id, token_ids)
+            if len(token_ids) == size:
+                seq.prefix_id = prefix_id
+                seq.num_registered_blocks += 1
+        for fork in seq.forks:
+            fork.num_registered_blocks, fork.prefix_id = seq.num_registered_blocks, seq.prefix_id
+
+    def release(self, seq: Sequence) -> None:
+        """Give all blocks back. A step in flight may still use them: later steps follow it."""
+        # The last token has no K and V yet, unless it ran one step too far.
+        self.register(seq, min(seq.num_computed, len(seq.token_ids) - 1))
+        self.blocks.release(seq.block_table[seq.num_given_back :])
