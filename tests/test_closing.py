@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from engine_helpers import PROMPTS, assert_greedy, greedy
-from process_helpers import no_process_left, said
+from process_helpers import ignored_in_finalizers, no_process_left, said
 from rank_faults import EchoRunner, set_fault
 
 from nanovllm import LLM
@@ -171,10 +171,11 @@ def run_interrupted(call, count: int, delay: float, interval: float) -> None:
 
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, delay, interval)
-        while count:
-            with suppress(KeyboardInterrupt):
-                call()
+        with ignored_in_finalizers():
+            signal.setitimer(signal.ITIMER_REAL, delay, interval)
+            while count:
+                with suppress(KeyboardInterrupt):
+                    call()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
