@@ -17,7 +17,7 @@ from process_helpers import ignored_in_finalizers, no_process_left, said
 from rank_faults import EchoRunner, set_fault
 
 from nanovllm import LLM
-from nanovllm.distributed import tensor_parallel
+from nanovllm.distributed import rank_process
 from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
 
 OPTIONS = dict(device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=96)
@@ -262,7 +262,7 @@ def test_ranks_whose_end_was_interrupted_before_it_began_are_ended_later(
 def test_interrupts_while_ranks_are_started_leave_none(
     make, echo_ranks, monkeypatch, interrupt_waits, where, waits
 ):
-    owner = tensor_parallel if hasattr(tensor_parallel, where) else TensorParallelRunner
+    owner = rank_process if hasattr(rank_process, where) else TensorParallelRunner
     original = getattr(owner, where)
     calls_to_go = {"open_socket_pair": 1, "inherited": 2}.get(where, 0)  # what one rank takes
 

@@ -33,7 +33,8 @@ from transformers import (
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner, open_store_file
+from nanovllm.distributed.rank_process import open_store_file
+from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks

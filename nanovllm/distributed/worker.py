@@ -1,6 +1,6 @@
 """The process of one rank: join the other ranks, build the runner, do what the engine commands.
 
-Knows nothing about sequences or policy. `tensor_parallel.spawn_rank` starts it as a fresh
+Knows nothing about sequences or policy. `rank_process.spawn_rank` starts it as a fresh
 interpreter. It ends when the engine closes the channel or dies: a thread waits for that alone, so
 that a rank ends even while it waits in a collective that the other ranks will never join.
 """
