@@ -80,12 +80,11 @@ class StackedLinear(nn.Module):
 
 
 class ColumnParallelLinear(StackedLinear):
-    """One projection; each rank makes its shard of the outputs."""
+    """One projection without a bias; each rank makes its shard of the outputs."""
 
-    def __init__(
-        self, in_features: int, out_features: int, group: ParallelGroup, *, bias: bool = False
-    ):
-        super().__init__(in_features, [Shard.even(None, out_features, group, "out_features")], bias)
+    def __init__(self, in_features: int, out_features: int, group: ParallelGroup):
+        shard = Shard.even(None, out_features, group, "out_features")
+        super().__init__(in_features, [shard], bias=False)
 
 
 class MergedColumnParallelLinear(StackedLinear):
@@ -106,9 +105,8 @@ class MergedColumnParallelLinear(StackedLinear):
 
 
 class QKVParallelLinear(StackedLinear):
-    """Queries, keys and values: [T, in] -> [T, (H + 2G) D].
-
-    H query heads and G key-value heads are this rank's.
+    """Queries, keys and values: [T, in] -> [T, (H + 2G) D], of this rank's H query heads and G
+    key-value heads.
 
     Ranks share the heads evenly. When there are more ranks than key-value heads, neighbouring ranks
     hold the same one.
@@ -122,18 +120,14 @@ class QKVParallelLinear(StackedLinear):
         head_dim: int,
         group: ParallelGroup,
         *,
-        names: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         bias: bool = False,
         stacked: bool = False,
     ):
         heads = group.shard(num_heads, "num_attention_heads")
         kv_heads, first_kv_head = shard_kv_heads(num_kv_heads, group)
-        q, k, v = names
-        shards = [Shard(q, num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim)]
-        for name in (k, v):
-            shards.append(
-                Shard(name, num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim)
-            )
+        q = num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim
+        kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
+        shards = [Shard("q_proj", *q), Shard("k_proj", *kv), Shard("v_proj", *kv)]
         super().__init__(in_features, shards, bias, stacked)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 

@@ -9,12 +9,12 @@ from nanovllm.models.transformer import DecoderLayer
 class PostNormLayer(nn.Module):
     """Norms what they add, and not what they read (OLMo 2)."""
 
-    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm] = RMSNorm):
+    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module):
         super().__init__()
         self.self_attn = self_attn
-        self.attention_output_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.attention_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
-        self.mlp_output_norm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp_output_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         x = x + self.attention_output_norm(self.self_attn(x, positions))
