@@ -333,16 +333,19 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
-        with session.lock, session.calling(), session.running() as ours:
+        with session.lock, session.calling(), session.running():
             engine = session.begin_call()
             added = [engine.add(*request) for request in requests]
-            ours.update((request.id, request) for request in added)  # those that have not ended
+            unfinished = {request.id for request in added}
             outputs: dict[int, dict[str, Any]] = {}
-            with progress(len(added), ours, session.observe, use_tqdm):
-                while ours:
-                    finished = [request for request in session.step() if ours.pop(request.id, None)]
+            with progress(len(added), unfinished, session.observe, use_tqdm):
+                while unfinished:
+                    # A step may also finish requests of others, such as those of `add_request`.
+                    ours = [request for request in session.step() if request.id in unfinished]
+                    ids = [request.id for request in ours]
+                    unfinished.difference_update(ids)
                     # With overlap the next step runs already: this is the time to make text.
-                    outputs |= zip([request.id for request in finished], self._outputs(finished))
+                    outputs |= zip(ids, self._outputs(ours))
         return [self._view(request, outputs[request.id]) for request in added]
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:

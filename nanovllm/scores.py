@@ -138,7 +138,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))
     under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
-    with session.lock, session.calling(), session.busy(), session.running() as ours:
+    with session.lock, session.calling(), session.busy(), session.running():
         engine = session.begin_call()
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]
@@ -149,16 +149,16 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Sco
         def start(place: int, followers: list[int]) -> None:
             token_ids, num_context = pairs[place]
             request = engine.add(token_ids, PARAMS, score_from=num_context)
-            ours[request.id], under_way[request.id] = request, (place, followers)
+            under_way[request.id] = place, followers
 
-        with progress(len(pairs), ours, session.observe, use_tqdm):
-            while waiting or ours:
-                while waiting and (not ours or sum([sizes[i] for i in waiting[0]]) <= room):
+        with progress(len(pairs), under_way, session.observe, use_tqdm):
+            while waiting or under_way:
+                while waiting and (not under_way or sum([sizes[i] for i in waiting[0]]) <= room):
                     first, *others = waiting.popleft()
                     room -= sum([sizes[i] for i in (first, *others)])
                     start(first, others)
                 for request in session.step():
-                    if ours.pop(request.id, None):
+                    if request.id in under_way:
                         place, followers = under_way.pop(request.id)
                         scores[place] = pairs[place].read(request)
                         room += sizes[place]

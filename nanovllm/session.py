@@ -118,19 +118,13 @@ class Session:
         return engine
 
     @contextmanager
-    def running(self) -> Iterator[dict[int, Sequence]]:
-        """Run a call, or a part of one, that keeps its unfinished sequences in the dict.
-
-        Where a stream is closed, those still there are aborted. An error or Ctrl-C drops all
-        requests.
-        """
+    def running(self) -> Iterator[None]:
+        """Run a call, or a part of one. An error or Ctrl-C inside drops all requests."""
         self.awake_engine()
-        ours: dict[int, Sequence] = {}
         is_nested = self._stepping == get_ident()  # in a step that goes on after this call
         try:
-            yield ours
-        except GeneratorExit:
-            self._abandon(ours.values())
+            yield
+        except GeneratorExit:  # a stream was closed, which is no error
             raise
         except BaseException as error:
             if not is_nested:
@@ -141,10 +135,10 @@ class Session:
                     raise ClosedError from error
             raise
 
-    def _abandon(self, sequences: Iterable[Sequence]) -> None:
+    def abandon(self, sequences: Iterable[Sequence]) -> None:
         """Abort the sequences of a stream that was closed.
 
-        Garbage is collected anywhere, so that may be in a step: then the next call aborts them.
+        The garbage collector may close one in the middle of a step: then the next call aborts them.
         """
         if not self._is_forked:
             with self.lock, suppress(ClosedError):

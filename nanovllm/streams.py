@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Request
 from nanovllm.session import Session
 
@@ -20,25 +21,30 @@ def stream(session: Session, requests: list[Request]) -> Iterator[Piece]:
 
 
 def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
-    with session.running() as ours:
-        # Sequences get their tokens here or, if the LLM is used between two items, elsewhere.
-        with session.lock:
-            engine = session.begin_call()
-            sequences = [
-                engine.add(*request, streams=True, interactive=True) for request in requests
-            ]
-            ours.update(enumerate(sequences))
-        num_seen = [seq.num_prompt_tokens for seq in sequences]
-        while ours:
-            session.open_engine()
+    unfinished: dict[int, Sequence] = {}  # by the prompt's index
+    try:
+        with session.running():
             with session.lock:
-                session.step()
-            for i, seq in list(ours.items()):
-                new_ids = seq.token_ids[num_seen[i] :]
-                if not new_ids and seq.finish_reason is None:
-                    continue
-                num_seen[i] += len(new_ids)
-                if seq.finish_reason is not None:
-                    del ours[i]
-                text = seq.text.take() if seq.text is not None else ""
-                yield i, text, new_ids, seq.finish_reason
+                engine = session.begin_call()
+                sequences = [
+                    engine.add(*request, streams=True, interactive=True) for request in requests
+                ]
+                unfinished.update(enumerate(sequences))
+            num_seen = [seq.num_prompt_tokens for seq in sequences]
+            while unfinished:
+                session.open_engine()
+                with session.lock:
+                    session.step()
+                # More than one token may be new: other calls may run steps between two items.
+                for i, seq in list(unfinished.items()):
+                    new_ids = seq.token_ids[num_seen[i] :]
+                    if not new_ids and seq.finish_reason is None:
+                        continue
+                    num_seen[i] += len(new_ids)
+                    if seq.finish_reason is not None:
+                        del unfinished[i]
+                    text = seq.text.take() if seq.text is not None else ""
+                    yield i, text, new_ids, seq.finish_reason
+    except GeneratorExit:  # the caller wants no more items
+        session.abandon(unfinished.values())
+        raise
