@@ -57,18 +57,18 @@ class LLMEngine:
         if config.load_format == "auto":
             check_num_layers(hf_config.num_hidden_layers, folder, model_class)
         self.policy = policy
-        # These three compose.py sets, once the model is loaded.
+        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
+        # compose.py sets these three once the model is loaded.
         self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
         self.make_detokenizer: Callable[[], Detokenizer] | None = None
         self.constraints: Constraints | None = None
-        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
+
         self.vocab_size = hf_config.vocab_size
         self.runner = make_runner(config, hf_config, folder)
         self.max_model_len = self.runner.info.max_model_len
         self.window = largest_window(hf_config)
-        self.overlap = (
-            self.runner.device.type != "cpu" if config.overlap is None else config.overlap
-        )
+        is_cpu = self.runner.device.type == "cpu"
+        self.overlap = not is_cpu if config.overlap is None else config.overlap
         self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
         self.scheduler = self._make_scheduler()
@@ -118,8 +118,7 @@ class LLMEngine:
         for sibling in siblings:
             sibling.parent = seq
         if params.prompt_logprobs is not None:
-            num_unscored = min(score_from, len(prompt))
-            seq.scores = PromptScores(prompt, params.prompt_logprobs, num_unscored)
+            seq.scores = PromptScores(prompt, params.prompt_logprobs, score_from)
         if params.max_tokens:
             for one in seq.completions:
                 self._follow(one, streams)
@@ -148,7 +147,7 @@ class LLMEngine:
         return seq
 
     def _follow(self, seq: Sequence, streams: bool) -> None:
-        """See to the constraint and the text that a sequence needs as it grows, if any."""
+        """Give a sequence the constraint and the detokenizer that it needs as it grows, if any."""
         params = seq.params
         if self.constraints is not None and not params.samples_plainly:
             seq.constraint = self.constraints.make(params)
@@ -176,15 +175,14 @@ class LLMEngine:
             launched = Launched(self.runner.launch(batch), bool(batch.prefills))
         if not self.overlap:
             return self._commit(self._constrain(launched))
-        launched, self._in_flight = self._in_flight, launched
-        committed = self._commit(launched)
+        previous, self._in_flight = self._in_flight, launched
+        committed = self._commit(previous)  # may drop what is in flight
         self._in_flight = self._constrain(self._in_flight)
         return committed
 
     def _constrain(self, launched: Launched | None) -> Launched | None:
-        """Complete the step that was launched last, now that all tokens before its own are known.
-
-        The device may still compute it. Steps without constraints are complete as they are.
+        """Sample the rows of the newest step that have a constraint: all tokens before theirs are
+        known by now. The device may still compute the step. Returns it with these tokens.
         """
         if launched is None or not self._constrained:
             return launched
@@ -217,13 +215,13 @@ class LLMEngine:
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
         """Sequences that are complete, or come to a stop string, join those that `ended`."""
         for seq in stopped:
-            if seq.finish_reason is None:  # it has run one step too far, as with end-of-sequence
+            if seq.finish_reason is None:  # the scheduler did not end it
                 self.scheduler.abort(seq)
                 ended.append(seq)
             seq.finish_reason = "stop"
 
     def _drop_surplus_step(self) -> None:
-        """When every sequence has ended, what is in flight ran one step too far."""
+        """When every sequence has ended, nobody wants the tokens of the step in flight."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
             self.scheduler.commit(*self._in_flight.tokens.wait())
             self._in_flight = None
@@ -273,12 +271,12 @@ class LLMEngine:
                 seq.paused_at = perf_counter()
 
     def resume(self, request: Sequence) -> None:
-        """Let what is paused of a request go on. The times that it tells leave the pause out."""
+        """Let what is paused of a request go on. Its times leave the pause out."""
         for seq in request.unfinished:
             if seq.paused_at is None:
                 continue
             self.scheduler.resume(seq)
-            seq.leave_out(perf_counter() - seq.paused_at)
+            seq.shift_times(perf_counter() - seq.paused_at)
             seq.paused_at = None
 
     def reset(self) -> None:

@@ -12,16 +12,18 @@ from nanovllm.engine.batch import ScoredTokens
 @dataclass(slots=True)
 class PromptScores:
     prompt: list[int]
-    num_likeliest: int  # of so many likeliest tokens in each place, too
-    num_done: int  # leading tokens that are not asked for, or scored by now, in flight or not
+    num_likeliest: int  # beside a token's own score, those of so many likeliest tokens
+    num_done: int  # leading tokens that are not to be scored, or whose step has been planned
     records: list[bytes] = field(default_factory=list)  # of each chunk, as outputs.py reads them
 
     @property
     def are_done(self) -> bool:
         return self.num_done == len(self.prompt)
 
-    def after(self, start: int, end: int) -> ScoredTokens | None:
-        """What is to be scored by the chunk of the tokens from `start` to `end`. Asked once."""
+    def take(self, start: int, end: int) -> ScoredTokens | None:
+        """What the chunk of tokens `start` to `end` is to score, which counts as done from now
+        on. None: nothing.
+        """
         first, last = self.num_done, min(end + 1, len(self.prompt))
         if first >= last:
             return None

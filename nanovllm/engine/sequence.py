@@ -43,8 +43,8 @@ class Sequence:
     finish_reason: str | None = None
     logprobs: list[bytes] = field(default_factory=list)  # of each new token, if asked
     scores: PromptScores | None = None  # if the prompt's log-probabilities are asked for
-    # If max_tokens is 0: the prompt's last token, which is not computed. A step samples a token all
-    # the same, and this takes its place. [] if the prompt has no other. None: tokens are wanted.
+    # If max_tokens is 0: the prompt's last token, which is not computed. The step samples a token
+    # all the same, and this takes its place. [] if the prompt is one token. None: max_tokens > 0.
     held_back: list[int] | None = None
     text: Any = None  # the detokenizer's, if the text is read as it grows
     constraint: Any = None  # if its tokens decide which may come next: what knows how
@@ -52,14 +52,16 @@ class Sequence:
     # Of n completions of a prompt, the first computes it and the others fork from it: they get
     # batch slots and blocks when it does, and start to decode when its prompt is computed.
     parent: "Sequence | None" = None
-    siblings: "tuple[Sequence, ...]" = ()
-    forks: "tuple[Sequence, ...]" = ()  # the siblings, as long as they wait for that
+    siblings: "tuple[Sequence, ...]" = ()  # the others, kept by the first
+    forks: "tuple[Sequence, ...]" = ()  # the same, until its prompt is computed
 
     # When and where it runs.
     order: tuple[Any, int] = field(init=False)  # its place in line: the policy's key, then its id
     batch_slot: int = field(init=False)
     block_table: list[int] = field(init=False)
-    num_given_back: int = field(init=False)  # leading entries whose blocks may be others' by now
+    num_given_back: int = field(
+        init=False
+    )  # leading entries, behind its window, that it does not hold
     capacity: int = field(init=False)  # tokens that the block table has room for
     num_computed: int = field(init=False)  # tokens whose K and V are written by now, or in flight
     num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
@@ -69,7 +71,7 @@ class Sequence:
     prompt_text: str | None = None  # if the prompt was given as text
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
-    added_at: float = 0.0  # by the clock that the engine reads
+    added_at: float = 0.0  # seconds of time.perf_counter, as are the two below
     first_token_at: float | None = None
     paused_at: float | None = None  # None: it is not
 
@@ -143,14 +145,16 @@ class Sequence:
         """The time that counts for this sequence: a pause stops it."""
         return now if self.paused_at is None else self.paused_at
 
-    def leave_out(self, seconds: float) -> None:
-        """Let times be told as if the sequence had come so much later: it was paused so long."""
+    def shift_times(self, seconds: float) -> None:
+        """Count its times from so much later, as it was paused for so long."""
         self.added_at += seconds
         if self.first_token_at is not None:
             self.first_token_at += seconds
 
     def prefill_chunk(self, start: int, end: int, write_from: int) -> PrefillChunk:
-        """What the runner must know to compute the tokens from `start` to `end`."""
+        """What the runner must know to compute the tokens from `start` to `end`. Make it once: a
+        token of the prompt is scored by one chunk.
+        """
         is_last = end == self.num_tokens
         return PrefillChunk(
             batch_slot=self.batch_slot,
@@ -163,7 +167,7 @@ class Sequence:
             seed=self.seed,
             sampling=self._sampling_metadata() if is_last else None,
             forks=tuple([fork._as_fork() for fork in self.forks]) if is_last else (),
-            scored=None if self.scores is None else self.scores.after(start, end),
+            scored=None if self.scores is None else self.scores.take(start, end),
         )
 
     def _as_fork(self) -> Fork:
