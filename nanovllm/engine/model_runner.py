@@ -3,6 +3,9 @@
 `launch` turns a batch into sampled tokens. Knows no sequences and no policy: those are the
 scheduler's. This runner is plain, and right on any device; what a device can do better is a
 subclass's to say.
+
+Shapes: B sequences that sample in a step; P tokens of N prompt chunks; S sequences that start with
+them: the N chunks' own, then their forks; V vocabulary entries.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,17 +40,17 @@ from nanovllm.weights.loader import init_dummy_weights, load_weights
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device, for each of B sequences that sampled a token."""
+    """What a step leaves on the device."""
 
     tokens: Tensor  # [B] int64
     # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
     logits: Tensor
-    positions: Tensor  # [B] int32, where the tokens will stand
+    positions: Tensor  # [B] int32, of these tokens in their sequences
     slots: Tensor  # [B] int64, the sequences' batch slots
 
 
 class PrefillInputs(NamedTuple):
-    """P tokens of N prompt chunks; S sequences start with them: the N chunks', then the forks'."""
+    """What a step's prompt chunks compute with. Its first three are DecodeInputs' first three."""
 
     token_ids: Tensor  # [P] int64
     positions: Tensor  # [P] int64
@@ -83,10 +86,9 @@ class ModelRunner:
     """One rank's model. Every rank launches the same batches and samples the same tokens.
 
     `transform`: changes the model, once it is loaded, into one that computes the same.
-    `make_resampler`: makes what samples for requests that ask for more than temperature and seed,
-    of this runner.
-    `score_prompts`: takes this runner, hidden states and chunks, and gives the log-probabilities of
-    the prompts' tokens that are asked for.
+    `make_resampler`: takes this runner; makes what samples for requests that ask for more than
+    temperature and seed. `score_prompts`: takes this runner, hidden states [P, hidden size] and
+    chunks; gives the log-probabilities of the prompts' tokens that are asked for.
     """
 
     attention_name = SelfAttention.attention_name
@@ -117,7 +119,7 @@ class ModelRunner:
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
-        self._prompt_logprobs: Any = None  # of the last step, a part of its answer
+        self._prompt_logprobs: Any = None  # of the last step, for its answer
         self.resampler: Any = None  # made once a request asks for it
         self.trainer: Any = None  # what trainer/ keeps here
         self.num_blocks = 0  # not counted yet
@@ -156,8 +158,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def allocate(self) -> None:
-        """Make the KV cache. Every rank has as many blocks as the one that has room for the
-        fewest; after `release`, as many as before.
+        """Make the KV cache. All ranks have as many blocks as fit on each; after `release`, as many
+        as before.
         """
         if not self.num_blocks:
             count = self.config.num_kvcache_blocks or self._count_blocks()
@@ -237,7 +239,7 @@ class ModelRunner:
             context_lens, block_tables = decode.context_lens, decode.block_tables
             token_ids, positions, slot_mapping = map(torch.cat, zip(decode[:3], prefill[:3]))
         places = sampled_places(decodes, chunks)
-        # A forward pass carries at least one token to its end.
+        # A forward pass carries at least one token to its end, also where none is sampled.
         wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
         indices, starting = self._upload_all(np.int64, wanted, places.sequences)
         some_scored = any([chunk.scored is not None for chunk in chunks])
@@ -251,7 +253,8 @@ class ModelRunner:
         )
         hidden = self._forward(token_ids, positions, metadata)
         if some_scored:  # so these are of all tokens
-            self._prompt_logprobs = self._score(hidden[decodes:], chunks)
+            assert self.score_prompts is not None, "without it no request asks for scores"
+            self._prompt_logprobs = self.score_prompts(self, hidden[decodes:], chunks)
             hidden = hidden[indices]
         self._copy_to_forks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting]))
@@ -299,19 +302,14 @@ class ModelRunner:
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
 
     def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
-        """Tell the resampler what each starting sequence asks for beside temperature and seed. Most
-        ask for nothing, which it must know too: their slots may have been of others that did.
+        """Tell the resampler what each starting sequence asks for beside temperature and seed. It
+        hears of those that ask for nothing too: their slots' last sequences may have asked.
         """
         if self.resampler is None and any(seq.sampling is not None for seq in sequences):
             assert self.make_resampler is not None, "without it all requests are plain"
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
             self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
-
-    def _score(self, hidden: Tensor, chunks: tuple[PrefillChunk, ...]) -> Any:
-        """hidden [P, hidden size], of all tokens of the chunks."""
-        assert self.score_prompts is not None, "without it no request asks for scores"
-        return self.score_prompts(self, hidden, chunks)
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
@@ -321,17 +319,19 @@ class ModelRunner:
         self._copy_blocks([(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, (source, copy), as if all at once: a copy may be a source too."""
+        """Copy whole blocks, pairs of (source, copy). A block may be the copy of one pair and the
+        source of another: all sources are read first.
+        """
         if copies:
             source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-            # One by one: what is read is held in memory before it is written. As integers of eight
-            # bytes, for it takes PyTorch as long to copy elements of two.
+            # A layer's K or V at a time, for what is read is held in memory before it is written.
+            # As integers: PyTorch takes as long for an element of two bytes as for one of eight.
             for layer in self.kv_cache.flatten(3).view(torch.int64):
                 layer[:, copy] = layer[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
-        """Sample the token at `positions` [B] of each of `slots` [B], and make it the slot's
-        last.
+        """Sample, by hidden [B, hidden size], the tokens at `positions` [B] of the sequences in
+        `slots` [B], and make them the slots' last tokens.
         """
         logits = self.model.compute_logits(hidden)
         temperatures, seeds = self.state.temperatures[slots], self.state.seeds[slots]
@@ -354,7 +354,7 @@ class ModelRunner:
         return self._run_decode(slots)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """The last hidden state of each token that is wanted, and maybe of more after them."""
+        """Hidden states of the tokens whose logits are wanted; rows of padding may follow."""
         with forward_context(metadata):
             return self.model(token_ids, positions)
 
