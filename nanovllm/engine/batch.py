@@ -1,6 +1,7 @@
-"""One step's plan, as the scheduler hands it to the runner of every rank.
+"""What the engine and a runner tell each other: the plan of a step (`Batch`), what the host adds
+to it (`LogitsEdits`), its answer (`StepResult`), and what the runner is (`RunnerInfo`).
 
-Plain numbers, frozen, no torch: it is cheap to make, to compare and to send to another process.
+Plain numbers, no torch: cheap to make, to compare and to send to another process.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,9 @@ class Fork:
 class ScoredTokens(NamedTuple):
     """Consecutive tokens of a prompt whose log-probabilities a chunk's hidden states give."""
 
-    begin: int  # the token of the chunk that stands before the first of them
+    begin: int  # index in the chunk of the token before the first of them
     token_ids: list[int]
-    num_likeliest: int  # of so many likeliest tokens in each place, too
+    num_likeliest: int  # beside a token's own score, those of so many likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class PrefillChunk:
 
 
 class StepResult(NamedTuple):
-    """What a step answers."""
+    """What a step gives."""
 
     tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
     # Index among `tokens` -> its log-probabilities, in the form that outputs.py reads.
@@ -72,14 +73,13 @@ class StepResult(NamedTuple):
 
 
 class LogitsEdits(NamedTuple):
-    """What the host says of a step's rows that wait for it: see SamplingMetadata.waits.
-
-    A row that waits and is named nowhere here is one whose token nobody wants any more.
+    """What the host says of a step's rows that wait for it: see SamplingMetadata.waits. A row
+    that waits and is missing here has ended meanwhile: any token will do.
     """
 
     rows: list[int]  # places among the step's tokens
-    # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed. The
-    # next step's may take their memory.
+    # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed.
+    # Valid until the next step's are made, which reuse the memory.
     masks: "np.ndarray"
     # By place: a function of the row's logits [V] float32, a tensor, that gives them changed.
     processors: dict[int, Callable[[Any], Any]]
@@ -94,9 +94,9 @@ class RunnerInfo:
     dtype: str  # of weights and activations, such as "bfloat16"
     attention: str  # the attention backend's name
     max_model_len: int  # tokens of prompt and output together
-    # A rank counts what it holds; the runner of several ranks, the whole model's.
+    # A rank tells what it holds; the runner of several ranks, the whole model's and their sum.
     num_parameters: int
-    kv_cache_bytes: int  # likewise; the runner of several ranks gives their sum
+    kv_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

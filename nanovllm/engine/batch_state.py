@@ -21,9 +21,8 @@ class DecodeInputs(NamedTuple):
 
 
 class BatchState:
-    """S batch slots, and one more for padding.
-
-    The last one's length stays 0, and its K and V are not written.
+    """The batch slots, and one more at the end for padding: its context length stays 0, and its K
+    and V are not written.
     """
 
     def __init__(
@@ -33,8 +32,7 @@ class BatchState:
         self.padding_slot = num_slots
         with torch.device(device):
             self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64)
-            # Tokens in the KV cache.
-            self.context_lens = torch.zeros(num_slots + 1, dtype=torch.int32)
+            self.context_lens = torch.zeros(num_slots + 1, dtype=torch.int32)  # in the KV cache
             self.block_tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32)
             self.temperatures = torch.zeros(num_slots + 1, dtype=torch.float32)
             self.seeds = torch.zeros(num_slots + 1, dtype=torch.int64)
@@ -47,9 +45,8 @@ class BatchState:
         temperatures: Tensor,
         seeds: Tensor,
     ) -> None:
-        """Let sequences run in `slots` [N] int64.
-
-        After this step, `context_lens` [N] of their tokens are cached.
+        """Let sequences run in `slots` [N] int64, with block_tables [N, W]. After this step,
+        context_lens [N] of their tokens are cached.
         """
         self.context_lens[slots] = context_lens
         self.block_tables[slots] = block_tables
@@ -57,19 +54,17 @@ class BatchState:
         self.seeds[slots] = seeds
 
     def grow(self, slots: Tensor, indices: Tensor, blocks: Tensor) -> None:
-        """Write new blocks into block tables, at these indices."""
+        """Write blocks [N] into the block tables of slots [N], at indices [N]."""
         self.block_tables[slots, indices] = blocks.int()
 
     def advance(self, slots: Tensor) -> DecodeInputs:
-        """The inputs of a decode step of `slots` [B] int64.
-
-        Each sequence's last token is counted into its context length.
+        """The inputs of a decode step of `slots` [B] int64, whose context lengths grow by the token
+        that it computes.
         """
         block_tables = self.block_tables[slots]
         positions = self.context_lens[slots].long()
-        blocks = (
-            block_tables.gather(1, (positions // self.block_size).unsqueeze(1)).squeeze(1).long()
-        )
+        index = (positions // self.block_size).unsqueeze(1)
+        blocks = block_tables.gather(1, index).squeeze(1).long()
         kv_slots = blocks * self.block_size + positions % self.block_size
         context_lens = (positions + 1).int()
         self.context_lens[slots] = context_lens

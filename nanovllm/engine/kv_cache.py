@@ -40,10 +40,8 @@ def allocate_kv_cache(
 
 def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block over all layers."""
-    return (
-        sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
-        * dtype.itemsize
-    )
+    elements = sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
+    return elements * dtype.itemsize
 
 
 def num_blocks_in_ram(block: int, needed: int, ranks: int) -> int:

@@ -1,9 +1,9 @@
 """Lay a step's prompt chunks out as arrays, one sequence after the other, without padding.
 
-Plain numpy: what brings the arrays to a device is the runner's affair.
+Plain NumPy, all int64: the runner brings the arrays to the device.
 
-Shapes: N chunks of P tokens; S sequences start with them: the chunks' own, then the chunks' forks;
-W blocks in a row of block tables.
+Shapes: N chunks of P tokens in all; S sequences that start with them: the chunks' own, then their
+forks; W blocks in a row of block tables.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ class PackedChunks(NamedTuple):
     slot_mapping: np.ndarray  # [P], the KV slots to write; -1: none
     block_tables: np.ndarray  # [S, W]
     cu_seqlens_q: np.ndarray  # [N + 1], where each chunk's tokens begin; at last, where all end
-    cu_seqlens_k: np.ndarray  # [N + 1], the same of the tokens that they attend to
+    cu_seqlens_k: np.ndarray  # [N + 1], the same of the tokens that chunks attend to
     context_lens: np.ndarray  # [S], after this step
 
 
 class SampledPlaces(NamedTuple):
-    """Where a step's sampled tokens come from: R of its tokens, and K of the S sequences."""
+    """From which of a step's tokens it samples, and for which starting sequences."""
 
-    tokens: np.ndarray  # [R], of the decoding sequences first, then of `sequences`
-    sequences: np.ndarray  # [K], of the S
+    tokens: np.ndarray  # indices: those of decoding sequences first, then one for each below
+    sequences: np.ndarray  # indices among the S
 
 
 def pack_chunks(

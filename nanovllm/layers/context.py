@@ -1,8 +1,8 @@
 """The step's metadata: what attention must know about the tokens of one forward pass.
 
 It is ambient: the model runner opens it around the forward pass, and the attention layers read it.
-So a model's code passes only hidden states and positions from layer to layer. At the end the model
-reads which tokens' logits are wanted.
+So a model's code passes only hidden states and positions from layer to layer. The decoder reads at
+its end which tokens' logits are wanted.
 
 A KV slot is a token's place in the paged cache: block * block_size + offset.
 """
@@ -20,7 +20,7 @@ class PrefillMetadata:
     """N chunks of prompts, packed one after the other: P tokens in all."""
 
     cu_seqlens_q: Tensor  # [N + 1] int32, where each chunk starts among the P tokens
-    cu_seqlens_k: Tensor  # [N + 1] int32, the same with each sequence's cached tokens counted in
+    cu_seqlens_k: Tensor  # [N + 1] int32, likewise, with the tokens cached before each chunk
     max_seqlen_q: int
     max_seqlen_k: int
     # [N, W] int32; None: nothing is cached, the chunks' own K and V are all
@@ -36,8 +36,8 @@ class AttentionMetadata:
     num_decodes: int  # B
     context_lens: Tensor | None = None  # [B] int32, tokens to attend to, this step's own included
     block_tables: Tensor | None = None  # [B, W] int32
-    # [1] int32: so many tokens, in whole blocks, begin all B sequences, and may be read once for
-    # all.
+    # [1] int32: tokens in the leading blocks that all B sequences share, which may be read once for
+    # all. None: not known.
     shared_prefix_len: Tensor | None = None
     prefill: PrefillMetadata | None = None
     logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all

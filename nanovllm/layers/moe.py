@@ -16,9 +16,8 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class MixtureOfExperts(nn.Module):
-    """[T, hidden] -> [T, hidden]: the sum of each token's `top_k` experts.
-
-    They are weighted by the router's probabilities.
+    """[T, hidden] -> [T, hidden]: the sum of each token's `top_k` experts, weighted by the router's
+    probabilities.
     """
 
     def __init__(
@@ -40,10 +39,8 @@ class MixtureOfExperts(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor) -> Tensor:
-        # [T, K]
-        weights, experts = (
-            self.gate(x).softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
-        )
+        probs = self.gate(x).softmax(dim=-1, dtype=torch.float32)  # [T, experts]
+        weights, experts = probs.topk(self.top_k, dim=-1)  # [T, K] each
         if self.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return self.group.all_reduce(self.experts(x, weights, experts))

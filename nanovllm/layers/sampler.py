@@ -21,14 +21,14 @@ from nanovllm.layers.parallel import VOCAB_UNIT as CELL
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.sampling_params import INVALID_TOKEN
 
-LOW_WORD = 0xFFFFFFFF
+LOW_WORD = 0xFFFFFFFF  # of an int64, its lower 32 bits
 
 
 def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token for each row; temperature 0 takes the arg max. Below 0 any token will do: it
-    is sampled elsewhere.
+    """Sample a token for each row; temperature 0 takes the arg max. Below 0 any token will do: the
+    row is sampled again elsewhere.
 
     logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary;
     temperatures [B] float32, seeds [B] int64, positions [B] int64 (of the token being sampled).
@@ -64,12 +64,10 @@ def _sample_by_cells(
     margins = (vocab_start - begin, -(vocab_start + logits.shape[1]) % CELL)
     scores = F.pad(scores, margins, value=-torch.inf).unflatten(1, (-1, CELL))  # [B, C, CELL]
     cells = begin + torch.arange(0, scores.shape[1] * CELL, CELL, device=logits.device)
-    # Where a shard begins inside a cell, its part of it is sampled apart from the other shard's,
-    # with other noise.
+    # Where a shard begins inside a cell, its part is a cell of its own, with noise of its own.
     noise = gumbel_noise(seeds, positions, cells.clamp(min=vocab_start), stream=0)
-    values, best = torch.where(random, scores.logsumexp(dim=2) + noise, scores.amax(dim=2)).max(
-        dim=1
-    )
+    totals = torch.where(random, scores.logsumexp(dim=2) + noise, scores.amax(dim=2))  # [B, C]
+    values, best = totals.max(dim=1)
     entries = cells[best].unsqueeze(1) + torch.arange(CELL, device=logits.device)  # [B, CELL]
     scores = scores[torch.arange(len(best), device=logits.device), best]
     scores = torch.where(random, scores + gumbel_noise(seeds, positions, entries, stream=1), scores)
@@ -86,7 +84,7 @@ def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Ten
     if group.size == 1:
         return tokens
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
-    # Compares as an integer as the float does, of which negative ones run backwards.
+    # Integers in the order of the floats. Bits of negative floats grow downwards: turn them round.
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.long() << 32) | (LOW_WORD - (tokens & LOW_WORD))
     tokens = LOW_WORD - (group.maximum(keys) & LOW_WORD)
@@ -118,7 +116,7 @@ def philox(
     """Philox4x32 of the counters (c0, c1, c2, 0) under 64-bit keys: four tensors of 32-bit
     words, held in int64.
     """
-    mask = 0xFFFFFFFF
+    mask = LOW_WORD
     k0, k1 = seeds & mask, (seeds >> 32) & mask
     x0, x1, x2, x3 = c0 & mask, c1 & mask, torch.full_like(c0, c2), torch.zeros_like(c0)
     for _ in range(rounds):
