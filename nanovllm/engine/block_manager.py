@@ -1,6 +1,6 @@
 """The KV blocks there are: prefix cache, reference counts, eviction.
 
-Knows token ids and block numbers. Knows nothing about tensors, devices or models.
+Knows token ids and block numbers. Knows nothing about sequences, tensors, devices or models.
 
 Every block is in one of three states: free, cached and free (its content is still known, so a later
 request may share it), or referenced by exactly `ref_counts[block]` sequences.
@@ -11,10 +11,10 @@ the block before it, and its own tokens. The dict of these keys compares them in
 is found therefore holds exactly the prefix that was asked for, even if hashes collide. Once a block
 is evicted, its prefix id leads nowhere: blocks that came after it are not found any more.
 
-Where no whole block goes on with a prompt, one may still begin like it: a full block, or one that
-its sequence filled only in part. Such a run of tokens is copied into a block of the prompt's own.
-Among keys in order, the one with the longest run in common stands next to the prompt's own place.
-So two comparisons find it, however many blocks follow the same prefix.
+Where a prompt goes on after its last cached block, another block may still begin like it: a full
+one, or one that its sequence filled only in part. Such a run of tokens is copied into a block of
+the prompt's own. Of sorted keys, the one with the longest run in common stands next to the place of
+the prompt's own key. So two comparisons find it, however many blocks follow the same prefix.
 """
 
 from array import array
@@ -40,10 +40,10 @@ class BlockManager:
         # released: taking from the front evicts as little as possible, and the oldest of that.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[Key, int] = {}  # key -> block
-        self._keys: list[Key | None] = [None] * num_blocks  # of each known block
+        self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not known
         self._new_keys: set[Key] = set()  # registered since `begin_step`
-        self._ordered_keys: list[Key] = []  # all others
-        self._prefix_ids = [0] * num_blocks  # of each known block
+        self._ordered_keys: list[Key] = []  # all others, sorted
+        self._prefix_ids = [0] * num_blocks  # by block; only a known one's means anything
         self._new_prefix_ids = count(1)
 
     @property
@@ -107,9 +107,8 @@ class BlockManager:
         return matched
 
     def match_run(self, parent_id: int, token_ids: list[int]) -> tuple[int, int] | None:
-        """The known block after a prefix that begins with most of `token_ids`, and with how many.
-
-        None: no copy is worth it. Changes nothing.
+        """Of the known blocks after the prefix `parent_id`, the one that begins with the most of
+        `token_ids`, and how many. None: no copy is worth it. Changes nothing.
         """
         key = self._key(parent_id, token_ids)
         place = bisect_left(self._ordered_keys, key)
@@ -128,7 +127,7 @@ class BlockManager:
             return 0
         self._forget(block)
         key = self._key(parent_id, token_ids)
-        # A twin that another sequence computed stays the known one, and this block stays private.
+        # If another sequence has computed the same, its block stays the known one.
         if key not in self._known:
             self._known[key] = block
             self._new_keys.add(key)

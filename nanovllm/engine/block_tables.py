@@ -1,8 +1,8 @@
 """Which KV blocks hold a sequence's tokens: what it shares as it starts, what it takes as it grows,
 and what it gives back.
 
-The block manager lends blocks to anyone; here they become the block tables of sequences. Knows no
-step, no slot and no policy: those are the scheduler's.
+The block manager knows single blocks; here they become the block tables of sequences. Knows no
+batch slot and no policy: those are the scheduler's.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class Start(NamedTuple):
 
     cached: list[int]  # of the longest prefix that the cache holds
     num_behind: int  # leading ones of these that no token to be computed sees
-    num_new: int  # how many more the sequence needs
-    num_tails: int  # and its forks, each for a last block of its own
+    num_new: int  # that the sequence takes beside them
+    num_tails: int  # that its forks take: one each if the prompt fills its last block only in part
 
     @property
     def shared(self) -> list[int]:
@@ -28,10 +28,10 @@ class BlockTables:
     """Gives sequences blocks, and takes them again.
 
     window: how many tokens a token sees, itself included, in the layer that lets it see most; None:
-        all up to itself. What lies behind it is given back while a sequence runs.
-    most_blocks: a sequence starts with no more than these, which hold a step's tokens and all that
-        they see.
-    copies: (source, copy), blocks that the step which is planned must copy before it writes any.
+        all up to itself. Blocks that lie behind it are given back while a sequence runs.
+    most_blocks: a sequence without forks starts with no more, for they hold a step's tokens and all
+        that these see.
+    copies: pairs of blocks (source, copy), for the planned step to copy before it writes any.
     """
 
     def __init__(self, blocks: BlockManager, window: int | None, max_step_tokens: int) -> None:
@@ -66,13 +66,13 @@ class BlockTables:
 
     def start(self, seq: Sequence, start: Start) -> int:
         """Give a sequence and its forks what `plan` said. Returns how many of its leading tokens
-        have their K and V already.
+        have their K and V already, or copied before the step writes any.
         """
         blocks, cached = self.blocks, start.cached
         seq.num_given_back = start.num_behind
         seq.num_registered_blocks = len(cached)
         seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
-        # Where the cached blocks end, a part of one more may be copied.
+        # After the cached blocks, the first tokens of one more may be cached: they are copied.
         num_cached = len(cached) * self.block_size
         next_tokens = seq.token_ids[
             num_cached : min(num_cached + self.block_size, seq.num_reusable)
@@ -80,7 +80,8 @@ class BlockTables:
         run = blocks.match_run(seq.prefix_id, next_tokens)
         blocks.share(start.shared)
         seq.block_table = cached + blocks.allocate(start.num_new)
-        if run is not None:  # even if its block was just taken: a step copies before it writes
+        # The source may have just been allocated itself: a step copies before it writes.
+        if run is not None:
             source, length = run
             self.copies.append((source, seq.block_table[len(cached)]))
             num_cached += length
@@ -90,8 +91,8 @@ class BlockTables:
         return num_cached
 
     def _share_with_forks(self, seq: Sequence) -> None:
-        """Let the forks share the blocks that the prompt fills. A last one that it fills in part,
-        each has for itself.
+        """Let the forks share the blocks that the prompt fills. If it fills the last one in part,
+        each fork has one of its own in that place.
         """
         num_full, tail = divmod(seq.num_tokens, self.block_size)
         for fork in seq.forks:
@@ -106,8 +107,8 @@ class BlockTables:
         seq.capacity += count * self.block_size
 
     def make_room(self, seq: Sequence, length: int) -> int:
-        """The same for a prompt, which gives back first what it no longer sees. Returns for how
-        many of `length` tokens there is room.
+        """`extend` for a prompt, which first gives back what it no longer sees. Returns how many of
+        `length` tokens there is room for.
         """
         if length > seq.capacity:
             self.give_back(seq)
@@ -115,7 +116,7 @@ class BlockTables:
         return min(length, seq.capacity)
 
     def give_back(self, seq: Sequence) -> None:
-        """Release the blocks that none of a sequence's next tokens sees.
+        """Release the registered blocks that none of a sequence's next tokens sees.
 
         They stay in its block table, though others may get them: attention masks what they hold.
         """

@@ -1,7 +1,7 @@
 """Decide which tokens run next: admission, chunked prefill, preemption, pauses.
 
 Works on lengths, never on token values, so a step can be planned while the last one still runs;
-`commit` hears later which tokens it sampled. Knows nothing about tensors, devices or models.
+`commit` takes the tokens later. Knows nothing about tensors, devices or models.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ class Scheduler:
 
     A step runs every decoding sequence, then fills what is left of the token budget with prompts.
     The policy says which of them start. When blocks run out, the running sequence that the policy
-    puts last gives its own back, and is computed anew later: the first ones always get on.
+    puts last is preempted: it gives its own back, and is computed anew later.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
         self.max_num_seqs = max_num_seqs
-        # Blocks to leave free when a sequence starts beside others, lest one be preempted at once.
+        # Blocks to leave free when a sequence starts beside others, so that none is preempted soon.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
         self.waiting = WaitingQueue()
         self.prefilling: list[Sequence] = []  # those whose prompts are computed in part
-        self.running: list[Sequence] = []  # decoding, unless their last token is in flight
-        # Those that do not run until they are resumed. They keep batch slots and blocks, if they
-        # have them, until others need these. True: the prompt is computed in part.
+        self.running: list[Sequence] = []  # decoding; not those whose last token is in flight
+        # Sequences that do not run until they are resumed. They keep the batch slot and the blocks
+        # that they have, until others need these. True: the prompt is computed in part.
         self.paused: dict[Sequence, bool] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
@@ -96,12 +96,12 @@ class Scheduler:
         return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
     def _make_room(self) -> bool:
-        """Preempt until every sequence that needs a block can have one. False: commit first."""
+        """Preempt until there is a block for each sequence that needs one. False: first commit."""
         while True:
             growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
             growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
             for seq in growing:
-                self.tables.give_back(seq)
+                self.tables.give_back(seq)  # what lies behind its window
             if len(growing) <= self.blocks.num_free:
                 return True
             if self._preempt_paused():
@@ -115,8 +115,8 @@ class Scheduler:
             self.waiting.add(seq)
 
     def _preempt_paused(self) -> bool:
-        """Preempt the paused sequence that the policy puts last. False: none has anything to give,
-        unless a step in flight is committed first.
+        """Preempt the paused sequence that the policy puts last. False: none has blocks, or those
+        that have are in flight.
         """
         holding = [
             seq
@@ -134,7 +134,7 @@ class Scheduler:
         any_last = False
         for seq in decoding:
             length = seq.num_tokens
-            # The step writes the K and V of position length - 1.
+            # The step writes the K and V of the last token, at position length - 1.
             if length > seq.capacity:
                 self.tables.extend(seq, length)
                 new_blocks.append((seq.batch_slot, len(seq.block_table) - 1, seq.block_table[-1]))
@@ -147,7 +147,9 @@ class Scheduler:
         return decoding, new_blocks
 
     def _schedule_prefills(self, budget: int) -> tuple[list[PrefillChunk], list[Sequence]]:
-        """Fill `budget` tokens with prompts. Returns the chunks, and who samples after them."""
+        """Fill `budget` tokens with prompts. Returns the chunks, and the sequences that sample in
+        this step: those whose last chunk is among them, then their forks.
+        """
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
         forks: list[Sequence] = []
@@ -195,7 +197,7 @@ class Scheduler:
         for one in (seq, *seq.forks):
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
-        # If all of a prompt is cached, its last token is computed again: sampling needs its logits.
+        # The last reusable token is computed even if it is cached: its hidden state is needed.
         seq.num_computed = min(num_cached, seq.num_reusable - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
@@ -203,15 +205,13 @@ class Scheduler:
         self.policy.started(seq)
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
-        """Plan to compute what is left of a prompt, or `budget` tokens of it, or what blocks are
-        there for.
-        """
+        """Plan the next chunk of a prompt: up to `budget` tokens, as far as there are blocks."""
         start = seq.num_computed
         end = self.tables.make_room(seq, min(start + budget, seq.num_tokens))
         # Blocks registered before this chunk are shared, or were written by the chunk before it.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
-        # From here on others may share them, even the next sequence of this very step: a layer
+        # The chunk's blocks may be shared at once, even by the next sequence of this step: a layer
         # writes all K and V before it attends.
         self.tables.register(seq, end)
         return seq.prefill_chunk(start, end, write_from)
@@ -222,20 +222,19 @@ class Scheduler:
         logprobs: dict[int, bytes] | None = None,
         prompt_logprobs: tuple[bytes, ...] = (),
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Take what the oldest step in flight sampled: tokens in order, log-probabilities by index,
-        and those of prompts.
+        """Take what the oldest step in flight gave: a StepResult's fields.
 
         Returns the sequences that got a token, and those among them that ended with it. One that
         had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
         if logits were NaN or infinite: only a new scheduler goes on from there.
         """
         sampling = self._in_flight.popleft()
-        assert len(sampling) == len(tokens), "a step answers a token for each one that samples"
-        for i, of_token in (logprobs or {}).items():
+        assert len(sampling) == len(tokens), "a step gives a token to each sequence that samples"
+        for i, record in (logprobs or {}).items():
             if sampling[i].status is not Status.FINISHED:
-                sampling[i].logprobs.append(of_token)
-        for of_tokens in prompt_logprobs:
-            self._scoring.popleft().records.append(of_tokens)
+                sampling[i].logprobs.append(record)
+        for records in prompt_logprobs:
+            self._scoring.popleft().records.append(records)
         sampled, ended = [], []
         # Looked up once and not for each token.
         block_size, finished = self.blocks.block_size, Status.FINISHED
@@ -243,7 +242,7 @@ class Scheduler:
             if seq.status is finished:
                 continue
             if token == INVALID_TOKEN:
-                invalid = [one for one, of in zip(sampling, tokens) if of == INVALID_TOKEN]
+                invalid = [one for one, its in zip(sampling, tokens) if its == INVALID_TOKEN]
                 raise InvalidLogitsError([one for one in invalid if one.status is not finished])
             sampled.append(seq)
             seq.token_ids.append(token)
@@ -255,7 +254,7 @@ class Scheduler:
                 ended.append(seq)
             elif length == seq.max_len:
                 seq.finish_reason = "length"
-                if seq.held_back is not None:
+                if seq.held_back is not None:  # no token is wanted: see Sequence.held_back
                     seq.token_ids[-1:] = seq.held_back
                 ended.append(seq)
         if ended:
@@ -293,7 +292,7 @@ class Scheduler:
             self.policy.order_decodes(self.running)
 
     def _withdraw(self, seq: Sequence) -> None:
-        """Take a sequence from where it stands: nowhere, if its last token is in flight."""
+        """Take a sequence out of the list that it is in: none, if its last token is in flight."""
         if seq in self.paused:
             del self.paused[seq]
         elif seq.status is Status.WAITING:
@@ -311,7 +310,7 @@ class Scheduler:
         del self.sequences[seq.id]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's slot and blocks: it must be computed anew."""
+        """Take the slots and blocks of a sequence and its forks: they must be computed anew."""
         self.num_preemptions += 1
         seq.num_preemptions += 1
         for one in (seq, *seq.forks):
