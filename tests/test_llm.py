@@ -13,7 +13,7 @@ from call_helpers import generate
 from engine_helpers import MODELS, PROMPTS, assert_empty, assert_greedy, greedy, save_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import block_manager, scheduler
+from nanovllm.engine import block_manager, block_tables, scheduler
 from nanovllm.engine.model_runner import SampledTokens
 
 PROMPT = PROMPTS[4]
@@ -238,7 +238,7 @@ def test_an_interrupt_between_any_two_lines_of_the_scheduler_leaves_an_empty_usa
                     raise KeyboardInterrupt("struck")
             return line
 
-        files = scheduler.__file__, block_manager.__file__
+        files = [module.__file__ for module in (scheduler, block_tables, block_manager)]
         sys.settrace(lambda frame, *_: line if frame.f_code.co_filename in files else None)
         try:
             llm.generate(PROMPTS[:5], greedy(8), use_tqdm=False)
