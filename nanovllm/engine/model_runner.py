@@ -121,7 +121,6 @@ class ModelRunner:
         self.score_prompts = score_prompts
         self._prompt_logprobs: Any = None  # of the last step, for its answer
         self.resampler: Any = None  # made once a request asks for it
-        self.trainer: Any = None  # what trainer/ keeps here
         self.num_blocks = 0  # not counted yet
         # Fills a model with the weights of the model folder.
         self.read_weights: Callable[[nn.Module], None] = partial(load_weights, folder=folder)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,10 +44,11 @@ class Kept:
     waiting: CausalLM | None = None  # the weights for a model that has none as it is asleep
 
 
+_kept: WeakKeyDictionary[ModelRunner, Kept] = WeakKeyDictionary()
+
+
 def kept(runner: ModelRunner) -> Kept:
-    if runner.trainer is None:
-        runner.trainer = Kept()
-    return runner.trainer
+    return _kept.setdefault(runner, Kept())
 
 
 class NewWeights:
