@@ -37,11 +37,11 @@ class Inputs:
         """Prompts of text or of token ids, one or several; parameters for all or for each."""
         read = [_read(f"prompts[{i}]", one) for i, one in enumerate(_split_prompts(prompts))]
         texts, token_ids = [text for text, _ in read], [ids for _, ids in read]
-        # By place, the texts of prompts that have no token ids yet.
+        # By index, the texts of prompts that come without token ids.
         unread = {i: text for i, (text, ids) in enumerate(read) if text is not None and ids is None}
         if unread:
-            # One call of the tokenizer for all, which uses all cores then. Its errors count the
-            # prompts, so others stand there as empty texts.
+            # One call of the tokenizer for all texts, so that it uses all cores. Prompts of token
+            # ids are empty texts in it: its errors give the index among all prompts.
             encoded = self._encode([unread.get(i, "") for i in range(len(read))])
             token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
         return self.requests("prompts", token_ids, sampling_params, texts)
@@ -78,7 +78,7 @@ class Inputs:
     def request(
         self, name: str, prompt: Any, params: SamplingParams, text: str | None = None
     ) -> Request:
-        """One request, of token ids that errors call `name`, and that came of `text`."""
+        """One request of token ids, which errors call `name`; `text`: what they were made of."""
         token_ids = _token_ids(name, prompt, self.vocab_size)
         self._check_length(name, len(token_ids), params)
         if params.max_tokens is None:
@@ -93,8 +93,8 @@ class Inputs:
         if length == 0:
             raise ValueError(f"{name} is empty: give at least one token")
         generates = params.max_tokens != 0
-        # One place is left for an output. Where there is none, the prompt's last token need not be
-        # computed: it is looked up in the logits of the one before it.
+        # One place is left for an output. Where there is none, the prompt's last token is scored by
+        # the logits of the one before it, and takes no place in the KV cache.
         if length <= self.max_model_len + (-1 if generates else 1):
             return
         if not generates:
@@ -114,7 +114,7 @@ class Inputs:
         )
 
     def _resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
-        """The same, if this model can do it, with token ids for the texts in bad_words."""
+        """Check that the model can do what is asked; returns params with bad_words as token ids."""
         self.check_params(name, params)
         if params.edits_logits:
             stop_ids = frozenset() if params.ignore_eos else self.stop_ids
@@ -152,7 +152,7 @@ class Inputs:
             )
 
     def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
-        """The whole KV cache must hold the request at its longest, or its window and one block."""
+        """The KV cache must hold the request at its longest, or the window and a block more."""
         assert params.max_tokens is not None
         # K and V of the last token are never needed.
         needed = max(length, min(length + params.max_tokens, self.max_model_len)) - 1
@@ -168,9 +168,8 @@ class Inputs:
             )
 
     def _check_completions(self, name: str, length: int, params: SamplingParams) -> None:
-        """All n completions begin at once.
-
-        Each has a block of its own where the prompt fills the last one only in part.
+        """All n completions begin at once. They share the blocks that the prompt fills; of one that
+        it fills in part, each has its own.
         """
         for option in ("max_num_seqs", "max_num_batched_tokens"):
             if params.n > getattr(self.config, option):

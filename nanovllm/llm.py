@@ -158,8 +158,8 @@ class LLM:
         cumulative_logprob: float, their sum.
         is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
 
-        A context that comes more than once is computed once, but for its last tokens, of which
-        less than 16 may be computed again; if the prefix cache is on.
+        With the prefix cache, a context that comes more than once is computed once, but for up to
+        15 of its last tokens.
         """
         self._session.awake_engine()
         return score(self._session, self._inputs, contexts, continuations, use_tqdm)
@@ -272,7 +272,7 @@ class LLM:
         """Lend the device's memory to others: the KV cache's and the weights'.
 
         `level`: 1 keeps the weights, in the CPU's memory. 2 forgets them: `wake_up` reads the model
-        folder again, unless `update_weights` has brought others before it. Calls that run requests
+        folder again, unless `update_weights` has brought new ones. Calls that run requests
         raise AsleepError until `wake_up`. No request may be unfinished.
         """
         trainer().sleep(self._session, level)

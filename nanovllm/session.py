@@ -36,8 +36,9 @@ class Session:
 
     `calling`, `computing`: make the contexts in which each call and each step runs.
 
-    lock: held while the engine works. A call may come within another of the same thread.
-    requests: those added one by one, their outputs not yet returned by `LLM.step`, by id.
+    lock: held while the engine works. A thread may call within a call of its own, as an on_step
+        callback does.
+    requests: by id, those of `LLM.add_request` whose outputs `LLM.step` has not returned.
     finished: those of them that have ended.
     """
 
@@ -54,14 +55,15 @@ class Session:
         self.calling = calling
         self._computing = computing
         self._observers: list[Callable[[StepRecord], Any]] = []
-        self._ended_inside: list[Sequence] | None = None  # in steps of the callback that runs
+        # Requests that have ended in steps which the running callback made. None: none runs.
+        self._ended_inside: list[Sequence] | None = None
         self._pid = os.getpid()
         self._is_closed = False
         self._is_unsettled = False  # a step was begun and not finished: the engine must be reset
         self._stepping: int | None = None  # the thread that is inside the engine's step
         self._num_resets = 0
-        self._num_busy = 0
-        self._abandoned: list[Sequence] = []  # of streams that were closed in the middle of a step
+        self._num_busy = 0  # calls inside `busy`
+        self._abandoned: list[Sequence] = []  # of closed streams, to be aborted
 
     @property
     def _is_forked(self) -> bool:
@@ -69,7 +71,7 @@ class Session:
         return os.getpid() != self._pid
 
     def open_engine(self) -> LLMEngine:
-        """The engine, if it may be used. Takes no lock: in a forked process nobody may hold it."""
+        """The engine, if it may be used. Takes no lock: in a forked process it may stay held."""
         if self._is_forked:
             raise ValueError(
                 f"this LLM belongs to process {self._pid}, which forked this one, {os.getpid()}: "
@@ -90,7 +92,8 @@ class Session:
     def settled_engine(self) -> LLMEngine:
         """The engine, reset if an error or interrupt has left a step unfinished. Needs the lock.
 
-        An interrupt may come in here too: the next call resets the engine then.
+        An interrupt may come in here too: then the next call does the rest, so each thing to do is
+        forgotten only once it is done.
         """
         engine = self.open_engine()
         if self._stepping is not None:
@@ -155,7 +158,7 @@ class Session:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """For a call that is under way where no request is queued: inside, this is never idle."""
+        """For a call that at times has no request queued: inside, `is_idle` is False."""
         self._num_busy += 1
         try:
             yield
@@ -164,9 +167,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is to be done, neither of what is queued nor of a call under way. Needs
-        the lock.
-        """
+        """Whether all requests are ended and returned, and no call is under way. Needs the lock."""
         queued = self.requests or self.settled_engine().has_unfinished()
         return not (queued or self._num_busy)
 
@@ -208,7 +209,9 @@ class Session:
         return finished
 
     def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> list[Sequence]:
-        """Returns the requests that have ended in steps of calls that the callbacks made."""
+        """Call them with the step's record, in which `finished` are the ids of the requests that
+        ended. Returns the requests that have ended in steps which the callbacks made.
+        """
         assert engine.last_step is not None, "a step has just been recorded"
         seconds = perf_counter() - engine.last_step.time
         record = engine.last_step._replace(seconds=seconds, finished=finished)
@@ -230,23 +233,21 @@ class Session:
     def observe(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
         """Call `callback` after each step. Returns a function that ends this."""
 
-        def observe(record: StepRecord) -> None:  # one's own: a callback may be given twice
+        def observer(record: StepRecord) -> None:  # a new one: a callback may be given twice
             callback(record)
 
         def remove() -> None:
             with suppress(ValueError):  # it was removed before
-                self._observers.remove(observe)
+                self._observers.remove(observer)
 
-        self._observers.append(observe)
+        self._observers.append(observer)
         return remove
 
     def close(self) -> None:
-        """Close the engine, once the step that another thread may be in has ended. A forked process
-        leaves it alone.
-        """
+        """See `LLM.close`."""
         if self._is_forked:
             return
-        self._is_closed = True  # which a call in another thread sees before its next step
+        self._is_closed = True  # ends a call in another thread before its next step
         with self.lock:
             if self.engine is not None:
                 self.engine.close()

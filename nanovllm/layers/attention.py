@@ -19,12 +19,11 @@ from nanovllm.layers.rotary import RotaryEmbedding
 
 
 class SelfAttention(nn.Module):
-    """[T, hidden] -> [T, hidden].
-
-    The KV cache is bound by whoever owns its memory; without one, nothing is stored.
+    """[T, hidden] -> [T, hidden]. The model runner sets k_cache and v_cache, this layer's part of
+    the KV cache; without them nothing is stored.
     """
 
-    attention_name = "plain"  # to tell users what attends
+    attention_name = "plain"  # of the attention backend, for users
 
     def __init__(
         self,
@@ -89,9 +88,8 @@ class SelfAttention(nn.Module):
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
         lens, tables = metadata.decode_inputs
-        return decode_attention(
-            q, self.k_cache, self.v_cache, lens, tables, self.scale, self.window, self.softcap
-        )
+        options = self.scale, self.window, self.softcap
+        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, *options)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
         options = self.scale, self.window, self.softcap
@@ -129,7 +127,7 @@ def decode_attention(
     seen = index < ends  # [B, 1, 1, L]
     if window is not None:
         seen &= index >= ends - window
-    # What is not seen may be another sequence's, and NaN: then a weight of 0 would not hide it.
+    # Unseen values may be another sequence's NaN, which a weight of 0 would not hide.
     k, v = (x.masked_fill(~seen.view(len(q), longest, 1, 1), 0) for x in (k, v))
     return scaled_dot_product(q.unsqueeze(1), k, v, scale, seen, softcap).squeeze(1)
 
@@ -161,7 +159,7 @@ def prefill_attention(
             table = metadata.block_tables[i : i + 1]
             k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
         if window is not None:
-            # What no query sees may be another sequence's by now.
+            # Blocks that no query sees may be another sequence's by now.
             len_k = min(len_k, len_q - 1 + window)
             k_i, v_i = k_i[:, -len_k:], v_i[:, -len_k:]
         seen = None
@@ -191,7 +189,7 @@ def scaled_dot_product(
     """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
     k and v are [B, Lk, G, D]; mask is True where a key is seen; None: query i sees keys up to i.
-    `softcap` is the scores', and needs a mask.
+    softcap: see SelfAttention; it needs a mask.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
     if softcap is None:

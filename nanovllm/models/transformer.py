@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head. `config` has the fields of a Hugging Face config.json."""
 
-    # What a family may have of its own kind.
+    # What a family may have instead.
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
     activations: tuple[str, ...] = ("silu", "swish")  # that a configuration may ask for
@@ -126,7 +126,7 @@ def build_attention(
     rotated; None: nothing does. `options`: SelfAttention's.
     """
     size = head_size(config)
-    norms = [qk_norm(size, config.rms_norm_eps) for _ in range(2)] if qk_norm else [None, None]
+    q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
     return SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
@@ -134,8 +134,8 @@ def build_attention(
         size,
         rotary,
         group,
-        q_norm=norms[0],
-        k_norm=norms[1],
+        q_norm=q_norm,
+        k_norm=k_norm,
         window=window_of(config, index),
         **dict(qkv_bias=bias, output_bias=bias) | options,
     )
