@@ -4,9 +4,14 @@ split-KV flash decoding.
 Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size.
 layers/attention.py says what both functions compute. Neither waits for the device; the shape of a
 decode launch depends on B and W alone, so that a CUDA graph may replay it with other lengths.
+
+A tile is what a program holds at a time: BLOCK_M queries, or BLOCK_N keys and values. A split is
+the part of one sequence's keys that one program reads. A page is a KV block. In kernels, `scale`
+and peaks are in units of log2, for the device's exponential is a power of 2.
+
 Shapes: B decoding sequences, P tokens of N prompt chunks, H query heads, G KV heads, D head size, W
-block-table width, S splits. `scale` and peaks are in units of log2, for the exponential is a power
-of 2 on the device.
+block-table width. Of decoding: lens [B], tables [B, W] and shared [1], all int32; `shared` counts
+the tokens in the leading blocks that all tables share, which are then read once for all.
 """
 
 from dataclasses import dataclass
@@ -68,6 +73,10 @@ def prefill_attention(
     softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """q [P, H, D], k and v [P, G, D], caches [blocks, block_size, G, D] -> [P, H, D], in `out` if
+    it is given. Of a TiledPrefill, the step's decoding tokens come before the P, and their rows of
+    the result are left as they are.
+    """
     num_heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tables, page = meta.block_tables, 0
@@ -78,8 +87,8 @@ def prefill_attention(
     # Two programs of this size share a multiprocessor. Measured on an H200, programs of 128 queries
     # are no faster, not even for a prompt of 16,384 tokens.
     block_n, stages = (64, 3) if head_dim * q.element_size() <= 256 else (32, 2)
-    # The host takes longer to describe tiles than tensors, which short prompts do not make up for;
-    # but with a cached part they would need one kernel more.
+    # The host takes longer to describe tiles than tensors, which short prompts do not make up for.
+    # Those with a cached part come by tiles all the same: that saves the compilation of a kernel.
     tiled = bool(page) or meta.max_seqlen_k >= TILED_KEYS
     tiled = tiled and _suits_tiles(k, v, page, block_n)
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
@@ -131,7 +140,7 @@ def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
     )
 
 
-# Parts of one tensor: whether aligned depends on N.
+# These are parts of one tensor, so N decides whether they are aligned: no kernel is made for each.
 @triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])
 def _prefill_kernel(
     q,
@@ -159,6 +168,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
+    """Attend to a chunk's keys and those cached before it, for BLOCK_M queries of one head."""
     # Later queries see more keys: their long programs go first, and the short ones fill the end of
     # the launch.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -240,7 +250,9 @@ def _attend_causally(
 
 @triton.jit
 def _slot(table, token, first_slot, PAGE: tl.constexpr):
-    """Where a sequence's token lives: so many after first_slot, or as the block table says."""
+    """The KV slot of a sequence's token by its block table; without one, its row in k and v, where
+    the sequence begins at first_slot.
+    """
     if PAGE:
         return tl.load(table + token // PAGE) * PAGE + token % PAGE
     else:
@@ -249,7 +261,7 @@ def _slot(table, token, first_slot, PAGE: tl.constexpr):
 
 @triton.jit
 def _slots(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tokens start .. start + BLOCK_N live."""
+    """The slots of tokens start .. start + BLOCK_N."""
     offset = tl.arange(0, BLOCK_N)
     if PAGE % BLOCK_N == 0:  # one page holds them all, or there are none
         slot = _slot(table, start, first_slot, PAGE).to(tl.int64) + offset
@@ -313,7 +325,7 @@ def decode_attention(
     softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """A row of length 0 is not written."""
+    """q [B, H, D] -> [B, H, D], in `out` if it is given. A row of length 0 is not written."""
     shared = shared if window is None else None  # windows do not see a prefix alike
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
@@ -356,8 +368,8 @@ def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) 
     """Tokens of a tile, and how many programs share a sequence of up to `longest` tokens."""
     block_n = 64 if q.shape[2] * q.element_size() <= 256 else 32
     splits = _num_splits(len(q) * groups, triton.cdiv(longest, block_n), q.device)
-    # Measured on an H200, few splits read large tiles 1 to 3 % faster. Of short sequences, which so
-    # many at a time mostly are, such a tile would be half empty.
+    # Measured on an H200: with few splits, large tiles are read 1 to 3 % faster. Where there are
+    # many sequences, most are short, and a large tile would be half empty.
     is_one_of_few = splits <= 4 and len(q) <= 256 and not is_prefix_shared
     if is_one_of_few and block_n == 64 and has_large_shared_memory(q.device):
         block_n = 128
@@ -369,8 +381,8 @@ def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
 
     Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8
     splits still level out sequences of different lengths, until there are 8 programs a
-    multiprocessor. Never more splits than there are tiles. So rows are shared only where there are
-    at most 4 a multiprocessor, for so many can count in `arrivals`.
+    multiprocessor. Never more splits than there are tiles. Rows are split only if there are at most
+    4 a multiprocessor, so each of them has a counter in `arrivals`.
     """
     processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 8 * processors // rows), 1)
@@ -427,8 +439,8 @@ def _decode_kernel(
     PREFIX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every sequence's own tokens: all of them or, where a prefix is shared, those behind it; with
-    a window, those in it.
+    """Attend to a split of one sequence's tokens: of all of them or, where a prefix is shared, of
+    those behind it; with a window, of those in it. The last program to arrive merges.
     """
     wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -482,8 +494,8 @@ def _decode_kernel(
     if SPLITS + PREFIX_SPLITS > 1:
         is_last = True
         if SPLITS > 1:
-            # Whoever arrives last sees what the others wrote before they arrived. In which order
-            # they came changes nothing.
+            # The program that arrives last sees what the others wrote, and merges all parts, in an
+            # order of their own: that of arrival changes nothing.
             tl.debug_barrier()  # all threads have stored
             is_last = tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == SPLITS - 1
             tl.debug_barrier()
@@ -569,12 +581,10 @@ def _prefix_kernel(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The prefix that all sequences share, read once for many.
+    """Attend to the prefix that all sequences share, read once for the BLOCK_M / GROUP sequences
+    whose queries are one tile (cascade attention; Ye et al. 2024).
 
-    The queries of BLOCK_M / GROUP sequences are one tile.
-
-    Its blocks are the first of every table, so the first table serves (cascade attention; Ye et al.
-    2024).
+    Its blocks are the first of every table, so the first table serves.
     """
     tile, split, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prefix = tl.load(shared)
