@@ -132,7 +132,7 @@ class CUDAModelRunner(ModelRunner):
         """Run a decode step of each size that is captured, one of 3 rows, and the other kernels of
         attention and MLPs.
         """
-        # Some kernels are made for a few rows' number.
+        # For so few rows kernels are made for the very number, and no graph has 3.
         with self._outline():
             for size in (3, *self.decode_sizes):
                 output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
