@@ -36,7 +36,7 @@ class Graphs:
         self._pool: Any = None
 
     def capture(self, key: Hashable, run: Callable[[], tuple[Tensor, ...]]) -> None:
-        """Keep what `run` does under `key`. It is not done yet.
+        """Record what `run` launches, to be replayed by `key`. None of it runs yet.
 
         The largest is best captured first: the others then fit into its memory. What `run` launches
         must have been launched before, since a capture can neither load kernels nor let libraries

@@ -17,7 +17,7 @@ from nanovllm.layers.context import AttentionMetadata
 SIZES = (32, 64, 128, 256, 384, 512, 768, *range(1024, 8193, 256))
 # Up to so many sequences, the contexts of each are read by several programs.
 FEW_DECODES = 32
-TOKENS_OF_A_CHUNK = 16  # on average, at least: chunks have room in proportion to tokens
+TOKENS_OF_A_CHUNK = 16  # a padded step has room for one chunk for so many of its tokens
 # Tokens times a layer's parameters, where the device takes as long as the host. Launched and as a
 # graph, on an H200 (torch 2.11, triton 3.6), the forward pass of Qwen3-0.6B took 9.0 and 4.5 ms at
 # 2,304 tokens, 9.5 and 8.7 at 4,608; that of Qwen3-8B 10.7 and 6.3 at 256, 12.4 and 11.3 at 512.

@@ -15,7 +15,7 @@ from nanovllm.jobs.worker import Outputs, Refused
 
 # Requests that wait, as a multiple of those that can run: enough to choose from.
 AHEAD = 8
-MOST_AHEAD = 4096  # of them: each costs a kilobyte or two, and a start reads them all
+MOST_AHEAD = 4096  # of these: each takes a kilobyte or two, and all are read before the first step
 # Tokens of their prompts, beyond which no more are queued than can run: they lie in memory.
 MOST_PROMPT_TOKENS = 2**22
 # Lines that are read at once, so that their texts go to the tokenizer together.

@@ -21,8 +21,8 @@ from nanovllm.jobs.formats import Request
 from nanovllm.jobs.loop import num_ahead
 from nanovllm.jobs.worker import Outputs, Refused
 
-# How many requests may be together on a replica, by how often each has been on one that was lost;
-# None: any number. One that has been so often as this is long counts as what kills them.
+# By the number of lost replicas that a request was on: how many such requests may be together on
+# one; None: any number. One that was on as many as there are entries here is not tried again.
 TOGETHER = (None, None, 32, 1)
 MOST_STARTS = 3  # that fail one after the other: then the replica is given up
 # Calls that a replica has at a time. While it works on one, the next, which is there already,

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
-ALL = -1  # the word of which all tokens are allowed
+ALL = -1  # the word of a bitmask that allows all its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,8 @@ def apply_penalties(
 ) -> Tensor:
     """logits [R, V] float32 -> the same, penalised.
 
-    counts [R, V] int32: 0 for a token that is neither in prompt nor output, else 1 more than what
-    the output has of it. The penalties are [R, 1] float32; 1, 0 and 0 change nothing, to the bit.
+    counts [R, V] int32: 0 for a token that is neither in prompt nor output, else 1 + how often it
+    is in the output. The penalties are [R, 1] float32; 1, 0 and 0 change nothing, to the bit.
     """
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(counts > 0, repeated, logits)
@@ -102,7 +102,7 @@ class Logprobs:
 
 
 class Rows:
-    """Some of a step's rows; the same as long as the step's slots are.
+    """Rows of a step that are sampled together. They are kept as long as the step's slots stay.
 
     at [R] int64, on the device: their places in the step. None: all of its rows.
     edits: what is done to their logits before they are sampled. None: nothing.
@@ -145,8 +145,8 @@ class Resampler:
         self.slots = SlotParams(runner.max_num_seqs + 1, self.vocab_size, self._upload)
         self.edits = SlotEdits(runner.max_num_seqs + 1, self.vocab_size, self._upload)
         self._asked: dict[int, SamplingMetadata] = {}  # by batch slot
-        self._seen: Sequence[int] = ()  # the slots of the last step, and what they came to
-        self._parts: list[Rows] = []
+        self._seen: Sequence[int] = ()  # the slots of the last step
+        self._parts: list[Rows] = []  # their rows that ask for more
         # A step of which rows wait, and the log-probabilities of others.
         self._unfinished: tuple[StepOutput, list[Logprobs]] | None = None
 
@@ -180,7 +180,9 @@ class Resampler:
         return logprobs
 
     def constrain(self, edits: "LogitsEdits") -> tuple[Tensor, list[Logprobs]]:
-        """Do the same for the last step's rows that wait; returns what the whole step has."""
+        """Sample for the last step's rows that wait; returns the tokens [B] and the
+        log-probabilities of the whole step.
+        """
         assert self._unfinished is not None, "rows wait"
         (output, logprobs), self._unfinished = self._unfinished, None
         for rows in self._parts:
@@ -202,7 +204,9 @@ class Resampler:
     def _resample(
         self, rows: Rows, output: "StepOutput", edits: "LogitsEdits | None" = None
     ) -> list[Logprobs]:
-        """Returns the log-probabilities that `rows` ask for, in one object."""
+        """Sample for `rows` again if they need it. Returns the log-probabilities that they ask for:
+        one object, or none.
+        """
         logits = self._logits(rows, output)
         if rows.sample_again:
             self._sample(rows, self._edited(rows, logits, output, edits), output)
@@ -224,7 +228,9 @@ class Resampler:
         return self.edits.apply(rows.edits, logits, output.slots[rows.at], edits)
 
     def _among(self, slots: Sequence[int]) -> list[Rows]:
-        """Stays the same, and costs nothing, as long as the slots do."""
+        """Those of a step's `slots` that ask for more, in parts that are sampled together. They are
+        made anew only when the slots change.
+        """
         if self._asked and slots != self._seen:
             asked = self._asked
             index = [i for i, slot in enumerate(slots) if slot in asked]
@@ -248,7 +254,7 @@ class Resampler:
 
     def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
         """The rows at `index` of a step, in parts of which each is sampled at once. `alone`: all
-        its other rows ask for nothing.
+        other rows ask for nothing, so a subclass may sample for the whole step.
         """
         order = sorted(range(len(index)), key=lambda i: limit(params[i], self.vocab_size))
         parts = [

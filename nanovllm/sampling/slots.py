@@ -21,7 +21,7 @@ Starting = Sequence[tuple[int, SamplingMetadata | None]]  # a batch slot, and wh
 Asked = list[tuple[int, SamplingMetadata]]
 REPETITION_BOUNDS = 1e-10, 1e10
 FLOAT32_MAX = 3.4e38
-LIMITS = 3  # columns
+LIMITS = 3  # columns of SlotParams.limits
 
 
 class SlotParams:
@@ -32,8 +32,8 @@ class SlotParams:
         logit one may be; the penalties of repetition, frequency and presence.
     limits [S, 3] int32: top_k (V: no bound); the length from which on the sequence may end; how
         many log-probabilities it asks for (-1: not even the sampled token's).
-    counts [S, V] int32: 0 for a token that the sequence does not hold, else 1 more than what its
-        output has of it. None until a slot has penalties.
+    counts [S, V] int32: 0 for a token that the sequence does not hold, else 1 + how often it is in
+        the output. None until a slot has penalties.
     barred [S, V] bool: tokens that would end the sequence. None until a slot has a least length.
     cells [S, C] bool: cells of the vocabulary where counts or barred hold anything. None like them.
 

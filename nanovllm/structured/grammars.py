@@ -61,7 +61,7 @@ class Grammars:
 
     def fill(self, rows: list[tuple[int, "Matcher", list[int]]], masks: np.ndarray) -> None:
         """For each (row, matcher, output) set masks[row] to what may follow `output`, the tokens so
-        far: more from call to call, never others.
+        far. Each begins with those of the matcher's last call.
 
         masks [R, ceil(V / 32)] int32, C-contiguous: bit i of word w is set if token 32 * w + i may
         come. Where the output may end, the model's stop ids are among them; where it must, they are
@@ -70,7 +70,8 @@ class Grammars:
         """
         for _, matcher, output in rows:
             matcher.read(output)
-        # Each thread gets neighbours, which are to be those that wait for one another anyway.
+        # Each thread gets a run of neighbours. So copies of one start stand together: they wait for
+        # one another anyway.
         neighbours = sorted(rows, key=lambda one: one[1].number)
         self._threads.unsafe_compute_mask_ptr(
             [(matcher.state, row) for row, matcher, _ in neighbours],
@@ -87,7 +88,7 @@ class Grammars:
         return Starts(lambda: self._start(params))
 
     def _start(self, params: StructuredOutputsParams) -> Any:
-        """llguidance's matcher of nothing so far."""
+        """llguidance's matcher before any token."""
         llguidance, tokens = self._llguidance, self._tokens
         limits = llguidance.LLParserLimits(verbose_errors=False)
         try:
@@ -144,7 +145,7 @@ class Grammars:
 
 
 class Starts:
-    """llguidance's matchers of nothing so far, all of one grammar, to be copied.
+    """llguidance's matchers of one grammar, before any token, to be copied.
 
     Copies of one share what it learns about the grammar's lexer, and wait for one another: two
     threads are no faster with them than one. So there are two for each thread, since some masks
