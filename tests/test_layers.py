@@ -12,7 +12,6 @@ from transformers import Glm4Config, Olmo2Config, Phi3Config, Qwen3Config, Qwen3
 
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -168,7 +167,6 @@ def test_shares_of_a_vocabulary_meet_between_the_cells_that_are_drawn_from():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda group: ColumnParallelLinear(8, 10, group), "out_features is 10, .*=4"),
         (
             lambda group: MergedColumnParallelLinear(8, 10, group, names=("gate", "up")),
             "gate is 10, .*=4",

@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm import LLM
 from nanovllm.engine.dtype import resolve_dtype
-from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.models import build_model, find_model
@@ -230,9 +230,7 @@ def test_coverage_sees_gaps_and_overlaps(model):
     with pytest.raises(AssertionError):
         loader.check_coverage(model, sources + sources[:1])
     with pytest.raises(AssertionError):
-        loader.check_coverage(
-            model, sources + list(ColumnParallelLinear(4, 4, ParallelGroup()).weight_slices(""))
-        )
+        loader.check_coverage(model, sources + list(ReplicatedLinear(4, 4).weight_slices("")))
 
 
 def test_dummy_weights_depend_on_the_seed_alone(model):

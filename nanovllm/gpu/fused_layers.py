@@ -29,9 +29,9 @@ from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import (
-    ColumnParallelLinear,
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     StackedLinear,
 )
@@ -73,13 +73,13 @@ class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
 
 
 class FusedLinear(StackedLinear):
-    """Before any class of column-parallel linear layer."""
+    """Before any class of stacked projections."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
-class FusedColumnParallelLinear(FusedLinear, ColumnParallelLinear):
+class FusedReplicatedLinear(FusedLinear, ReplicatedLinear):
     pass
 
 
@@ -368,7 +368,7 @@ ROTARIES = (
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
     ZeroCenteredRMSNorm: FusedZeroCenteredRMSNorm,
-    ColumnParallelLinear: FusedColumnParallelLinear,
+    ReplicatedLinear: FusedReplicatedLinear,
     MergedColumnParallelLinear: FusedMergedColumnParallelLinear,
     QKVParallelLinear: FusedQKVParallelLinear,
     RowParallelLinear: FusedRowParallelLinear,

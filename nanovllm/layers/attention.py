@@ -78,6 +78,7 @@ class SelfAttention(nn.Module):
         return self.attend_stored(q, k, v, metadata)
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The same, k and v being in the cache."""
         decodes, prefill = metadata.num_decodes, metadata.prefill
         parts = []
         if decodes:

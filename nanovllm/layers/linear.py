@@ -32,14 +32,9 @@ class Shard:
     start: int
     count: int
 
-    @classmethod
-    def even(cls, name: str | None, total: int, group: ParallelGroup, what: str) -> "Shard":
-        count = group.shard(total, what)
-        return cls(name, total, group.rank * count, count)
-
 
 def stack(shards: Sequence[Shard]) -> list[Shard]:
-    """The same shards, of one projection that has all their outputs one after the other."""
+    """The same shards, of a tensor that holds all the projections one after the other."""
     starts = list(accumulate((shard.total for shard in shards), initial=0))
     return [
         Shard(None, starts[-1], begin + shard.start, shard.count)
@@ -50,7 +45,7 @@ def stack(shards: Sequence[Shard]) -> list[Shard]:
 class StackedLinear(nn.Module):
     """Projections of one input, stacked: x [T, in] -> [T, sum of the shards' outputs].
 
-    `stacked`: so the checkpoint has them too, as one tensor of the layer's own name.
+    `stacked`: the checkpoint has them as one tensor, too, by the layer's own name.
     """
 
     def __init__(
@@ -79,12 +74,11 @@ class StackedLinear(nn.Module):
             row += shard.count
 
 
-class ColumnParallelLinear(StackedLinear):
-    """One projection without a bias; each rank makes its shard of the outputs."""
+class ReplicatedLinear(StackedLinear):
+    """One projection without a bias, whole on every rank."""
 
-    def __init__(self, in_features: int, out_features: int, group: ParallelGroup):
-        shard = Shard.even(None, out_features, group, "out_features")
-        super().__init__(in_features, [shard], bias=False)
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, [Shard(None, out_features, 0, out_features)], bias=False)
 
 
 class MergedColumnParallelLinear(StackedLinear):
@@ -100,7 +94,10 @@ class MergedColumnParallelLinear(StackedLinear):
         bias: bool = False,
         stacked: bool = False,
     ):
-        shards = [Shard.even(name, out_features, group, name) for name in names]
+        shards = []
+        for name in names:
+            count = group.shard(out_features, name)
+            shards.append(Shard(name, out_features, group.rank * count, count))
         super().__init__(in_features, shards, bias, stacked)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.linear import ColumnParallelLinear, empty_parameter
+from nanovllm.layers.linear import ReplicatedLinear, empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -31,8 +31,7 @@ class MixtureOfExperts(nn.Module):
         renormalize: bool,  # let the weights of the experts that were picked sum to 1
     ):
         super().__init__()
-        # Whole on every rank.
-        self.gate = ColumnParallelLinear(hidden_size, num_experts, ParallelGroup())
+        self.gate = ReplicatedLinear(hidden_size, num_experts)
         self.experts = Experts(hidden_size, intermediate_size, num_experts, group)
         self.top_k = top_k
         self.renormalize = renormalize
