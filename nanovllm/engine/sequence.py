@@ -59,9 +59,7 @@ class Sequence:
     order: tuple[Any, int] = field(init=False)  # its place in line: the policy's key, then its id
     batch_slot: int = field(init=False)
     block_table: list[int] = field(init=False)
-    num_given_back: int = field(
-        init=False
-    )  # leading entries, behind its window, that it does not hold
+    num_given_back: int = field(init=False)  # leading entries, behind its window, not its own
     capacity: int = field(init=False)  # tokens that the block table has room for
     num_computed: int = field(init=False)  # tokens whose K and V are written by now, or in flight
     num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
@@ -152,9 +150,7 @@ class Sequence:
             self.first_token_at += seconds
 
     def prefill_chunk(self, start: int, end: int, write_from: int) -> PrefillChunk:
-        """What the runner must know to compute the tokens from `start` to `end`. Make it once: a
-        token of the prompt is scored by one chunk.
-        """
+        """What the runner needs for tokens `start` to `end`. Made once: see PromptScores.take."""
         is_last = end == self.num_tokens
         return PrefillChunk(
             batch_slot=self.batch_slot,
