@@ -165,8 +165,6 @@ class Scheduler:
                 break
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
-            if seq.scores is not None and chunk.scored is not None:
-                self._scoring.append(seq.scores)
             if not chunk.is_last:
                 break
             self.prefilling.pop(0)
@@ -214,7 +212,10 @@ class Scheduler:
         # The chunk's blocks may be shared at once, even by the next sequence of this step: a layer
         # writes all K and V before it attends.
         self.tables.register(seq, end)
-        return seq.prefill_chunk(start, end, write_from)
+        scored = None if seq.scores is None else seq.scores.take(start, end)
+        if seq.scores is not None and scored is not None:
+            self._scoring.append(seq.scores)
+        return seq.prefill_chunk(start, end, write_from, scored)
 
     def commit(
         self,

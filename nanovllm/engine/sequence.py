@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
-from nanovllm.engine.batch import Fork, PrefillChunk
+from nanovllm.engine.batch import Fork, PrefillChunk, ScoredTokens
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
@@ -149,8 +149,10 @@ class Sequence:
         if self.first_token_at is not None:
             self.first_token_at += seconds
 
-    def prefill_chunk(self, start: int, end: int, write_from: int) -> PrefillChunk:
-        """What the runner needs for tokens `start` to `end`. Made once: see PromptScores.take."""
+    def prefill_chunk(
+        self, start: int, end: int, write_from: int, scored: ScoredTokens | None
+    ) -> PrefillChunk:
+        """What the runner needs for tokens `start` to `end`."""
         is_last = end == self.num_tokens
         return PrefillChunk(
             batch_slot=self.batch_slot,
@@ -163,7 +165,7 @@ class Sequence:
             seed=self.seed,
             sampling=self._sampling_metadata() if is_last else None,
             forks=tuple([fork._as_fork() for fork in self.forks]) if is_last else (),
-            scored=None if self.scores is None else self.scores.take(start, end),
+            scored=scored,
         )
 
     def _as_fork(self) -> Fork:
