@@ -802,6 +802,9 @@ def check(args: argparse.Namespace) -> None:
     if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install matplotlib, or nanovllm[plot]")
+    for engine in filter(None, (args.engine, args.compare)):
+        if not find_spec(engine):
+            raise ValueError(f"{engine} is not installed: install it first, or leave it out")
 
 
 def main() -> None:

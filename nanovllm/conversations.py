@@ -13,6 +13,10 @@ def encode_conversations(
     `tokenizer`: None if the model has none. `options` go to the template.
     """
     conversations = _split(messages)
+    if not isinstance(options, dict):
+        raise TypeError(
+            f"chat_template_kwargs is {shown(options)}: give a dict of what the chat template takes"
+        )
     if tokenizer is None or not (tokenizer.has_chat_template or "chat_template" in options):
         raise ValueError(
             "the model has no chat template: use generate, "

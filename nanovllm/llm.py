@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.checks import name_the_nearest, shown
 from nanovllm.compose import (
@@ -320,6 +320,12 @@ class LLM:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """For pickle and copy: what an LLM holds is its process's, and there once."""
+        raise TypeError(
+            "an LLM cannot be pickled or copied, as for a worker process: make one in each process"
+        )
 
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
         self._session.awake_engine()

@@ -2,6 +2,7 @@
 until then."""
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -104,7 +105,8 @@ def progress(
     `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
     `observe`: what `LLM.on_step` does.
     """
-    if not shown:  # not even a disabled bar, which would wait for a lock that forks share
+    if not shown or sys.stderr is None:  # as in a daemon
+        # Not even a disabled bar, which would wait for a lock that forks share.
         yield
         return
     bar = tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True)

@@ -231,6 +231,7 @@ def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, ca
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(bench.subprocess, "run", run_bench)
+    monkeypatch.setattr(bench, "find_spec", lambda name: True)  # as if vLLM were installed
     run(monkeypatch, "--model", "qwen3-0.6b", "--workload", "many", "--compare", "vllm")
     out = capsys.readouterr().out
     assert "| many | 2.000, 1.000 | 3.000, 1.500 | 1.50, 1.50 | 50% |" in out
@@ -315,10 +316,12 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
             ["--policy", "fcfs", "--compare", "vllm"],
             "--policy compares nanovllm with itself: leave",
         ),
+        (["--compare", "vllm"], "vllm is not installed: install it first"),
         (["--policy", "fcfs", "--workload", "latency"], "workload latency has one request"),
     ],
 )
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == "vllm" else True)
     with pytest.raises(SystemExit) as error:
         run(monkeypatch, "--model", "tiny", "--workload", "laptop", *args)
     assert error.value.code == 2 and message in capsys.readouterr().err

@@ -576,6 +576,13 @@ def test_a_messages_parts_of_text_are_put_together(llm):
     assert split[0]["content"] == parts  # the caller's
 
 
+@pytest.mark.parametrize("options", [["enable_thinking"], "no thinking", 5, True])
+def test_chat_template_kwargs_that_are_no_dict_are_refused_by_name(llm, options):
+    for call in (llm.chat, llm.stream_chat, llm.encode_chat):
+        with pytest.raises(TypeError, match="^chat_template_kwargs is .*: give a dict"):
+            call([{"role": "user", "content": "a"}], chat_template_kwargs=options)
+
+
 @pytest.mark.parametrize(
     "messages, error, match",
     [

@@ -1,9 +1,11 @@
 """An LLM serves the process that made it: a fork neither uses it, disturbs it nor waits for it."""
 
+import copy
 import faulthandler
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -156,6 +158,15 @@ def test_a_worker_forked_by_multiprocessing_hears_what_to_do(llm):
         ):
             pool.apply_async(generate_inherited).get(60)
     inherited.clear()
+
+
+def test_an_llm_that_is_to_be_pickled_or_copied_says_what_to_do(llm):
+    """As for a pool of processes that is given a method of it."""
+    for of in (copy.copy, copy.deepcopy, pickle.dumps):
+        for what in (llm, llm.generate):
+            if (of, what) != (copy.copy, llm.generate):  # which is itself
+                with pytest.raises(TypeError, match="an LLM cannot be pickled or copied.*make one"):
+                    of(what)
 
 
 def test_an_llm_made_in_a_forked_process_generates(checkpoint):

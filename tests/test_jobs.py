@@ -1,7 +1,9 @@
 """Jobs: whatever happens to them, each line of the input ends with exactly one result."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import resource
 import shutil
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import zipfile
 from contextlib import closing, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -96,6 +99,15 @@ def test_it_runs_as_a_module_and_ends_with_a_line_of_totals(model, tmp_path):
     assert done.stdout.count("\n") == 1
     bar = done.stderr.split("\r")[-1]
     assert "2/2" in bar and "1 failed" in bar and "tokens/s" in bar
+
+
+def test_without_stderr_it_shows_no_progress_and_ends(model, tmp_path, monkeypatch):
+    """As in a daemon."""
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the"}])
+    argv = arguments(source, tmp_path / "out.jsonl", model, *GREEDY)
+    argv.remove("--quiet")
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(argv) == 0
 
 
 def test_without_arguments_it_says_what_there_is(capsys):
@@ -554,19 +566,39 @@ def test_files_of_others_are_left_alone(run, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, word", [("no/out.jsonl", "its folder"), (".", "is a folder"), ("in.jsonl", "input")]
+    "name, word",
+    [
+        ("no/out.jsonl", "its folder"),
+        (".", "is a folder"),
+        ("in.jsonl", "input"),
+        ("out.jsonl.gz", "nothing is compressed here: leave out the .gz"),
+    ],
 )
 def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
     status, _ = run([{"prompt": "the"}], name=name)
     assert status == 2 and word in capsys.readouterr().err
 
 
+def test_stdout_as_the_output_is_refused(model, tmp_path, monkeypatch, capsys):
+    """A file of that name would hide from whoever looks for it in a pipe."""
+    monkeypatch.chdir(tmp_path)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the"}])
+    assert main(arguments(source, Path("-"), model)) == 2
+    assert "the output is -: name a file" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
 def test_an_input_that_cannot_be_read_is_refused(model, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "utf16").write_text('{"prompt": "x"}', encoding="utf-16")
-    (tmp_path / "packed.gz").write_bytes(gzip.compress(b'{"prompt": "x"}'))
     words = {"none": "No such file", "pipe": "no regular", "utf16": "is UTF-16: convert it"}
-    for name, word in (words | {"packed.gz": "is compressed by gzip: unpack it"}).items():
+    for module in (gzip, bz2, lzma):
+        name = f"packed.{module.__name__}"
+        (tmp_path / name).write_bytes(module.compress(b'{"prompt": "x"}'))
+        words[name] = ": unpack it"
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as archive:
+        archive.writestr("in.jsonl", '{"prompt": "x"}')
+    for name, word in (words | {"packed.zip": "is a zip archive: unpack it"}).items():
         assert main(arguments(tmp_path / name, tmp_path / "out.jsonl", model)) == 2
         assert word in capsys.readouterr().err
     assert not journal_of(tmp_path / "out.jsonl").exists()

@@ -32,6 +32,17 @@ def run(code: str) -> subprocess.CompletedProcess:
     return done
 
 
+def test_a_process_without_stderr_shows_nothing_and_generates():
+    """As a daemon: there Python's sys.stderr is None."""
+    code = MAKE + "print(len(llm.generate(['a', 'b'])))"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "2\n")
+
+
 def test_one_line_says_what_runs_where():
     done = run(MAKE + MAKE + "import logging; assert not logging.getLogger().handlers")
     first, second = re.fullmatch(LINE + LINE, done.stderr).groups()

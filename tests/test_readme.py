@@ -88,8 +88,8 @@ def users(tmp_path_factory):
             os.symlink(path, folder / path.name)
     names = {"__name__": "readme"}
     try:
-        run_examples(USERS, names, {'"Qwen/Qwen3-0.6B"': repr(str(folder))})
-        run_examples(GUIDE, names, {})
+        for path in (USERS, GUIDE):
+            run_examples(path, names, {'"Qwen/Qwen3-0.6B"': repr(str(folder))})
         yield names
     finally:
         if "llm" in names:
@@ -119,6 +119,8 @@ def test_it_is_short():
 def test_its_examples_run_and_none_downloads(users):
     assert len(users["outputs"]) == 2 and all(output["text"] for output in users["outputs"])
     assert "huggingface.co" not in "".join(code for _, code in code_blocks(USERS, "python"))
+    # Which go on with the quick start's model: another one's weights would not fit into it.
+    assert "TINY_MODEL" not in "".join(code for _, code in code_blocks(GUIDE, "python"))
 
 
 def test_its_calls_are_those_of_an_llm_with_their_parameters():

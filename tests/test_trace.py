@@ -227,6 +227,19 @@ def test_figures_are_worked_out_from_times_and_block_tables():
     assert (found["requests"], found["prompt_tokens"], found["output_tokens"]) == (2, 9, 3)
 
 
+def test_a_file_that_is_no_trace_is_refused(make_llm, tmp_path, monkeypatch, capsys):
+    write(trace_of(make_llm, tmp_path), path := tmp_path / "run.jsonl")
+    whole = path.read_text()
+    others = ['{"prompt": "a"}\n', "<html>\n", "[1]\n", '{"event": "Run"}\n', "", whole[:-9]]
+    for text in [*others, whole[whole.index("\n") + 1 :]]:
+        path.write_text(text)
+        monkeypatch.setattr("sys.argv", ["trace", str(path)])
+        with pytest.raises(SystemExit):
+            main()
+        said = capsys.readouterr()
+        assert said.out == "" and f"{path} " in said.err and "give what LLM(..., " in said.err
+
+
 def test_a_trace_without_a_step_has_figures():
     run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
     assert "first token never" in "".join(Summary([run]).lines())

@@ -23,6 +23,9 @@ NO_UTF8 = {  # what a file that is not begins with, and what to do about it
     b"\xfe\xff": "is UTF-16: convert it to UTF-8",
     b"\x1f\x8b": "is compressed by gzip: unpack it",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it",
+    b"BZh": "is compressed by bzip2: unpack it",
+    b"\xfd7zXZ": "is compressed by xz: unpack it",
+    b"PK\x03\x04": "is a zip archive: unpack it",
     b"PAR1": "is Parquet: name it .parquet",
 }
 

@@ -27,6 +27,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.hub import resolve_model_folder
 
 PARQUET = ".parquet"  # files of other names are JSON Lines
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 # Options that say what a machine has room for, and others that no result depends on: they may be
 # others when a job goes on.
 FREE = {
@@ -163,6 +164,13 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
 def check_paths(job: Job) -> None:
     if job.output.is_dir():
         raise RefusedError(f"the output is {job.output}, which is a folder: name a file in it")
+    if job.output == Path("-"):
+        raise RefusedError("the output is -: name a file, results are not written to stdout")
+    if job.output.suffix.lower() in COMPRESSED:
+        raise RefusedError(
+            f"the output is {job.output}, but nothing is compressed here: leave out the "
+            f"{job.output.suffix}, and compress the file when the job is done"
+        )
     if job.output.exists() and job.input.exists() and job.output.samefile(job.input):
         raise RefusedError(f"{job.input} is input and output: choose another output")
     if job.output.exists() and not job.journal.exists():

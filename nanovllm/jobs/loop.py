@@ -1,5 +1,6 @@
 """The loop of a job: lines to requests, requests to an engine, results to the journal."""
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from time import perf_counter
@@ -134,7 +135,7 @@ class Progress:
         self._num_failed, self._num_tokens = before.failed, 0
         self._begin = perf_counter()
         self._bar: tqdm | None = None  # not even a disabled one, which waits for a lock forks share
-        if shown:
+        if shown and sys.stderr is not None:
             self._bar = tqdm(
                 total=num_lines, initial=before.done, desc=name, unit="line", dynamic_ncols=True
             )

@@ -19,7 +19,7 @@ def main() -> None:
         print(*Summary(events).lines(), sep="\n")
         if args.page:
             write(events, args.page)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nanovllm.trace.events import KINDS, Event
+from nanovllm.trace.events import KINDS, Event, Run
 
 PAGE = Path(__file__).with_name("page.html")
 PLACE = "TRACE-GOES-HERE"  # in the page
@@ -34,12 +34,25 @@ def make_jsonl(events: Iterable[Event]) -> str:
 
 
 def read_jsonl(path: str | Path) -> list[Event]:
-    """The events of a file that `write` wrote; their lists are lists and not tuples."""
+    """The events of a file that `write` wrote; their lists are lists and not tuples.
+
+    Raises ValueError for another file.
+    """
     events = []
     with open(path, encoding="utf-8") as file:
-        for line in file:
-            values = json.loads(line)
-            events.append(KIND_OF_NAME[values.pop("event")](**values))
+        try:
+            for line in file:
+                values = json.loads(line)
+                events.append(KIND_OF_NAME[values.pop("event")](**values))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{path} holds no events, at line {len(events) + 1}: give what "
+                f"LLM(..., trace='run.jsonl') wrote ({type(error).__name__}: {error})"
+            ) from error
+    if not events or not isinstance(events[0], Run):
+        raise ValueError(
+            f"{path} is not a whole trace: give what LLM(..., trace='run.jsonl') wrote"
+        )
     return events
 
 
