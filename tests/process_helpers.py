@@ -75,14 +75,16 @@ def ended_if_it_hangs(function: Callable[..., Any], *args) -> Any:
 
 
 @contextmanager
-def alarms(handler: Callable, delay: float, interval: float = 0) -> Iterator[None]:
-    """SIGALRM calls `handler` after `delay` seconds, and then every `interval`.
+def alarms(handler: Callable, delay: float = 0, interval: float = 0) -> Iterator[None]:
+    """SIGALRM calls `handler`: after `delay` seconds, if not 0, and then every `interval`.
 
-    After the block the signal is what it was: the end of a test that hangs.
+    After the block the signal is what it was: the end of a test that hangs. The handler may raise
+    in the block, not at its end.
     """
+    left = signal.setitimer(signal.ITIMER_REAL, 0)
     previous = signal.signal(signal.SIGALRM, handler)
-    left = signal.setitimer(signal.ITIMER_REAL, delay, interval)
     try:
+        signal.setitimer(signal.ITIMER_REAL, delay, interval)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -16,7 +16,7 @@ from call_helpers import make_folder
 from effort import tries
 from folder_damage import JSON_FILES, changes, damage
 from hypothesis import given
-from process_helpers import in_fork
+from process_helpers import fresh_process, in_fork
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -36,12 +36,23 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def fresh():
+    with fresh_process() as call:
+        yield call
+
+
 def forbid(event: str, arguments: tuple) -> None:
     """An audit hook. What a folder makes happen here ends the process."""
     is_code = event == "open" and str(arguments[0]).endswith("code.py")
     if event in FORBIDDEN or is_code:
         os.write(2, f"{event} {arguments}\n".encode())
         os._exit(77)
+
+
+def use_in_fork(folder: Path) -> tuple[str, str] | str:
+    """What `use` returns, or the text of what it raises."""
+    return in_fork(lambda: use(folder))
 
 
 def use(folder: Path) -> tuple[str, str]:
@@ -104,13 +115,13 @@ def check_texts(llm: LLM, folder: Path, outputs: list[dict]) -> str:
 @tries(50)
 @given(changes())
 def test_a_damaged_folder_is_refused_or_runs_as_transformers_runs_it(
-    whole, tmp_path_factory, changes
+    fresh, whole, tmp_path_factory, changes
 ):
     folder = tmp_path_factory.mktemp("damaged", numbered=True)
     try:
         shutil.copytree(whole, folder, dirs_exist_ok=True)
         names = {damage(folder, change) for change in changes}
-        answer = in_fork(lambda: use(folder))
+        answer = fresh(use_in_fork, folder)
         assert isinstance(answer, tuple), f"{names}: {answer}"
         what, said = answer
         if what == "refused":
@@ -131,25 +142,34 @@ FILES += ("pytorch_model.bin", "generation_config.json", "chat_template.jinja")
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_is_not_unpickled_whatever_file_it_is(whole, tmp_path, name, alone):
+def test_a_pickle_is_not_unpickled_whatever_file_it_is(fresh, whole, tmp_path, name, alone):
     """`alone`: there are no other weights, nor another file of the tokenizer."""
     folder = shutil.copytree(whole, tmp_path / "damaged")
     if alone:
         for path in (*folder.glob("model*"), folder / "tokenizer.json"):
             path.unlink()
     (folder / name).write_bytes(pickle.dumps(Evil()))
-    answer = in_fork(lambda: use(folder))
+    answer = fresh(use_in_fork, folder)
     assert isinstance(answer, tuple), answer
     assert answer[0] == "refused" or not alone
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [lambda _: pickle.loads(pickle.dumps(Evil())), lambda folder: (folder / "code.py").read_text()],
-)
-def test_the_audit_sees_what_it_is_for(whole, bad):
+def unpickle(_):
+    return pickle.loads(pickle.dumps(Evil()))
+
+
+def read_code(folder: Path):
+    return (folder / "code.py").read_text()
+
+
+def audit_in_fork(bad, folder: Path):
+    in_fork(lambda: (sys.addaudithook(forbid), bad(folder)))
+
+
+@pytest.mark.parametrize("bad", [unpickle, read_code])
+def test_the_audit_sees_what_it_is_for(fresh, whole, bad):
     with pytest.raises(AssertionError, match=f"wait status {77 << 8}"):
-        in_fork(lambda: (sys.addaudithook(forbid), bad(whole)))
+        fresh(audit_in_fork, bad, whole)
 
 
 def says_where(said: str) -> bool:
