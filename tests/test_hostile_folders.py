@@ -30,16 +30,17 @@ PROMPTS = [[1, 2, 3], [250, 40, 7, 7, 9, 100], [5] * 20]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("whole"))
-    (folder / "code.py").write_text(CODE)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def fresh():
     with fresh_process() as call:
         yield call
+
+
+@pytest.fixture(scope="module")
+def whole(fresh, tmp_path_factory) -> Path:
+    """Made where it is used, so that each fork finds imported what that takes."""
+    folder = fresh(make_folder, tmp_path_factory.mktemp("whole"))
+    (folder / "code.py").write_text(CODE)
+    return folder
 
 
 def forbid(event: str, arguments: tuple) -> None:
@@ -60,6 +61,7 @@ def use(folder: Path) -> tuple[str, str]:
     # A folder that lies about its sizes must not take the machine's memory.
     resource.setrlimit(resource.RLIMIT_AS, (16 * GIB, 16 * GIB))
     os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
+    torch.set_num_threads(1)  # a fork copies no others
     sys.addaudithook(forbid)
     logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
