@@ -21,6 +21,7 @@ import pytest
 from call_helpers import Plain, check_empty, make_folder
 from engine_helpers import FAMILIES, MODELS, Checkpoint, save_checkpoint
 from hypothesis import HealthCheck, settings
+from process_helpers import fresh_process
 
 from nanovllm import LLM
 
@@ -32,7 +33,7 @@ torch.set_num_threads(1)  # the models are so small that more threads only wait 
 
 # A test that hangs fails, and so does its clean-up. Where Python gets no turn to say so, pytest
 # ends the run instead: faulthandler_timeout in pyproject.toml.
-HANGS_SECONDS, AGAIN_SECONDS = 240, 60
+HANGS_SECONDS, AGAIN_SECONDS = 300, 60
 
 
 @pytest.hookimpl(wrapper=True)
@@ -118,6 +119,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def plain(folder):
     return Plain(folder)
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """A function: call(function, *args) has a process that has done nothing else do that."""
+    with fresh_process() as call:
+        yield call
 
 
 @pytest.fixture

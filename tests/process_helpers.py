@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 CHILD_SECONDS = 60  # then a child counts as hung and is killed
 SECONDS = 120  # then anything else does
 
@@ -57,7 +59,9 @@ def fresh_process() -> Iterator[Callable[..., Any]]:
     For what forks. A fork copies the locks that threads hold, and the tests' process has threads of
     many libraries: a child, or what shares a lock with it, may wait forever.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    # One thread, which is all that a fork copies.
+    with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (1,)) as pool:
         pid = pool.submit(os.getpid).result(SECONDS)
         try:
             yield lambda *call: pool.submit(ended_if_it_hangs, *call).result(SECONDS + 20)

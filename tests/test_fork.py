@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_helpers import PROMPTS, Checkpoint, assert_greedy, greedy
-from process_helpers import SECONDS, descendants, fresh_process, in_fork, in_thread, said, started
+from process_helpers import SECONDS, descendants, in_fork, in_thread, said, started
 from rank_faults import EchoRunner
 from torch.utils.data import DataLoader
 
@@ -21,12 +21,6 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.kv_cache import allocate_kv_cache
 
 OPTIONS = dict(device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=96)
-
-
-@pytest.fixture(scope="module")
-def fresh():
-    with fresh_process() as call:
-        yield call
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])

@@ -16,7 +16,7 @@ from call_helpers import make_folder
 from effort import tries
 from folder_damage import JSON_FILES, changes, damage
 from hypothesis import given
-from process_helpers import fresh_process, in_fork
+from process_helpers import in_fork
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
@@ -27,12 +27,6 @@ CODE = "raise SystemExit('code of the folder runs')"
 FORBIDDEN = ("pickle.find_class", "socket.connect", "os.system", "subprocess.Popen", "os.exec")
 TEXTS = ["the in the", "naïve \n ", "q"]
 PROMPTS = [[1, 2, 3], [250, 40, 7, 7, 9, 100], [5] * 20]
-
-
-@pytest.fixture(scope="module")
-def fresh():
-    with fresh_process() as call:
-        yield call
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,6 @@ def use(folder: Path) -> tuple[str, str]:
     # A folder that lies about its sizes must not take the machine's memory.
     resource.setrlimit(resource.RLIMIT_AS, (16 * GIB, 16 * GIB))
     os.environ |= {"TOKENIZERS_PARALLELISM": "false"}
-    torch.set_num_threads(1)  # a fork copies no others
     sys.addaudithook(forbid)
     logging.set_verbosity(logging.CRITICAL)
     warnings.simplefilter("ignore")
