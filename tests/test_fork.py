@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,7 @@ def with_llm(request, fresh, get_checkpoint):
 llms: list[LLM] = []  # in the fresh process
 
 
-def make_llm(folder, num_ranks):
+def make_llm(folder: Path, num_ranks: int):
     llms.append(LLM(folder, tensor_parallel_size=num_ranks, **OPTIONS))
 
 
@@ -59,10 +60,11 @@ def write_kv_in_fork():
 
 
 def test_each_call_in_a_forked_process_says_whose_llm_it_is(with_llm, checkpoint):
-    with_llm(call_all_in_fork, checkpoint)
+    with_llm(call_all_in_fork, checkpoint.folder)
 
 
-def call_all_in_fork(llm: LLM, checkpoint: Checkpoint):
+def call_all_in_fork(llm: LLM, folder: Path):
+    checkpoint = Checkpoint(folder)
     open_stream = llm.stream(PROMPTS[:2], greedy(4))
     first = [next(open_stream), next(open_stream)]  # one step
     request = llm.add_request(PROMPTS[0], greedy(4))
@@ -143,10 +145,11 @@ def square(x):
 
 
 def test_the_parent_of_forked_workers_goes_on_generating(with_llm, checkpoint):
-    with_llm(generate_beside_workers, checkpoint)
+    with_llm(generate_beside_workers, checkpoint.folder)
 
 
-def generate_beside_workers(llm: LLM, checkpoint: Checkpoint):
+def generate_beside_workers(llm: LLM, folder: Path):
+    checkpoint = Checkpoint(folder)
     assert_greedy(llm, checkpoint)
     loader = DataLoader(Lengths(), batch_size=2, num_workers=2, multiprocessing_context="fork")
     for i, batch in enumerate(loader):
@@ -195,7 +198,7 @@ print(tokens, os.waitpid(child, 0)[1])
     assert run.stdout == f"{checkpoint.expected([5, 6], 4)} 0\n", run.stderr
 
 
-def make_echoing_llm(folder) -> LLM:
+def make_echoing_llm(folder: Path) -> LLM:
     """Its two ranks have no model."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
@@ -206,7 +209,7 @@ def test_a_fork_does_not_end_its_parents_ranks(fresh, checkpoint):
     fresh(close_runner_in_fork, checkpoint.folder)
 
 
-def close_runner_in_fork(folder):
+def close_runner_in_fork(folder: Path):
     with make_echoing_llm(folder) as llm:
         assert in_fork(llm.engine.runner.close) is None
         assert llm.engine.runner.launch(Batch(decode_slots=(7,))).wait().tokens == [7]
@@ -216,7 +219,7 @@ def test_ranks_leave_when_told_to_although_a_forked_process_lives(fresh, checkpo
     fresh(close_beside_a_fork, checkpoint.folder)
 
 
-def close_beside_a_fork(folder):
+def close_beside_a_fork(folder: Path):
     llm = make_echoing_llm(folder)
     ranks = [rank.process for rank in llm.engine.runner._ranks]
     if (child := os.fork()) == 0:
