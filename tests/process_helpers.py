@@ -83,16 +83,19 @@ def alarms(handler: Callable, delay: float = 0, interval: float = 0) -> Iterator
     """SIGALRM calls `handler`: after `delay` seconds, if not 0, and then every `interval`.
 
     After the block the signal is what it was: the end of a test that hangs. The handler may raise
-    in the block, not at its end.
+    in the block, not at its end. What it raises in a finalizer is dropped: Python hands that to a
+    hook, and if the next signal came in pytest's hook, the test would fail.
     """
     left = signal.setitimer(signal.ITIMER_REAL, 0)
     previous = signal.signal(signal.SIGALRM, handler)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         signal.setitimer(signal.ITIMER_REAL, delay, interval)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        sys.unraisablehook = hook
         signal.setitimer(signal.ITIMER_REAL, *left)
 
 
@@ -153,16 +156,3 @@ def no_process_left(seconds: float = CHILD_SECONDS, zombies: bool = True) -> Ite
     while (left := descendants(os.getpid(), zombies) - before) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == set()
-
-
-@contextmanager
-def ignored_in_finalizers() -> Iterator[None]:
-    """Where signals raise exceptions: one that comes in a finalizer is dropped.
-
-    Python hands it to a hook then. If the next signal came in pytest's hook, the test would fail.
-    """
-    previous, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        yield
-    finally:
-        sys.unraisablehook = previous
