@@ -2,8 +2,10 @@
 that run them.
 """
 
+import faulthandler
 import os
 import signal
+import sys
 
 import torch
 
@@ -19,6 +21,7 @@ import pytest
 from call_helpers import Plain, check_empty, make_folder
 from engine_helpers import FAMILIES, MODELS, Checkpoint, save_checkpoint
 from hypothesis import HealthCheck, settings
+from process_helpers import fresh_process
 
 from nanovllm import LLM
 
@@ -26,6 +29,38 @@ from nanovllm import LLM
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 torch.set_num_threads(1)  # the models are so small that more threads only wait for each other
+
+
+# A test that hangs fails, and so does its clean-up. Where Python gets no turn to say so, pytest
+# ends the run instead: faulthandler_timeout in pyproject.toml.
+HANGS_SECONDS, AGAIN_SECONDS = 480, 60
+
+
+@pytest.hookimpl(wrapper=True)
+def fail_if_it_hangs(item):
+    def fail(*_):
+        faulthandler.dump_traceback(sys.__stderr__)
+        pytest.fail(f"it hangs: it took {HANGS_SECONDS} s, see where each thread is")
+
+    previous = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, HANGS_SECONDS, AGAIN_SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest_runtest_teardown = fail_if_it_hangs
+
+
+def pytest_enter_pdb():
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def pytest_unconfigure():
+    """A thread that hangs does not keep the process from ending."""
+    faulthandler.dump_traceback_later(HANGS_SECONDS, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_modifyitems(items):
@@ -84,6 +119,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def plain(folder):
     return Plain(folder)
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """A function: call(function, *args) has a process that has done nothing else do that."""
+    with fresh_process() as call:
+        yield call
 
 
 @pytest.fixture

@@ -3,14 +3,12 @@
 import json
 import os
 import random
-import signal
 import sqlite3
 from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
 
-from nanovllm.__main__ import main
 from nanovllm.config import Config
 from nanovllm.jobs.job import Job, run_job
 from nanovllm.jobs.worker import Worker
@@ -121,24 +119,6 @@ class StubEngine:
     def made(self):
         """What run_job wants: a function that makes a context of the engine."""
         return lambda: nullcontext(self)
-
-
-def forked_main(argv: list[str]) -> int:
-    """Fork a process that does what the command line does; returns its id."""
-    if child := os.fork():
-        return child
-    status = 99
-    try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        status = main(argv)
-    finally:
-        os._exit(status)
-
-
-def wait_for(child: int) -> int:
-    """A child's exit code; of one that a signal killed, minus its number."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def as_job(source: Path, output: Path, model: Path, **more) -> Job:

@@ -20,15 +20,14 @@ import transformers.models.auto  # noqa: F401  likewise
 from job_helpers import (
     WatchedWorker,
     arguments,
-    forked_main,
     journal_of,
     kept_lines,
     some_lines,
-    wait_for,
     write_lines,
 )
 
 import nanovllm.jobs.command as command
+from nanovllm.__main__ import main as command_line
 
 NUM_LINES = 60
 
@@ -74,6 +73,22 @@ def main(folder: Path, model: Path, num_kills: int) -> None:
         output.unlink()
     seen["left"] = sorted(path.name for path in folder.iterdir() if "out" in path.name)
     print(json.dumps(seen))
+
+
+def forked_main(argv: list[str]) -> int:
+    """Fork a process that does what the command line does; returns its id."""
+    if child := os.fork():
+        return child
+    status = 99
+    try:
+        status = command_line(argv)
+    finally:
+        os._exit(status)
+
+
+def wait_for(child: int) -> int:
+    """A child's exit code; of one that a signal killed, minus its number."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":

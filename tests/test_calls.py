@@ -2,8 +2,10 @@
 behind.
 """
 
+import copy
 import dataclasses
 import gc
+import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -378,7 +380,8 @@ def test_a_stream_that_is_collected_as_garbage_inside_a_step_disturbs_no_other(l
     del stream, cycle
 
     def collect(output, logits):
-        gc.collect()
+        if not output:
+            gc.collect()
         return logits
 
     params = dataclasses.replace(params, logits_processors=[collect])
@@ -700,3 +703,12 @@ def test_percentiles():
     assert percentiles([]) is None
     assert percentiles([3.0]) == {"median": 3.0, "p99": 3.0}
     assert percentiles([float(i) for i in range(100, 0, -1)]) == {"median": 50.0, "p99": 99.0}
+
+
+def test_an_llm_that_is_to_be_pickled_or_copied_says_what_to_do(llm):
+    """As for a pool of processes that is given a method of it."""
+    for of in (copy.copy, copy.deepcopy, pickle.dumps):
+        for what in (llm, llm.generate):
+            if (of, what) != (copy.copy, llm.generate):  # which is itself
+                with pytest.raises(TypeError, match="an LLM cannot be pickled or copied.*make one"):
+                    of(what)

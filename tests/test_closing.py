@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from engine_helpers import PROMPTS, assert_greedy, greedy
-from process_helpers import ignored_in_finalizers, no_process_left, said
+from process_helpers import SECONDS, alarms, in_thread, no_process_left, said
 from rank_faults import EchoRunner, set_fault
 
 from nanovllm import LLM
@@ -45,19 +46,14 @@ def echo_ranks(monkeypatch):
 
 def in_threads(calls) -> list:
     """What each call returns or raises, all of them begun at the same time."""
-    answers = [None] * len(calls)
     barrier = threading.Barrier(len(calls))
 
-    def run(i):
-        barrier.wait()
-        answers[i] = said(calls[i])
+    def run(call):
+        barrier.wait(SECONDS)
+        return said(call)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
+    threads = [in_thread(partial(run, call)) for call in calls]
+    return [thread.result(SECONDS) for thread in threads]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -76,7 +72,7 @@ def test_closing_ends_a_call_in_another_thread_with_a_clear_error(make, ranks):
         return llm.generate(PROMPTS, greedy(150), use_tqdm=False)
 
     def close():
-        begun.wait()
+        assert begun.wait(SECONDS)
         llm.close()
 
     with no_process_left():
@@ -97,16 +93,10 @@ def test_any_number_of_threads_may_close(make, ranks, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_handler_may_close_in_the_middle_of_a_step(make, ranks):
     llm = make(ranks)
-    previous = signal.signal(signal.SIGALRM, lambda *_: llm.close())
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with no_process_left():
-            answer = []
-            while isinstance(answer, list):
-                answer = said(lambda: llm.generate(PROMPTS, greedy(50), use_tqdm=False))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    with no_process_left(), alarms(lambda *_: llm.close(), 0.05):
+        answer = []
+        while isinstance(answer, list):
+            answer = said(lambda: llm.generate(PROMPTS, greedy(50), use_tqdm=False))
     assert answer == CLOSED
 
 
@@ -169,16 +159,10 @@ def run_interrupted(call, count: int, delay: float, interval: float) -> None:
         count -= 1
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with ignored_in_finalizers():
-            signal.setitimer(signal.ITIMER_REAL, delay, interval)
-            while count:
-                with suppress(KeyboardInterrupt):
-                    call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+    with alarms(interrupt, delay, interval):
+        while count:
+            with suppress(KeyboardInterrupt):
+                call()
 
 
 def test_interrupts_in_quick_succession_leave_an_llm_of_several_ranks_usable(make, checkpoint):

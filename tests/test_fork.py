@@ -1,11 +1,7 @@
 """An LLM serves the process that made it: a fork neither uses it, disturbs it nor waits for it."""
 
-import copy
-import faulthandler
-import json
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -16,24 +12,46 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_helpers import PROMPTS, assert_greedy, greedy
-from process_helpers import descendants, in_fork, said
+from engine_helpers import PROMPTS, Checkpoint, assert_greedy, greedy
+from process_helpers import SECONDS, descendants, in_fork, in_thread, said, started
 from rank_faults import EchoRunner
 from torch.utils.data import DataLoader
 
 from nanovllm import LLM
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.kv_cache import allocate_kv_cache
 
 OPTIONS = dict(device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=96)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
-def llm(request, get_checkpoint):
-    with LLM(get_checkpoint("gqa-2").folder, tensor_parallel_size=request.param, **OPTIONS) as llm:
-        yield llm
+def with_llm(request, fresh, get_checkpoint):
+    """A function: call(function, *args) has the fresh process call function(llm, *args)."""
+    fresh(make_llm, get_checkpoint("gqa-2").folder, request.param)
+    yield lambda function, *args: fresh(call_with_llm, function, *args)
+    fresh(close_llm)
 
 
-def test_a_forked_process_writes_no_kv_of_its_parent():
+llms: list[LLM] = []  # in the fresh process
+
+
+def make_llm(folder: Path, num_ranks: int):
+    llms.append(LLM(folder, tensor_parallel_size=num_ranks, **OPTIONS))
+
+
+def call_with_llm(function, *args):
+    return function(llms[-1], *args)
+
+
+def close_llm():
+    llms.pop().close()
+
+
+def test_a_forked_process_writes_no_kv_of_its_parent(fresh):
+    fresh(write_kv_in_fork)
+
+
+def write_kv_in_fork():
     layers = [SimpleNamespace(num_kv_heads=1, head_dim=8)]
     cache = allocate_kv_cache(layers, 4, 16, torch.float32, torch.device("cpu"))
     cache[0, 0, 0] = 1
@@ -41,7 +59,12 @@ def test_a_forked_process_writes_no_kv_of_its_parent():
     assert cache.sum() == cache[0, 0, 0].numel()
 
 
-def test_each_call_in_a_forked_process_says_whose_llm_it_is(llm, checkpoint):
+def test_each_call_in_a_forked_process_says_whose_llm_it_is(with_llm, checkpoint):
+    with_llm(call_all_in_fork, checkpoint.folder)
+
+
+def call_all_in_fork(llm: LLM, folder: Path):
+    checkpoint = Checkpoint(folder)
     open_stream = llm.stream(PROMPTS[:2], greedy(4))
     first = [next(open_stream), next(open_stream)]  # one step
     request = llm.add_request(PROMPTS[0], greedy(4))
@@ -71,39 +94,30 @@ def test_each_call_in_a_forked_process_says_whose_llm_it_is(llm, checkpoint):
     assert_greedy(llm, checkpoint)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_fork_while_another_thread_generates_raises_and_waits_for_no_lock(checkpoint, num_ranks):
-    """In a process of its own: a fork copies the locks that threads hold, and the tests' process
-    has threads of many libraries."""
-    arguments = f"{str(checkpoint.folder)!r}, {num_ranks}"
-    code = f"import test_fork; test_fork.fork_while_generating({arguments})"
-    tests = Path(__file__).parent
-    run = subprocess.run([sys.executable, "-c", code], cwd=tests, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    outputs = json.loads(run.stdout)
+def test_a_fork_while_another_thread_generates_raises_and_waits_for_no_lock(with_llm, checkpoint):
+    outputs = with_llm(fork_while_generating)
     expected = [checkpoint.expected(prompt, 8) for prompt in PROMPTS]
     assert outputs and all(output == expected for output in outputs)
 
 
-def fork_while_generating(folder: str, num_ranks: int) -> None:
-    """Prints the tokens of the other thread's calls."""
-    faulthandler.dump_traceback_later(120, exit=True)  # if a thread hangs: it shows where
-    llm = LLM(folder, tensor_parallel_size=num_ranks, **OPTIONS)
+def fork_while_generating(llm: LLM) -> list:
+    """The tokens of the other thread's calls."""
     stop = threading.Event()
     outputs = []
 
     def generate():
         while not stop.is_set():
-            outputs.append(llm.generate(PROMPTS, greedy(8), use_tqdm=False))
+            call = llm.generate(PROMPTS, greedy(8), use_tqdm=False)
+            outputs.append([output["token_ids"] for output in call])
 
     stream = llm.stream(PROMPTS[:1], greedy(200))
     next(stream)
-    thread = threading.Thread(target=generate)
-    thread.start()
+    thread = in_thread(generate)
     try:
         for _ in range(3):
             while llm._session.lock.acquire(blocking=False):  # until the other thread has it
                 llm._session.lock.release()
+                assert not thread.done()
             answers = in_fork(
                 lambda: [said(lambda: llm.generate([[1]])), said(stream.close), said(llm.close)]
             )
@@ -111,10 +125,9 @@ def fork_while_generating(folder: str, num_ranks: int) -> None:
             assert answers[1:] == [None, None]
     finally:
         stop.set()
-        thread.join()
+    thread.result(SECONDS)
     stream.close()
-    llm.close()
-    print(json.dumps([[one["token_ids"] for one in output] for output in outputs]))
+    return outputs
 
 
 class Lengths(torch.utils.data.Dataset):
@@ -131,7 +144,12 @@ def square(x):
     return x * x
 
 
-def test_the_parent_of_forked_workers_goes_on_generating(llm, checkpoint):
+def test_the_parent_of_forked_workers_goes_on_generating(with_llm, checkpoint):
+    with_llm(generate_beside_workers, checkpoint.folder)
+
+
+def generate_beside_workers(llm: LLM, folder: Path):
+    checkpoint = Checkpoint(folder)
     assert_greedy(llm, checkpoint)
     loader = DataLoader(Lengths(), batch_size=2, num_workers=2, multiprocessing_context="fork")
     for i, batch in enumerate(loader):
@@ -143,30 +161,20 @@ def test_the_parent_of_forked_workers_goes_on_generating(llm, checkpoint):
         assert list(squares) == [i * i for i in range(100)]
 
 
-inherited: list[LLM] = []
+def test_a_worker_forked_by_multiprocessing_hears_what_to_do(with_llm):
+    with pytest.raises(
+        ValueError, match="make an LLM in a process that multiprocessing's 'spawn' starts"
+    ):
+        with_llm(generate_in_a_worker)
+
+
+def generate_in_a_worker(llm: LLM):
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        pool.apply_async(generate_inherited).get(SECONDS)
 
 
 def generate_inherited():
-    return inherited[-1].generate([[1, 2]], greedy(2), use_tqdm=False)
-
-
-def test_a_worker_forked_by_multiprocessing_hears_what_to_do(llm):
-    inherited.append(llm)
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        with pytest.raises(
-            ValueError, match="make an LLM in a process that multiprocessing's 'spawn' starts"
-        ):
-            pool.apply_async(generate_inherited).get(60)
-    inherited.clear()
-
-
-def test_an_llm_that_is_to_be_pickled_or_copied_says_what_to_do(llm):
-    """As for a pool of processes that is given a method of it."""
-    for of in (copy.copy, copy.deepcopy, pickle.dumps):
-        for what in (llm, llm.generate):
-            if (of, what) != (copy.copy, llm.generate):  # which is itself
-                with pytest.raises(TypeError, match="an LLM cannot be pickled or copied.*make one"):
-                    of(what)
+    return llms[-1].generate([[1, 2]], greedy(2), use_tqdm=False)
 
 
 def test_an_llm_made_in_a_forked_process_generates(checkpoint):
@@ -190,11 +198,32 @@ print(tokens, os.waitpid(child, 0)[1])
     assert run.stdout == f"{checkpoint.expected([5, 6], 4)} 0\n", run.stderr
 
 
-def test_ranks_leave_when_told_to_although_a_forked_process_lives(checkpoint, monkeypatch):
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
-    llm = LLM(checkpoint.folder, tensor_parallel_size=2, **OPTIONS)
+def make_echoing_llm(folder: Path) -> LLM:
+    """Its two ranks have no model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
+        return LLM(folder, tensor_parallel_size=2, **OPTIONS)
+
+
+def test_a_fork_does_not_end_its_parents_ranks(fresh, checkpoint):
+    fresh(close_runner_in_fork, checkpoint.folder)
+
+
+def close_runner_in_fork(folder: Path):
+    with make_echoing_llm(folder) as llm:
+        assert in_fork(llm.engine.runner.close) is None
+        assert llm.engine.runner.launch(Batch(decode_slots=(7,))).wait().tokens == [7]
+
+
+def test_ranks_leave_when_told_to_although_a_forked_process_lives(fresh, checkpoint):
+    fresh(close_beside_a_fork, checkpoint.folder)
+
+
+def close_beside_a_fork(folder: Path):
+    llm = make_echoing_llm(folder)
     ranks = [rank.process for rank in llm.engine.runner._ranks]
     if (child := os.fork()) == 0:
+        signal.alarm(SECONDS)  # should nobody kill it
         signal.pause()
     try:
         llm.close()
@@ -221,18 +250,15 @@ if (child := os.fork()) == 0:
 print(child, *ranks, flush=True)
 signal.pause()
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    child, *ranks = map(int, process.stdout.readline().split())
-    try:
+    with started([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        child, *ranks = map(int, process.stdout.readline().split())
         assert len(ranks) == 2 and descendants(process.pid) == {child, *ranks}
         process.kill()
-        process.wait()
-        deadline = time.monotonic() + 20
+        process.wait(SECONDS)
+        deadline = time.monotonic() + SECONDS
         while any(map(is_running, ranks)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_running, ranks)) and is_running(child)
-    finally:
-        os.kill(child, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:

@@ -5,6 +5,7 @@ Triton's kernels run in its interpreter where there is no GPU.
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import plain_layers as plain
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from model_helpers import Driver, load, make_checkpoint
+from process_helpers import SECONDS, in_thread
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -210,7 +212,7 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)
     monkeypatch.setattr(overlapped_decoder, "MICRO_BATCH_ROWS", 4)
     size = 2
-    state, results = (threading.Barrier(size, timeout=60), [None] * size), [None] * size
+    state, results = (threading.Barrier(size, timeout=SECONDS), [None] * size), [None] * size
 
     def run_rank(rank):
         model = build_model(load_hf_config(folder), ThreadGroup(rank, size, meeting=state))
@@ -220,11 +222,9 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
         assert type(model.model) is overlapped_decoder.OverlappedDecoder
         results[rank] = run(model)
 
-    threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(size)]
+    threads = [in_thread(partial(run_rank, rank)) for rank in range(size)]
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        thread.result(SECONDS)
     torch.testing.assert_close(torch.cat(results, dim=1), run(load(folder)), rtol=1e-4, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+from process_helpers import SECONDS, in_thread
 
 from nanovllm import SamplingParams
 from nanovllm.cpu.garbage import TIMES_RARER, full_collections_are_rare
@@ -43,15 +44,14 @@ def test_calls_of_several_threads_end_with_the_thresholds_of_before():
     def other():
         with full_collections_are_rare():
             inside.set()
-            leave.wait(60)
+            leave.wait(SECONDS)
 
-    thread = threading.Thread(target=other)
     with full_collections_are_rare():
-        thread.start()
-        assert inside.wait(60) and gc.get_threshold() == RARE
+        thread = in_thread(other)
+        assert inside.wait(SECONDS) and gc.get_threshold() == RARE
     assert gc.get_threshold() == RARE, "the other is still inside"
     leave.set()
-    thread.join()
+    thread.result(SECONDS)
     assert gc.get_threshold() == (700, 10, 10)
 
 

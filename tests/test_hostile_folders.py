@@ -30,8 +30,9 @@ PROMPTS = [[1, 2, 3], [250, 40, 7, 7, 9, 100], [5] * 20]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    folder = make_folder(tmp_path_factory.mktemp("whole"))
+def whole(fresh, tmp_path_factory) -> Path:
+    """Made where it is used, so that each fork finds imported what that takes."""
+    folder = fresh(make_folder, tmp_path_factory.mktemp("whole"))
     (folder / "code.py").write_text(CODE)
     return folder
 
@@ -42,6 +43,11 @@ def forbid(event: str, arguments: tuple) -> None:
     if event in FORBIDDEN or is_code:
         os.write(2, f"{event} {arguments}\n".encode())
         os._exit(77)
+
+
+def use_in_fork(folder: Path) -> tuple[str, str] | str:
+    """What `use` returns, or the text of what it raises."""
+    return in_fork(lambda: use(folder))
 
 
 def use(folder: Path) -> tuple[str, str]:
@@ -104,13 +110,13 @@ def check_texts(llm: LLM, folder: Path, outputs: list[dict]) -> str:
 @tries(50)
 @given(changes())
 def test_a_damaged_folder_is_refused_or_runs_as_transformers_runs_it(
-    whole, tmp_path_factory, changes
+    fresh, whole, tmp_path_factory, changes
 ):
     folder = tmp_path_factory.mktemp("damaged", numbered=True)
     try:
         shutil.copytree(whole, folder, dirs_exist_ok=True)
         names = {damage(folder, change) for change in changes}
-        answer = in_fork(lambda: use(folder))
+        answer = fresh(use_in_fork, folder)
         assert isinstance(answer, tuple), f"{names}: {answer}"
         what, said = answer
         if what == "refused":
@@ -131,25 +137,34 @@ FILES += ("pytorch_model.bin", "generation_config.json", "chat_template.jinja")
 
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_is_not_unpickled_whatever_file_it_is(whole, tmp_path, name, alone):
+def test_a_pickle_is_not_unpickled_whatever_file_it_is(fresh, whole, tmp_path, name, alone):
     """`alone`: there are no other weights, nor another file of the tokenizer."""
     folder = shutil.copytree(whole, tmp_path / "damaged")
     if alone:
         for path in (*folder.glob("model*"), folder / "tokenizer.json"):
             path.unlink()
     (folder / name).write_bytes(pickle.dumps(Evil()))
-    answer = in_fork(lambda: use(folder))
+    answer = fresh(use_in_fork, folder)
     assert isinstance(answer, tuple), answer
     assert answer[0] == "refused" or not alone
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [lambda _: pickle.loads(pickle.dumps(Evil())), lambda folder: (folder / "code.py").read_text()],
-)
-def test_the_audit_sees_what_it_is_for(whole, bad):
+def unpickle(_):
+    return pickle.loads(pickle.dumps(Evil()))
+
+
+def read_code(folder: Path):
+    return (folder / "code.py").read_text()
+
+
+def audit_in_fork(bad, folder: Path):
+    in_fork(lambda: (sys.addaudithook(forbid), bad(folder)))
+
+
+@pytest.mark.parametrize("bad", [unpickle, read_code])
+def test_the_audit_sees_what_it_is_for(fresh, whole, bad):
     with pytest.raises(AssertionError, match=f"wait status {77 << 8}"):
-        in_fork(lambda: (sys.addaudithook(forbid), bad(whole)))
+        fresh(audit_in_fork, bad, whole)
 
 
 def says_where(said: str) -> bool:

@@ -4,10 +4,12 @@ model's.
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from model_helpers import Driver, load, make_checkpoint
+from process_helpers import SECONDS, in_thread
 from transformers import Glm4Config, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm.layers.embedding import ParallelLMHead
@@ -125,7 +127,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
         prompts = driver.step({}, {0: tokens[:9], 1: tokens[:5]})
         return torch.cat((prompts, driver.step({0: tokens[9], 1: tokens[5]}, {})))
 
-    state = threading.Barrier(size, timeout=60), [None] * size
+    state = threading.Barrier(size, timeout=SECONDS), [None] * size
     results = [None] * size
 
     def run(rank):
@@ -133,11 +135,9 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
         load_weights(model, saved)
         results[rank] = logits(model)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [in_thread(partial(run, rank)) for rank in range(size)]
     for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        thread.result(SECONDS)
     torch.testing.assert_close(torch.cat(results, dim=1), logits(load(saved)), rtol=0, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
+from process_helpers import SECONDS, in_thread
 from test_bench import bench
 
 from nanovllm import LLM, SamplingParams
@@ -190,9 +191,12 @@ def test_a_call_says_that_an_error_in_a_callback_has_dropped_its_requests(llm, c
 def test_a_callback_runs_in_the_thread_of_the_step(llm):
     threads = set()
     llm.on_step(lambda step: threads.add(threading.current_thread()))
-    caller = threading.Thread(target=llm.generate, args=([PROMPTS[0]], greedy(3), False))
-    caller.start()
-    caller.join()
+
+    def call():
+        llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+        return threading.current_thread()
+
+    caller = in_thread(call).result(SECONDS)
     assert threads == {caller}
 
 

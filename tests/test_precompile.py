@@ -2,12 +2,12 @@
 stand-ins.
 """
 
-import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
+from process_helpers import SECONDS, in_thread
 from torch import nn
 
 triton = pytest.importorskip("triton")
@@ -59,9 +59,7 @@ def test_launches_of_other_threads_and_after_it_go_on():
     kernel = Kernel()
 
     def run():
-        other = threading.Thread(target=kernel.launch, args=("other",))
-        other.start()
-        other.join()
+        in_thread(lambda: kernel.launch("other")).result(SECONDS)
 
     assert find_uncompiled(run) == []
     kernel.launch("after")

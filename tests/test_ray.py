@@ -8,13 +8,14 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from call_helpers import make_folder, make_llm
 from job_helpers import arguments, kept_lines, read_lines, some_lines, write_lines
-from process_helpers import descendants
+from process_helpers import descendants, started
 from test_readme import GUIDE, ROOT, code_blocks
 
 from nanovllm import SamplingParams
@@ -27,10 +28,13 @@ from nanovllm.jobs.pool import ReplicaLostError
 TESTS = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "RAY_USAGE_STATS_ENABLED": "0"}
 NUM_LINES = 400
-SECONDS = 300  # then a process counts as hung
+SECONDS = 240  # then a process counts as hung
 
 needs_ray = pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import ray.data"], capture_output=True).returncode != 0,
+    subprocess.run(
+        [sys.executable, "-c", "import ray.data"], capture_output=True, timeout=SECONDS
+    ).returncode
+    != 0,
     reason='needs Ray: pip install -e ".[ray]"',
 )
 
@@ -120,13 +124,13 @@ def test_what_an_actor_refuses_ends_the_job_and_what_it_dies_of_does_not():
 class Driver:
     """A process that does a job with two replicas, its progress watched."""
 
-    def __init__(self, argv: list[str], log: Path) -> None:
+    def __init__(self, argv: list[str], log: Path, stack: ExitStack) -> None:
         argv.remove("--quiet")
         command = [sys.executable, "-m", "nanovllm", *argv, "--replicas", "2"]
         self.log = log
         with open(log, "w") as errors:
-            self.process = subprocess.Popen(
-                command, env=ENV, stdout=subprocess.PIPE, stderr=errors, text=True
+            self.process = stack.enter_context(
+                started(command, env=ENV, stdout=subprocess.PIPE, stderr=errors, text=True)
             )
 
     def wait_for_lines(self, num_lines: int) -> None:
@@ -180,20 +184,21 @@ def job(model, tmp_path_factory):
     output = folder / "out.jsonl"
     argv = [*arguments(source, output, model), *sampling]
 
-    first = Driver(argv.copy(), folder / "first.log")
-    first.wait_for_lines(60)
-    seen = {"listening": listening({first.process.pid, *descendants(first.process.pid)})}
-    first.process.kill()
-    first.process.wait()
-    seen["kept"] = len(kept_lines(output))
+    with ExitStack() as stack:
+        first = Driver(argv.copy(), folder / "first.log", stack)
+        first.wait_for_lines(60)
+        seen = {"listening": listening({first.process.pid, *descendants(first.process.pid)})}
+        first.process.kill()
+        first.process.wait(SECONDS)
+        seen["kept"] = len(kept_lines(output))
 
-    second = Driver([*argv, "--step-timeout", "0.8"], folder / "second.log")
-    second.wait_for_lines(seen["kept"] + 60)
-    seen["actors"] = second.actors()
-    os.kill(seen["actors"][0], signal.SIGKILL)
-    os.kill(seen["actors"][1], signal.SIGSTOP)
-    seen["done_at_death"] = second.num_done()
-    said, _ = second.process.communicate(timeout=SECONDS)
+        second = Driver([*argv, "--step-timeout", "0.8"], folder / "second.log", stack)
+        second.wait_for_lines(seen["kept"] + 60)
+        seen["actors"] = second.actors()
+        os.kill(seen["actors"][0], signal.SIGKILL)
+        os.kill(seen["actors"][1], signal.SIGSTOP)
+        seen["done_at_death"] = second.num_done()
+        said, _ = second.process.communicate(timeout=SECONDS)
     seen |= {"status": second.process.returncode, "said": said, "log": second.log.read_text()}
     return seen | {"output": output, "alone": folder / "alone.jsonl"}
 
