@@ -74,10 +74,8 @@ class BlockTables:
         seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
         # After the cached blocks, the first tokens of one more may be cached: they are copied.
         num_cached = len(cached) * self.block_size
-        next_tokens = seq.token_ids[
-            num_cached : min(num_cached + self.block_size, seq.num_reusable)
-        ]
-        run = blocks.match_run(seq.prefix_id, next_tokens)
+        end = min(num_cached + self.block_size, seq.num_reusable)
+        run = blocks.match_run(seq.prefix_id, seq.token_ids[num_cached:end])
         blocks.share(start.shared)
         seq.block_table = cached + blocks.allocate(start.num_new)
         # The source may have just been allocated itself: a step copies before it writes.
