@@ -36,7 +36,8 @@ from job_helpers import (
     watch,
     write_lines,
 )
-from process_helpers import SECONDS
+from process_helpers import SECONDS, in_thread
+from tqdm.auto import tqdm
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
@@ -107,6 +108,12 @@ def test_without_stderr_it_shows_no_progress_and_ends(model, tmp_path, monkeypat
     argv.remove("--quiet")
     monkeypatch.setattr(sys, "stderr", None)
     assert main(argv) == 0
+
+
+def test_without_a_bar_it_does_not_wait_for_tqdms_lock(model, tmp_path):
+    job = as_job(write_lines(tmp_path / "in.jsonl", some_lines(5)), tmp_path / "out.jsonl", model)
+    with tqdm.get_lock():
+        in_thread(lambda: run_stub(job)).result(SECONDS)
 
 
 def test_without_arguments_it_says_what_there_is(capsys):

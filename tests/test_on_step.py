@@ -6,6 +6,7 @@ import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from process_helpers import SECONDS, in_thread
 from test_bench import bench
+from tqdm.auto import tqdm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.metrics import StepRecord
@@ -211,6 +212,12 @@ def test_what_cannot_be_called_is_refused(llm):
 def test_the_progress_of_a_call_leaves_no_observer(llm):
     llm.generate(PROMPTS, greedy(3), use_tqdm=True)
     assert llm._session._observers == []
+
+
+def test_a_call_without_a_bar_does_not_wait_for_tqdms_lock(llm):
+    """Forked processes share it: one that is killed inside it never gives it back."""
+    with tqdm.get_lock():
+        in_thread(lambda: llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)).result(SECONDS)
 
 
 def test_progress_counts_the_requests_of_its_call_alone(llm, capfd):

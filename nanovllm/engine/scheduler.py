@@ -212,8 +212,8 @@ class Scheduler:
         # The chunk's blocks may be shared at once, even by the next sequence of this step: a layer
         # writes all K and V before it attends.
         self.tables.register(seq, end)
-        scored = None if seq.scores is None else seq.scores.take(start, end)
-        if seq.scores is not None and scored is not None:
+        scored = None
+        if seq.scores is not None and (scored := seq.scores.take(start, end)):
             self._scoring.append(seq.scores)
         return seq.prefill_chunk(start, end, write_from, scored)
 
