@@ -36,6 +36,7 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 32
 BLOCK_M = 64  # queries of a prefill program
 TILED_KEYS = 256  # from here on K and V come by tiles
+EMPTY = tl.constexpr(-1e30)  # below any score, in units of log2: the peak of no keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def _prefill_kernel(
         whole = end
         if k_tiles is not None:
             whole = tl.minimum(end, len_k // BLOCK_N * BLOCK_N)
-        peak = tl.full([BLOCK_M], -1e30, tl.float32)  # below any score
+        peak = tl.full([BLOCK_M], EMPTY, tl.float32)
         total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         for start in range(opening // BLOCK_N * BLOCK_N, whole, BLOCK_N):
             if k_tiles is not None:
@@ -464,6 +465,8 @@ def _decode_kernel(
     begin = prefix + split * span
     end = tl.minimum(begin + span, length)
     pair = seq.to(tl.int64) * G + group
+    PARTS: tl.constexpr = SPLITS + PREFIX_SPLITS
+    first = (pair * PARTS + split) * GROUP
     out += pair * GROUP * D
     if begin < end:
         k_cache += group * D
@@ -485,13 +488,14 @@ def _decode_kernel(
             PAGE,
             BLOCK_N,
         )
-        if SPLITS + PREFIX_SPLITS > 1:
-            first = (pair * (SPLITS + PREFIX_SPLITS) + split) * GROUP
+        if PARTS > 1:
             tl.store(parts + first * D + at, acc / total[:, None], mask=inside)
             tl.store(part_lse + first + row, peak + tl.log2(total), mask=row < GROUP)
         else:
             tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-    if SPLITS + PREFIX_SPLITS > 1:
+    elif PARTS > 1:
+        tl.store(part_lse + first + row, EMPTY, mask=row < GROUP)
+    if PARTS > 1:
         is_last = True
         if SPLITS > 1:
             # The program that arrives last sees what the others wrote, and merges all parts, in an
@@ -503,21 +507,9 @@ def _decode_kernel(
             if SPLITS > 1:
                 tl.store(arrivals + pair, 0)
             if length > 0:
-                part_lse += pair * (SPLITS + PREFIX_SPLITS) * GROUP
-                parts += pair * (SPLITS + PREFIX_SPLITS) * GROUP * D
-                _merge(
-                    out,
-                    parts,
-                    part_lse,
-                    length - prefix,
-                    prefix,
-                    GROUP,
-                    D,
-                    BLOCK_D,
-                    SPLITS,
-                    PREFIX_SPLITS,
-                    BLOCK_N,
-                )
+                parts += pair * PARTS * GROUP * D
+                part_lse += pair * PARTS * GROUP
+                _merge(out, parts, part_lse, GROUP, D, BLOCK_D, PARTS)
 
 
 @triton.jit
@@ -525,36 +517,32 @@ def _merge(
     out,
     parts,
     part_lse,
-    length,
-    prefix,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PREFIX_SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Weigh each part by its share of the softmax's denominator: SPLITS of a sequence's own
-    tokens, then the prefix's.
-    """
-    PARTS: tl.constexpr = triton.next_power_of_2(SPLITS + PREFIX_SPLITS)
-    part = tl.arange(0, PARTS)
+    """Weigh each part by its share of the softmax's denominator."""
+    head = tl.arange(0, triton.next_power_of_2(GROUP))
     dim = tl.arange(0, BLOCK_D)
-    # A split without tokens wrote nothing.
-    written = (part < SPLITS) & (part * _span(length, SPLITS, BLOCK_N) < length)
-    if PREFIX_SPLITS > 0:
-        in_prefix = part - SPLITS
-        holds = (in_prefix >= 0) & (in_prefix < PREFIX_SPLITS)
-        written |= holds & (in_prefix * _span(prefix, PREFIX_SPLITS, BLOCK_N) < prefix)
-    inside = written[:, None] & (dim < D)[None, :]
-    for head in tl.static_range(GROUP):
-        lse = tl.load(part_lse + part * GROUP + head, mask=written, other=float("-inf"))
-        weights = tl.exp2(lse - tl.max(lse, axis=0))
-        values = tl.load(
-            parts + (part * GROUP + head)[:, None] * D + dim[None, :], mask=inside, other=0.0
-        )
-        result = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-        tl.store(out + head * D + dim, result.to(out.dtype.element_ty), mask=dim < D)
+    inside = (head < GROUP)[:, None] & (dim < D)[None, :]
+    peak = tl.full(head.shape, EMPTY, tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    acc = tl.zeros([head.shape[0], BLOCK_D], tl.float32)
+    # No load waits for the part before, and no sum crosses threads. Measured on an H200, 16 parts
+    # of 4 heads of 256 took 1.3 us so, and 10 us by a sum over the parts, head by head.
+    for part in tl.static_range(PARTS):
+        row = part * GROUP + head
+        lse = tl.load(part_lse + row, mask=head < GROUP, other=EMPTY)
+        written = inside & (lse > EMPTY)[:, None]
+        value = tl.load(parts + row[:, None] * D + dim[None, :], mask=written, other=0.0)
+        new_peak = tl.maximum(peak, lse)
+        rescale, weight = tl.exp2(peak - new_peak), tl.exp2(lse - new_peak)
+        total = total * rescale + weight
+        acc = acc * rescale[:, None] + value * weight[:, None]
+        peak = new_peak
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + head[:, None] * D + dim[None, :], result, mask=inside)
 
 
 @triton.jit(do_not_specialize=["batch", "first_part"])
@@ -591,9 +579,11 @@ def _prefix_kernel(
     span = _span(prefix, tl.num_programs(1), BLOCK_N)
     begin = split * span
     end = tl.minimum(begin + span, prefix)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    seq, head = (row // GROUP).to(tl.int64), group * GROUP + row % GROUP
+    part = (seq * G + group) * (first_part + tl.num_programs(1)) + first_part + split
+    part = part * GROUP + row % GROUP
     if begin < end:
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        seq, head = (row // GROUP).to(tl.int64), group * GROUP + row % GROUP
         dim = tl.arange(0, BLOCK_D)
         inside = (seq < batch)[:, None] & (dim < D)[None, :]
         query = tl.load(
@@ -617,10 +607,10 @@ def _prefix_kernel(
             PAGE,
             BLOCK_N,
         )
-        part = (seq * G + group) * (first_part + tl.num_programs(1)) + first_part + split
-        part = part * GROUP + row % GROUP
         tl.store(parts + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
         tl.store(part_lse + part, peak + tl.log2(total), mask=seq < batch)
+    else:
+        tl.store(part_lse + part, EMPTY, mask=seq < batch)
 
 
 @triton.jit
