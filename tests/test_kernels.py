@@ -358,6 +358,16 @@ def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     assert_close(gemv.linear(x, weight, b), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("rows, inputs, outputs", [(1, 96, 70), (2, 1152, 33), (4, 256, 1)])
+def test_the_gated_product_of_few_rows_equals_its_twin(rows, inputs, outputs, gelu, dtype):
+    x, weight = randn(rows, inputs, dtype=dtype), randn(2 * outputs, inputs, dtype=dtype)
+    weight /= inputs**0.5  # where the activation bends
+    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).to(dtype), gelu)
+    assert_close(gemv.gated_linear(x, weight, gelu), expected)
+
+
 needs_tiles = pytest.mark.skipif(
     TensorDescriptor is None or HAS_GPU and not has_large_shared_memory(torch.device("cuda")),
     reason="needs Hopper's tensor memory accelerator, or the interpreter, and a release of Triton "
@@ -460,6 +470,14 @@ def test_many_rows_are_multiplied_and_activated_by_one_kernel(launched, gelu):
     expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).half(), gelu)
     assert_close(gated_linear(x, weight, None, gelu), expected)
     assert [name for name, *_ in launched] == [PREFILL]
+
+
+@on_cpu
+def test_few_rows_are_multiplied_and_activated_by_one_kernel(launched):
+    x, weight = gated_inputs(rows=1)
+    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).half())
+    assert_close(gated_linear(x, weight), expected)
+    assert not launched  # neither the activation nor what many rows take
 
 
 @on_cpu

@@ -28,6 +28,8 @@ def gated_linear(
 
     weight [2 N, K] and bias [2 N] hold gate and then up.
     """
+    if bias is None and gemv.is_skinny(x, weight):
+        return gemv.gated_linear(x, weight, gelu)
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
         return decode_gemm.gated_linear(x, weight, tiling, gelu)
     if bias is None and prefill_gemm.suits(x, weight):
