@@ -4,11 +4,12 @@ Level 1 keeps the weights in the CPU's memory; on a CPU they stay where they are
 model without any, and `wake_up` builds a new one.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checks import as_integer, shown
 from nanovllm.engine.llm_engine import LLMEngine
@@ -18,6 +19,7 @@ from nanovllm.trainer.new_weights import (
     copy_weights,
     is_empty,
     kept,
+    to_cpu,
     undisturbed,
 )
 
@@ -55,7 +57,7 @@ def _release(runner: ModelRunner, level: int) -> None:
     if level == 2:
         forget_weights(runner.model)
     else:
-        move_weights(runner, torch.device("cpu"))
+        move_weights(runner, to_cpu)
     runner.release()
 
 
@@ -69,7 +71,7 @@ def restore(runner: ModelRunner) -> None:
         if level == 2:
             runner.load(partial(copy_weights, new) if new is not None else runner.read_weights)
         else:
-            move_weights(runner, runner.device)
+            move_weights(runner, lambda tensor: tensor.to(runner.device))
         runner.allocate()
     except BaseException:
         release(runner, level)
@@ -84,10 +86,9 @@ def forget_weights(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(nothing, requires_grad=False))
 
 
-def move_weights(runner: ModelRunner, device: torch.device) -> None:
+def move_weights(runner: ModelRunner, moved: Callable[[Tensor], Tensor]) -> None:
     """The parameters stay the same objects: layers may share one."""
     # Tensors made in inference mode could not take the place of others.
     with torch.inference_mode(False):
         for parameter in runner.model.parameters():
-            if parameter.device != device:
-                parameter.data = parameter.data.to(device)
+            parameter.data = moved(parameter.data)

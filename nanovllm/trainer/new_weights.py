@@ -193,7 +193,16 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
     """The values, in the CPU's memory, in a form that crosses to another process: NumPy does not
     have all dtypes. Of a view of a large tensor, only its own.
     """
-    return tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return to_cpu(tensor).contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def to_cpu(tensor: Tensor) -> Tensor:
+    """From a GPU, to pinned memory: other memory is copied to by way of that, and comes page by
+    page. PyTorch keeps it for the next tensor of this size.
+    """
+    if not tensor.is_cuda:
+        return tensor.cpu()
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
 # What each rank does with its runner.
