@@ -17,6 +17,8 @@ from nanovllm.layers.partial_rotary import (
     PartialRotaryEmbedding,
 )
 
+decode_attention, prefill_attention = attention.decode_attention, attention.prefill_attention
+
 
 def with_weights(module: nn.Module, **weights) -> nn.Module:
     for name, value in weights.items():
@@ -100,11 +102,3 @@ def decode_inputs(slots, last_tokens, context_lens, block_tables, block_size):
     state.context_lens = context_lens
     state.block_tables = block_tables
     return state.advance(slots)
-
-
-def decode_attention(q, k_cache, v_cache, lens, tables, scale, shared=None, *options):
-    return attention.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options)
-
-
-def prefill_attention(q, k, v, k_cache, v_cache, metadata, scale, *options):
-    return attention.prefill_attention(q, k, v, k_cache, v_cache, metadata, scale, *options)

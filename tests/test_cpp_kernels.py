@@ -12,6 +12,7 @@ from engine_helpers import PROMPTS, assert_greedy, greedy
 
 from nanovllm import LLM
 from nanovllm.cpu import cpp_ops, layers
+from nanovllm.layers.attention import AttentionOptions
 
 KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
@@ -56,9 +57,9 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options):
     tables = torch.randperm(64)[: rows * 4].view(rows, 4).int()
     caches = torch.randn(2, 64, 16, kv_heads, dim)
     q = torch.randn(rows, heads + 2 * kv_heads, dim)[:, :heads]  # as a view of projected q, k and v
-    args = *caches, lens, tables, dim**-0.5
-    expected = plain.decode_attention(q.contiguous(), *args, None, *options)
-    torch.testing.assert_close(cpp_ops.decode_attention(q, *args, *options), expected)
+    args = *caches, lens, tables, AttentionOptions(dim**-0.5, *options)
+    expected = plain.decode_attention(q.contiguous(), *args)
+    torch.testing.assert_close(cpp_ops.decode_attention(q, *args), expected)
 
 
 @needs_compiler

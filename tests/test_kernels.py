@@ -19,6 +19,7 @@ from nanovllm.kernels.triton import sampling as triton_sampling
 from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
 from nanovllm.kernels.triton.linear import gated_linear, linear, rehearse_gated_linear
 from nanovllm.layers import sampler
+from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling_params import INVALID_TOKEN
@@ -550,6 +551,7 @@ ATTENTION_SHAPES = [
     (8, 1, 128, 256),
     (2, 1, 256, 16),
 ]
+SCALED = AttentionOptions(0.1)
 
 
 def paged_cache(batch, longest, kv_heads, head_dim, block_size, dtype):
@@ -582,9 +584,9 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     lens = torch.tensor([1, 17, 260, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(4, 300, kv_heads, head_dim, block_size, dtype)
     q = randn(4, heads + 2, head_dim, dtype=dtype)[:, :heads]  # a view, as the layer passes it
-    expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
     caches = poison_unused(caches, lens, tables, block_size)
-    assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
+    assert_close(triton_attention.decode_attention(q, *caches, lens, tables, SCALED), expected)
 
 
 def behind(lens, window, block_size=1):
@@ -602,13 +604,12 @@ def test_decode_attention_in_windows_and_under_caps_equals_its_twin(
     lens = torch.tensor([1, 41, 260, 64, 128], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
     q = randn(5, 6, head_dim)
-    expected = plain.decode_attention(q, *caches, lens, tables, 0.3, None, window, softcap)
+    options = AttentionOptions(0.3, window, softcap)
+    expected = plain.decode_attention(q, *caches, lens, tables, options)
     caches = poison_unused(caches, lens, tables, block_size, behind(lens, window or 1000))
     shared = torch.tensor([block_size], dtype=torch.int32, device=DEVICE)
     for prefix in (None, shared)[: 1 if window is None else 2]:  # which a window does not see
-        mine = triton_attention.decode_attention(
-            q, *caches, lens, tables, 0.3, prefix, window, softcap
-        )
+        mine = triton_attention.decode_attention(q, *caches, lens, tables, options, prefix)
         assert_close(mine, expected)
 
 
@@ -617,8 +618,9 @@ def test_decode_attention_that_shares_a_prefix_caps_scores_there_too():
     caches, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
     tables[:, :2] = tables[0, :2]
     q, shared = randn(3, 4, 32), torch.tensor([32], dtype=torch.int32, device=DEVICE)
-    expected = plain.decode_attention(q, *caches, lens, tables, 0.5, None, None, 0.8)
-    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.5, shared, None, 0.8)
+    options = AttentionOptions(0.5, softcap=0.8)
+    expected = plain.decode_attention(q, *caches, lens, tables, options)
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, options, shared)
     assert_close(mine, expected)
 
 
@@ -637,9 +639,9 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(
     tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
     lens[4] = 1  # a padding row may be shorter than the prefix: it must not disturb the others
     q = randn(5, heads, head_dim)
-    expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
     shared = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
-    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1, shared)
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
     assert_close(mine[:4], expected[:4])
 
 
@@ -650,7 +652,7 @@ def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
     lens = torch.tensor([300, 5, 129], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 300, 2, 32, block_size, torch.float32)
     q = randn(3, 4, 32)
-    expected = plain.decode_attention(q, *caches, lens, tables, 0.1)
+    expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
     caches = poison_unused(caches, lens, tables, block_size)
     for large_tiles in (False, True):
         monkeypatch.setattr(
@@ -658,7 +660,9 @@ def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
         )
         for splits in (1, 4, 32):
             monkeypatch.setattr(triton_attention, "_num_splits", lambda *_, splits=splits: splits)
-            assert_close(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), expected)
+            assert_close(
+                triton_attention.decode_attention(q, *caches, lens, tables, SCALED), expected
+            )
 
 
 def test_decode_attention_that_is_repeated_gives_the_same_bits():
@@ -668,9 +672,11 @@ def test_decode_attention_that_is_repeated_gives_the_same_bits():
     lens = torch.tensor([300, 5, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
     q = randn(3, 4, 32)
-    first = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
+    first = triton_attention.decode_attention(q, *caches, lens, tables, SCALED)
     for _ in range(20 if HAS_GPU else 2):
-        assert torch.equal(triton_attention.decode_attention(q, *caches, lens, tables, 0.1), first)
+        assert torch.equal(
+            triton_attention.decode_attention(q, *caches, lens, tables, SCALED), first
+        )
     assert not arrivals(q.device).any()
 
 
@@ -689,8 +695,8 @@ def test_decode_attention_of_padding_rows_is_harmless():
     tables[1:] = 0
     caches[0][0], caches[1][0] = float("nan"), float("nan")
     q = randn(3, 4, 32)
-    mine = triton_attention.decode_attention(q, *caches, lens, tables, 0.1)
-    assert_close(mine[:1], plain.decode_attention(q[:1], *caches, lens[:1], tables[:1], 0.1))
+    mine = triton_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    assert_close(mine[:1], plain.decode_attention(q[:1], *caches, lens[:1], tables[:1], SCALED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -705,9 +711,9 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     )
     caches, tables = paged_cache(3, 300, kv_heads, head_dim, block_size, dtype)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
-    expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
+    expected = plain.prefill_attention(q, k, v, *caches, meta, SCALED)
     caches = poison_unused(caches, lens_k, tables, block_size)
-    assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, 0.1), expected)
+    assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, SCALED), expected)
 
 
 @pytest.mark.parametrize("cached", [0, 70])
@@ -722,7 +728,7 @@ def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
     q, k, v = randn(168, 4 + 2 * 2, head_dim).split([4, 2, 2], dim=1)
     caches, tables = paged_cache(3, 300, 2, head_dim, block_size, torch.float32)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
-    args = meta, 0.3, window, softcap
+    args = meta, AttentionOptions(0.3, window, softcap)
     expected = plain.prefill_attention(q, k, v, *caches, *args)
     given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
     caches = poison_unused(caches, lens_k, tables, block_size, given_back)
@@ -755,10 +761,10 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     )
     caches, tables = paged_cache(8, 300, kv_heads, head_dim, block_size, torch.float16)
     meta = PrefillMetadata(starts_q, starts_k, 150, 278, tables[5:])
-    masks = window, softcap
-    decoded = plain.decode_attention(q[:2], *caches, lens[:2], tables[:2], 0.1, None, *masks)
+    options = AttentionOptions(0.1, window, softcap)
+    decoded = plain.decode_attention(q[:2], *caches, lens[:2], tables[:2], options)
     chunks = q[2:170], k[2:170], v[2:170]
-    prefilled = plain.prefill_attention(*chunks, *caches, meta, 0.1, *masks)
+    prefilled = plain.prefill_attention(*chunks, *caches, meta, options)
     first_lens = torch.cat((lens.cpu(), lens_k - lens_q + 1))  # by the first query of each
     given_back = behind(first_lens, window or 1000, block_size)
     all_lens = torch.cat((lens.cpu(), lens_k))
@@ -772,8 +778,8 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     )
     out = torch.full_like(q, 7.0)
     rows = q[:5], *caches, lens, tables[:5]
-    triton_attention.decode_attention(*rows, 0.1, None, *masks, out=out[:5])
-    triton_attention.prefill_attention(q, k, v, *caches, padded, 0.1, *masks, out=out)
+    triton_attention.decode_attention(*rows, options, out=out[:5])
+    triton_attention.prefill_attention(q, k, v, *caches, padded, options, out=out)
     assert_close(out[:170], torch.cat((decoded, prefilled)))
     assert (out[170:] == 7.0).all()
 
@@ -805,7 +811,7 @@ def test_prefill_attention_by_tiles_equals_its_twin(head_dim, window, softcap, c
     k[264:] = v[264:] = float("nan")  # behind the last chunk
     caches, tables = paged_cache(3, 500, 2, head_dim, 64, torch.float16)
     meta = PrefillMetadata(starts_q, starts_k, 200, 200 + cached, tables if cached else None)
-    args = meta, 0.1, window, softcap
+    args = meta, AttentionOptions(0.1, window, softcap)
     fetched = []
     make = triton_attention._tiles
     monkeypatch.setattr(
@@ -872,8 +878,8 @@ def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim
         PrefillMetadata(starts_q, starts_k, 700, 1300, tables),
         PrefillMetadata(starts_q, starts_q, 700, 700, None),
     ):
-        expected = plain.prefill_attention(q, k, v, *caches, meta, 0.1)
-        assert_close(backend.prefill(q, k, v, *caches, meta, 0.1), expected)
+        expected = plain.prefill_attention(q, k, v, *caches, meta, SCALED)
+        assert_close(backend.prefill(q, k, v, *caches, meta, SCALED), expected)
     lens = lens_k.int().cuda()
-    expected = plain.decode_attention(q[:3], *caches, lens, tables, 0.1)
-    assert_close(backend.decode(q[:3], *caches, lens, tables, 0.1), expected)
+    expected = plain.decode_attention(q[:3], *caches, lens, tables, SCALED)
+    assert_close(backend.decode(q[:3], *caches, lens, tables, SCALED), expected)

@@ -19,7 +19,7 @@ from nanovllm.gpu.fused_layers import FusedDecoder, fuse, outlined
 from nanovllm.gpu.padded_forward import PaddedInputs, sizes_for
 from nanovllm.kernels.attention_backends import AttentionBackend
 from nanovllm.kernels.triton import attention
-from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.attention import AttentionOptions, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 
 pytestmark = [
@@ -180,7 +180,8 @@ def test_the_larger_a_layer_the_fewer_tokens_are_padded(monkeypatch):
 def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     class Layer:
         def __init__(self, window, mlp):
-            self.self_attn = SimpleNamespace(window=window, softcap=None, rotary=None)
+            options = AttentionOptions(1.0, window)
+            self.self_attn = SimpleNamespace(options=options, rotary=None)
             self.mlp = mlp
 
     def found(*kinds):

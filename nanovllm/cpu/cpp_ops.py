@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanovllm.layers.attention import AttentionOptions
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
 # Let loops with sums, exponentials and comparisons become vector code: they meet no NaN, infinity
@@ -173,15 +175,13 @@ def decode_attention(
     v_cache: Tensor,
     lens: Tensor,
     tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     out = q.new_empty(q.shape)
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
-    options = window or 2**62, scale, softcap or 0.0
-    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, *options)
+    how = options.window or 2**62, options.scale, options.softcap or 0.0
+    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, *how)
     return out

@@ -124,9 +124,7 @@ class CppDecodeAttention(SelfAttention):
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
         lens, tables = metadata.decode_inputs
-        return cpp_ops.decode_attention(
-            q, self.k_cache, self.v_cache, lens, tables, self.scale, self.window, self.softcap
-        )
+        return cpp_ops.decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.options)
 
 
 class CppSelfAttention(CppDecodeAttention):

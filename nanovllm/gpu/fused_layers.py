@@ -156,17 +156,17 @@ class FusedSelfAttention(SelfAttention):
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         decodes, prefill = metadata.num_decodes, metadata.prefill
-        caches, options = (self.k_cache, self.v_cache), (self.window, self.softcap)
+        caches = self.k_cache, self.v_cache
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if decodes:
             rows = slice(decodes)
-            step = *metadata.decode_inputs, self.scale, metadata.shared_prefix_len
-            self.backend.decode(q[rows], *caches, *step, *options, out=out[rows])
+            step = *metadata.decode_inputs, self.options, metadata.shared_prefix_len
+            self.backend.decode(q[rows], *caches, *step, out=out[rows])
         if prefill is not None:
             # Tiles count from the step's first token.
             rows = slice(0 if isinstance(prefill, TiledPrefill) else decodes, None)
             inputs = q[rows], k[rows], v[rows], *caches
-            self.backend.prefill(*inputs, prefill, self.scale, *options, out=out[rows])
+            self.backend.prefill(*inputs, prefill, self.options, out=out[rows])
         return out
 
 
@@ -356,7 +356,7 @@ def outlined(layers: list[FusedLayer]) -> list[FusedLayer]:
 
 def kind_of(attention: SelfAttention) -> tuple:
     """What decides which kernels a layer's attention launches, besides the model's sizes."""
-    return attention.window, attention.softcap, type(attention.rotary)
+    return attention.options, type(attention.rotary)
 
 
 ROTARIES = (

@@ -159,7 +159,6 @@ class CUDAModelRunner(ModelRunner):
         cached; and decode where a prefix is shared.
         """
         tables, caches = self.state.block_tables, self.kv_cache[0]
-        masks = layer.window, layer.softcap
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
         cached = tables[:1]
@@ -169,16 +168,16 @@ class CUDAModelRunner(ModelRunner):
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
             metadata = PrefillMetadata(ends, ends, length, length, table)
             inputs = *qkv.split(heads, dim=1), *caches
-            self._backend.prefill(*inputs, metadata, layer.scale, *masks)
+            self._backend.prefill(*inputs, metadata, layer.options)
         if self._backend.takes_tiles:
             tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
-            self._backend.prefill(*inputs, tiled, layer.scale, *masks)
+            self._backend.prefill(*inputs, tiled, layer.options)
         for size in self.decode_sizes:
             if size >= MIN_SHARING:
                 q = torch.zeros(size, heads[0], layer.head_dim, **options)
                 lens = torch.ones(size, dtype=torch.int32, device=self.device)
-                of_all = lens, tables[:1].repeat(size, 1), layer.scale, self._shared_len
-                self._backend.decode(q, *caches, *of_all, *masks)
+                of_all = lens, tables[:1].repeat(size, 1), layer.options, self._shared_len
+                self._backend.decode(q, *caches, *of_all)
 
     @torch.inference_mode()
     def allocate(self) -> None:

@@ -24,7 +24,8 @@ class AttentionBackend:
     """How attention is computed: one function for prompt chunks, one for decoding (see
     layers/attention.py for both).
 
-    Each takes `out` by name, where the result is to be written, and returns it.
+    Each takes `out` by name, where the result is to be written, and returns it. `decode` takes
+    the metadata's shared_prefix_len last.
     """
 
     name: str
@@ -42,8 +43,8 @@ def _plain_prefill(*args, out=None):
     return written(plain.prefill_attention(*args), out)
 
 
-def _plain_decode(q, k_cache, v_cache, lens, tables, scale, shared=None, *options, out=None):
-    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, scale, *options), out)
+def _plain_decode(q, k_cache, v_cache, lens, tables, options, shared=None, out=None):
+    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, options), out)
 
 
 PLAIN_BACKEND = AttentionBackend("plain", _plain_prefill, _plain_decode)
@@ -106,14 +107,14 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     from nanovllm.kernels import flash_attention
 
-    def prefill(q, k, v, k_cache, v_cache, meta, scale, window=None, softcap=None, out=None):
+    def prefill(q, k, v, k_cache, v_cache, meta, options, out=None):
         # Its windows and caps were not tried here.
-        is_plain = window is None and softcap is None
+        is_plain = options.window is None and options.softcap is None
         is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
         if is_large and flash_attention.find_v4():
             large = flash_attention.prefill_attention_v4
-            return written(large(q, k, v, k_cache, v_cache, meta, scale), out)
-        return small(q, k, v, k_cache, v_cache, meta, scale, window, softcap, out=out)
+            return written(large(q, k, v, k_cache, v_cache, meta, options.scale), out)
+        return small(q, k, v, k_cache, v_cache, meta, options, out=out)
 
     return prefill
 
@@ -124,8 +125,9 @@ def _flash_attn_2_backend() -> AttentionBackend:
     def prefill(*args, out=None):
         return written(flash_attention.prefill_attention_v2(*args), out)
 
-    def decode(*args, out=None):
-        return written(flash_attention.decode_attention_v2(*args), out)
+    def decode(q, k_cache, v_cache, lens, tables, options, shared=None, out=None):
+        decode_v2 = flash_attention.decode_attention_v2
+        return written(decode_v2(q, k_cache, v_cache, lens, tables, options), out)
 
     return AttentionBackend("flash-attn 2", prefill, decode)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
 
 
@@ -98,9 +99,7 @@ def prefill_attention_v2(
     k_cache: Tensor,
     v_cache: Tensor,
     meta: PrefillMetadata,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     varlen, _ = find_v2()
     cached = meta.block_tables is not None
@@ -112,10 +111,9 @@ def prefill_attention_v2(
         meta.cu_seqlens_k,
         meta.max_seqlen_q,
         meta.max_seqlen_k,
-        softmax_scale=scale,
         causal=True,
         block_table=meta.block_tables,
-        **_options(window, softcap),
+        **_by_name(options),
     )
 
 
@@ -125,10 +123,7 @@ def decode_attention_v2(
     v_cache: Tensor,
     lens: Tensor,
     tables: Tensor,
-    scale: float,
-    shared: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     _, with_kvcache = find_v2()
     return with_kvcache(
@@ -137,20 +132,21 @@ def decode_attention_v2(
         v_cache,
         cache_seqlens=lens,
         block_table=tables,
-        softmax_scale=scale,
         causal=True,
-        **_options(window, softcap),
+        **_by_name(options),
     ).squeeze(1)
 
 
-def _options(window: int | None, softcap: float | None) -> dict[str, Any]:
-    """In version 2's terms: how many tokens before its own a token sees, and after it."""
-    options: dict[str, Any] = {}
-    if window is not None:
-        options["window_size"] = (window - 1, 0)
-    if softcap is not None:
-        options["softcap"] = softcap
-    return options
+def _by_name(options: AttentionOptions) -> dict[str, Any]:
+    """In version 2's terms; a window is how many tokens before its own a token sees, and after
+    it.
+    """
+    named: dict[str, Any] = {"softmax_scale": options.scale}
+    if options.window is not None:
+        named["window_size"] = (options.window - 1, 0)
+    if options.softcap is not None:
+        named["softcap"] = options.softcap
+    return named
 
 
 def prefill_attention_v4(

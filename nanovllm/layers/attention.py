@@ -8,6 +8,8 @@ key-value heads, D head size, W block-table width. A cache is [blocks, block_siz
 query heads share a key-value head.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,15 @@ from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, current_
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What a layer makes of the products of queries and keys, before the softmax."""
+
+    scale: float  # multiplies them: these are the scores
+    window: int | None = None  # a token sees so many, itself included; None: all up to itself
+    softcap: float | None = None  # scores s become softcap tanh(s / softcap); None: they stay
 
 
 class SelfAttention(nn.Module):
@@ -40,9 +51,9 @@ class SelfAttention(nn.Module):
         qkv_bias: bool = False,
         output_bias: bool = False,
         stacked: bool = False,  # the checkpoint has q, k and v as one tensor, qkv_proj
-        scale: float | None = None,  # of q k^T; None: head_dim**-0.5
-        window: int | None = None,  # a token sees so many, itself included; None: all up to itself
-        softcap: float | None = None,  # scores s become softcap tanh(s / softcap); None: they stay
+        scale: float | None = None,  # None: head_dim**-0.5
+        window: int | None = None,
+        softcap: float | None = None,
     ):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -55,9 +66,8 @@ class SelfAttention(nn.Module):
         # This rank's.
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
-        self.scale: float = head_dim**-0.5 if scale is None else scale
-        self.window = window
-        self.softcap = softcap
+        scale = head_dim**-0.5 if scale is None else scale
+        self.options = AttentionOptions(scale, window, softcap)
         self.k_cache = self.v_cache = torch.empty(0)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -89,12 +99,10 @@ class SelfAttention(nn.Module):
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
         lens, tables = metadata.decode_inputs
-        options = self.scale, self.window, self.softcap
-        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, *options)
+        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.options)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
-        options = self.scale, self.window, self.softcap
-        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, *options)
+        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.options)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -114,9 +122,7 @@ def decode_attention(
     v_cache: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """One query a sequence over its cached tokens: q [B, H, D] -> [B, H, D].
 
@@ -126,11 +132,11 @@ def decode_attention(
     k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
     index, ends = torch.arange(longest, device=q.device), context_lens.view(-1, 1, 1, 1)
     seen = index < ends  # [B, 1, 1, L]
-    if window is not None:
-        seen &= index >= ends - window
+    if options.window is not None:
+        seen &= index >= ends - options.window
     # Unseen values may be another sequence's NaN, which a weight of 0 would not hide.
     k, v = (x.masked_fill(~seen.view(len(q), longest, 1, 1), 0) for x in (k, v))
-    return scaled_dot_product(q.unsqueeze(1), k, v, scale, seen, softcap).squeeze(1)
+    return scaled_dot_product(q.unsqueeze(1), k, v, seen, options).squeeze(1)
 
 
 def prefill_attention(
@@ -140,16 +146,14 @@ def prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     metadata: PrefillMetadata,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
 
     With block tables, a sequence's K and V are read from the cache, where the chunk's own are
     already; without, from k and v.
     """
-    out = torch.empty_like(q)
+    out, window = torch.empty_like(q), options.window
     starts_q, starts_k = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
     for i in range(len(starts_q) - 1):
         begin, end = starts_q[i], starts_q[i + 1]
@@ -164,12 +168,12 @@ def prefill_attention(
             len_k = min(len_k, len_q - 1 + window)
             k_i, v_i = k_i[:, -len_k:], v_i[:, -len_k:]
         seen = None
-        if len_q < len_k or window is not None or softcap is not None:
+        if len_q < len_k or window is not None or options.softcap is not None:
             # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
             seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
             if window is not None:
                 seen = seen.triu(len_k - len_q - window + 1)
-        out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, scale, seen, softcap)[0]
+        out[begin:end] = scaled_dot_product(q[None, begin:end], k_i, v_i, seen, options)[0]
     return out
 
 
@@ -180,18 +184,14 @@ def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
 
 
 def scaled_dot_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    mask: Tensor | None,
-    softcap: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
     k and v are [B, Lk, G, D]; mask is True where a key is seen; None: query i sees keys up to i.
-    softcap: see SelfAttention; it needs a mask.
+    A cap needs a mask.
     """
+    scale, softcap = options.scale, options.softcap
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
     if softcap is None:
         out = F.scaled_dot_product_attention(

@@ -30,6 +30,7 @@ from nanovllm.kernels.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
+from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
 
 LOG2_E = 1.4426950408889634
@@ -69,9 +70,7 @@ def prefill_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     meta: PrefillMetadata,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    options: AttentionOptions,
     out: Tensor | None = None,
 ) -> Tensor:
     """q [P, H, D], k and v [P, G, D], caches [blocks, block_size, G, D] -> [P, H, D], in `out` if
@@ -105,17 +104,18 @@ def prefill_attention(
     launch(
         _prefill_kernel,
         programs,
-        *(*tensors, tables, query_tiles, *_factors(scale, softcap)),
+        *(*tensors, tables, query_tiles, *_factors(options)),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
-        *(window or 0, num_heads // k.shape[1], *sizes),
+        *(options.window or 0, num_heads // k.shape[1], *sizes),
         num_warps=4,
         num_stages=stages,
     )
     return out
 
 
-def _factors(scale: float, softcap: float | None) -> tuple[float, float | None]:
+def _factors(options: AttentionOptions) -> tuple[float, float | None]:
     """What kernels multiply scores by; if there is a cap, what they multiply its tanh by, too."""
+    scale, softcap = options.scale, options.softcap
     if softcap is None:
         return scale * LOG2_E, None
     return scale / softcap, softcap * LOG2_E
@@ -320,13 +320,12 @@ def decode_attention(
     v_cache: Tensor,
     lens: Tensor,
     tables: Tensor,
-    scale: float,
+    options: AttentionOptions,
     shared: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """q [B, H, D] -> [B, H, D], in `out` if it is given. A row of length 0 is not written."""
+    window = options.window
     shared = shared if window is None else None  # windows do not see a prefix alike
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
@@ -334,7 +333,7 @@ def decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, groups, longest, shared is not None)
-    factors = _factors(scale, softcap)
+    factors = _factors(options)
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_n)
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
     block_m, tiles, prefix_splits = _cut_prefix(q, groups) if shared is not None else (0, 0, 0)
