@@ -52,12 +52,14 @@ def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 24), (4, 4, 64), (6, 1, 16)])
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("options", [(None, None), (20, None), (16, 2.0), (None, 0.7)])
-def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options, has_sinks):
     lens = torch.tensor([1, 15, 16, 17, 40, 64, 3, 33, 5, 48, 2, 63], dtype=torch.int32)[-rows:]
     tables = torch.randperm(64)[: rows * 4].view(rows, 4).int()
     caches = torch.randn(2, 64, 16, kv_heads, dim)
     q = torch.randn(rows, heads + 2 * kv_heads, dim)[:, :heads]  # as a view of projected q, k and v
-    args = *caches, lens, tables, AttentionOptions(dim**-0.5, *options)
+    sinks = torch.linspace(-4, 8, heads) if has_sinks else None
+    args = *caches, lens, tables, AttentionOptions(dim**-0.5, *options, sinks)
     expected = plain.decode_attention(q.contiguous(), *args)
     torch.testing.assert_close(cpp_ops.decode_attention(q, *args), expected)
 

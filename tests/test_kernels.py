@@ -554,6 +554,11 @@ ATTENTION_SHAPES = [
 SCALED = AttentionOptions(0.1)
 
 
+def some_sinks(heads, dtype=torch.float32):
+    """From ones that take nearly nothing to ones that take nearly all."""
+    return torch.linspace(-4, 8, heads, device=DEVICE).to(dtype) if heads else None
+
+
 def paged_cache(batch, longest, kv_heads, head_dim, block_size, dtype):
     """Caches with unwritten blocks full of NaN, and tables of `batch` sequences: block 0 belongs
     to none of them.
@@ -595,16 +600,19 @@ def behind(lens, window, block_size=1):
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("window, softcap", [(1, None), (40, None), (100, 1.5), (None, 0.7)])
+@pytest.mark.parametrize(
+    "window, softcap, sinks",
+    [(1, None, 0), (40, None, 0), (100, 1.5, 0), (None, 0.7, 0), (None, None, 6), (40, 1.5, 6)],
+)
 @pytest.mark.parametrize("head_dim, block_size", [(32, 16), (80, 256)])
-def test_decode_attention_in_windows_and_under_caps_equals_its_twin(
-    head_dim, block_size, window, softcap, splits, monkeypatch
+def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
+    head_dim, block_size, window, softcap, sinks, splits, monkeypatch
 ):
     monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
     lens = torch.tensor([1, 41, 260, 64, 128], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
     q = randn(5, 6, head_dim)
-    options = AttentionOptions(0.3, window, softcap)
+    options = AttentionOptions(0.3, window, softcap, some_sinks(sinks))
     expected = plain.decode_attention(q, *caches, lens, tables, options)
     caches = poison_unused(caches, lens, tables, block_size, behind(lens, window or 1000))
     shared = torch.tensor([block_size], dtype=torch.int32, device=DEVICE)
@@ -613,12 +621,17 @@ def test_decode_attention_in_windows_and_under_caps_equals_its_twin(
         assert_close(mine, expected)
 
 
-def test_decode_attention_that_shares_a_prefix_caps_scores_there_too():
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("softcap, sinks", [(0.8, 0), (None, 4)])
+def test_decode_attention_that_shares_a_prefix_caps_scores_there_and_counts_sinks_once(
+    softcap, sinks, splits, monkeypatch
+):
+    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
     lens = torch.tensor([40, 33, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
     tables[:, :2] = tables[0, :2]
     q, shared = randn(3, 4, 32), torch.tensor([32], dtype=torch.int32, device=DEVICE)
-    options = AttentionOptions(0.5, softcap=0.8)
+    options = AttentionOptions(0.5, None, softcap, some_sinks(sinks))
     expected = plain.decode_attention(q, *caches, lens, tables, options)
     mine = triton_attention.decode_attention(q, *caches, lens, tables, options, shared)
     assert_close(mine, expected)
@@ -717,10 +730,13 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
 
 
 @pytest.mark.parametrize("cached", [0, 70])
-@pytest.mark.parametrize("window, softcap", [(1, None), (20, None), (90, 1.5), (None, 0.7)])
+@pytest.mark.parametrize(
+    "window, softcap, sinks",
+    [(1, None, 0), (20, None, 0), (90, 1.5, 0), (None, 0.7, 0), (None, None, 4), (20, 1.5, 4)],
+)
 @pytest.mark.parametrize("head_dim, block_size", [(32, 16), (80, 256)])
-def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
-    head_dim, block_size, window, softcap, cached
+def test_prefill_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
+    head_dim, block_size, window, softcap, sinks, cached
 ):
     lens_q = torch.tensor([1, 17, 150])
     lens_k = lens_q + cached
@@ -728,7 +744,7 @@ def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
     q, k, v = randn(168, 4 + 2 * 2, head_dim).split([4, 2, 2], dim=1)
     caches, tables = paged_cache(3, 300, 2, head_dim, block_size, torch.float32)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
-    args = meta, AttentionOptions(0.3, window, softcap)
+    args = meta, AttentionOptions(0.3, window, softcap, some_sinks(sinks))
     expected = plain.prefill_attention(q, k, v, *caches, *args)
     given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
     caches = poison_unused(caches, lens_k, tables, block_size, given_back)
@@ -737,14 +753,20 @@ def test_prefill_attention_in_windows_and_under_caps_equals_its_twin(
 
 
 @pytest.mark.parametrize(
-    "splits, window, softcap",
-    [(1, None, None), (4, None, None), (1, 20, None), (4, 90, 1.5), (4, None, 0.7)],
+    "splits, window, softcap, has_sinks",
+    [
+        (1, None, None, False),
+        (4, None, None, True),
+        (1, 20, None, True),
+        (4, 90, 1.5, False),
+        (4, None, 0.7, False),
+    ],
 )
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, block_size", [(4, 2, 80, 16), (8, 1, 128, 256)]
 )
 def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
-    heads, kv_heads, head_dim, block_size, splits, window, softcap, monkeypatch
+    heads, kv_heads, head_dim, block_size, splits, window, softcap, has_sinks, monkeypatch
 ):
     """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows. Heads of
     128 come by tiles, where a device or the interpreter knows them.
@@ -761,7 +783,8 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     )
     caches, tables = paged_cache(8, 300, kv_heads, head_dim, block_size, torch.float16)
     meta = PrefillMetadata(starts_q, starts_k, 150, 278, tables[5:])
-    options = AttentionOptions(0.1, window, softcap)
+    sinks = some_sinks(heads if has_sinks else 0, torch.float16)
+    options = AttentionOptions(0.1, window, softcap, sinks)
     decoded = plain.decode_attention(q[:2], *caches, lens[:2], tables[:2], options)
     chunks = q[2:170], k[2:170], v[2:170]
     prefilled = plain.prefill_attention(*chunks, *caches, meta, options)
@@ -794,10 +817,12 @@ def test_query_tiles_are_all_that_chunks_have_and_the_others_lie_behind_the_end(
 @needs_tiles
 @pytest.mark.parametrize("cached", [0, 1, 62, 300])
 @pytest.mark.parametrize(
-    "head_dim, window, softcap",
-    [(64, None, None), (128, None, None), (64, 127, None), (32, 90, 1.5)],
+    "head_dim, window, softcap, sinks",
+    [(64, None, None, 4), (128, None, None, 0), (64, 127, None, 0), (32, 90, 1.5, 0)],
 )
-def test_prefill_attention_by_tiles_equals_its_twin(head_dim, window, softcap, cached, monkeypatch):
+def test_prefill_attention_by_tiles_equals_its_twin(
+    head_dim, window, softcap, sinks, cached, monkeypatch
+):
     """Of tiles of 64 keys some are masked and some are not: behind 62 cached tokens the first query
     does not see the first tile's last key, and in windows of 127 the last query of each 64 does not
     see the first key of the tile before, which all others do.
@@ -811,7 +836,7 @@ def test_prefill_attention_by_tiles_equals_its_twin(head_dim, window, softcap, c
     k[264:] = v[264:] = float("nan")  # behind the last chunk
     caches, tables = paged_cache(3, 500, 2, head_dim, 64, torch.float16)
     meta = PrefillMetadata(starts_q, starts_k, 200, 200 + cached, tables if cached else None)
-    args = meta, AttentionOptions(0.1, window, softcap)
+    args = meta, AttentionOptions(0.1, window, softcap, some_sinks(sinks, torch.float16))
     fetched = []
     make = triton_attention._tiles
     monkeypatch.setattr(

@@ -83,12 +83,13 @@ extern "C" void qk_norm_rope_store(
 }
 
 // Of one sequence: `heads` queries over tokens [first, end) of the KV head that they share, so that memory is read once.
-// Scores s become softcap tanh(s / softcap) where softcap is not 0. DIM is the head size where it is known when this is
-// compiled, which makes straight vector code of the loops over it, and 0 elsewhere.
+// Scores s become softcap tanh(s / softcap) where softcap is not 0. Where there are sinks, each head has one more score,
+// of no token. DIM is the head size where it is known when this is compiled, which makes straight vector code of the loops
+// over it, and 0 elsewhere.
 template <int64_t DIM>
 static void attend(const float* query, const float* k_cache, const float* v_cache, const int32_t* table, int64_t first,
                    int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float softcap,
-                   float* out) {
+                   const float* sinks, float* out) {
     const int64_t D = DIM ? DIM : any_dim, len = end - first;
     auto for_each_token = [&](const float* cache, auto use) {  // use(t, the K or V of token first + t)
         for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
@@ -111,6 +112,10 @@ static void attend(const float* query, const float* k_cache, const float* v_cach
         float peak = row[0], total = 0;
 #pragma omp simd reduction(max : peak)
         for (int64_t t = 0; t < len; t++) peak = std::max(peak, row[t]);
+        if (sinks) {
+            peak = std::max(peak, sinks[h]);
+            total = exponential(sinks[h] - peak);
+        }
 #pragma omp simd reduction(+ : total)
         for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
 #pragma omp simd
@@ -129,9 +134,9 @@ static void attend(const float* query, const float* k_cache, const float* v_cach
 
 // q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W] -> out [B, H, D].
 extern "C" void decode_attention(
-    const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables, float* out,
-    int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W, int64_t block_size,
-    int64_t window, float scale, float softcap) {
+    const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables,
+    const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
+    int64_t block_size, int64_t window, float scale, float softcap) {
     const int64_t heads = H / G;
     const int64_t at_once = B > 8 ? G : 1;  // a sequence's groups lie side by side in memory: best read by one thread
     const auto attend_dim = D == 64 ? attend<64> : D == 128 ? attend<128> : attend<0>;
@@ -140,5 +145,5 @@ extern "C" void decode_attention(
         for (int64_t g = 0; g < G; g++)
             attend_dim(q + b * q_stride + g * heads * D, k_cache + g * D, v_cache + g * D, tables + b * W,
                        std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, softcap,
-                       out + (b * H + g * heads) * D);
+                       sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
 }

@@ -34,7 +34,7 @@ ARGUMENTS = {
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
-    "decode_attention": "ppppppnnnnnnnnff",
+    "decode_attention": "pppppppnnnnnnnnff",
 }
 
 
@@ -183,5 +183,6 @@ def decode_attention(
         q = q.contiguous()
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
     how = options.window or 2**62, options.scale, options.softcap or 0.0
-    _call("decode_attention", q.data_ptr(), k_cache, v_cache, lens, tables, out, *sizes, *how)
+    tensors = k_cache, v_cache, lens, tables, options.sinks, out
+    _call("decode_attention", q.data_ptr(), *tensors, *sizes, *how)
     return out

@@ -356,7 +356,9 @@ def outlined(layers: list[FusedLayer]) -> list[FusedLayer]:
 
 def kind_of(attention: SelfAttention) -> tuple:
     """What decides which kernels a layer's attention launches, besides the model's sizes."""
-    return attention.options, type(attention.rotary)
+    options = attention.options
+    has_sinks = options.sinks is not None
+    return options.window, options.softcap, has_sinks, type(attention.rotary)
 
 
 ROTARIES = (

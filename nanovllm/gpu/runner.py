@@ -92,11 +92,14 @@ class CUDAModelRunner(ModelRunner):
         if not self._has_own_kernels:
             self._backend = PLAIN_BACKEND
             return model
-        head_dim = next(
-            module.head_dim for module in model.modules() if isinstance(module, SelfAttention)
-        )
+        layer = next(module for module in model.modules() if isinstance(module, SelfAttention))
         self._backend = select_attention_backend(
-            config.attention_backend, self.device, self.dtype, head_dim, self.block_size
+            config.attention_backend,
+            self.device,
+            self.dtype,
+            layer.head_dim,
+            self.block_size,
+            sinks=layer.sinks is not None,
         )
         self.attention_name = self._backend.name
         fuse(model, self._backend)

@@ -51,9 +51,15 @@ PLAIN_BACKEND = AttentionBackend("plain", _plain_prefill, _plain_decode)
 
 
 def select_attention_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    *,
+    sinks: bool = False,
 ) -> AttentionBackend:
-    """`name`: auto, flash-attn, triton or torch.
+    """`name`: auto, flash-attn, triton or torch. `sinks`: whether the model has any.
 
     Prompt chunks and decoding may be served by different packages.
     """
@@ -76,7 +82,7 @@ def select_attention_backend(
 
     from nanovllm.kernels import flash_attention
 
-    asked = (device, dtype, head_dim, block_size)
+    asked = (device, dtype, head_dim, block_size, sinks)
     if name == "flash-attn":
         if reason := flash_attention.why_not_v2(*asked):
             raise ValueError(f"attention_backend is 'flash-attn', but {reason}")
@@ -108,8 +114,8 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
     from nanovllm.kernels import flash_attention
 
     def prefill(q, k, v, k_cache, v_cache, meta, options, out=None):
-        # Its windows and caps were not tried here.
-        is_plain = options.window is None and options.softcap is None
+        # Its windows, caps and sinks were not tried here.
+        is_plain = options.window is options.softcap is options.sinks is None
         is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
         if is_large and flash_attention.find_v4():
             large = flash_attention.prefill_attention_v4

@@ -20,7 +20,7 @@ from nanovllm.layers.context import PrefillMetadata
 
 
 def why_not_v2(
-    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, sinks: bool
 ) -> str | None:
     """What keeps flash-attn 2 from serving, as the user would put it right; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
@@ -41,6 +41,8 @@ def why_not_v2(
             f"kvcache_block_size {block_size} is not a multiple of 256: take one or "
             "attention_backend='auto'"
         )
+    if sinks:
+        return "the model has attention sinks, which it lacks: take attention_backend='auto'"
     if find_v2() is None:
         return (
             'flash-attn 2 is not installed: pip install -e ".[flash-attn]", or take '

@@ -8,6 +8,7 @@ key-value heads, D head size, W block-table width. A cache is [blocks, block_siz
 query heads share a key-value head.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,18 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, current_metadata
-from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear, empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.weights.weight_slice import WeightSlice
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer makes of the products of queries and keys, before the softmax."""
+    """What a layer makes of the products of queries and keys, up to the softmax."""
 
     scale: float  # multiplies them: these are the scores
     window: int | None = None  # a token sees so many, itself included; None: all up to itself
     softcap: float | None = None  # scores s become softcap tanh(s / softcap); None: they stay
+    # [H]: one more score of each head, of no token: it takes its share of the weights, and nothing
+    # comes of that (as gpt-oss's attention sinks; Xiao et al. 2024)
+    sinks: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
@@ -54,6 +59,7 @@ class SelfAttention(nn.Module):
         scale: float | None = None,  # None: head_dim**-0.5
         window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -66,8 +72,9 @@ class SelfAttention(nn.Module):
         # This rank's.
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
+        self.sinks = empty_parameter(self.num_heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
-        self.options = AttentionOptions(scale, window, softcap)
+        self.options = AttentionOptions(scale, window, softcap, self.sinks)
         self.k_cache = self.v_cache = torch.empty(0)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -103,6 +110,12 @@ class SelfAttention(nn.Module):
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
         return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.options)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        if self.sinks is not None:
+            group, count = self.o_proj.group, self.num_heads
+            ours = slice(group.rank * count, (group.rank + 1) * count)
+            yield WeightSlice(f"{path}.sinks", self.sinks, (ours,), (group.size * count,))
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -168,7 +181,7 @@ def prefill_attention(
             len_k = min(len_k, len_q - 1 + window)
             k_i, v_i = k_i[:, -len_k:], v_i[:, -len_k:]
         seen = None
-        if len_q < len_k or window is not None or options.softcap is not None:
+        if len_q < len_k or window is not None:
             # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
             seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
             if window is not None:
@@ -189,17 +202,23 @@ def scaled_dot_product(
     """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
     k and v are [B, Lk, G, D]; mask is True where a key is seen; None: query i sees keys up to i.
-    A cap needs a mask.
     """
-    scale, softcap = options.scale, options.softcap
+    scale, softcap, sinks = options.scale, options.softcap, options.sinks
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first
-    if softcap is None:
+    if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
         return out.transpose(1, 2)
-    assert mask is not None
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * scale / softcap)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1, dtype=torch.float32)
+    scores = q @ k.transpose(2, 3) * scale  # [B, H, Lq, Lk]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32)[..., : k.shape[2]]
     return (weights.to(v.dtype) @ v).transpose(1, 2)

@@ -98,7 +98,7 @@ def prefill_attention(
         programs = len(query_tiles), num_heads, 1
     else:
         programs = triton.cdiv(meta.max_seqlen_q, BLOCK_M), num_heads, len(meta.cu_seqlens_q) - 1
-    tensors = (q, k, v, k_tiles, v_tiles, out, meta.cu_seqlens_q, meta.cu_seqlens_k)
+    tensors = (q, k, v, k_tiles, v_tiles, out, options.sinks, meta.cu_seqlens_q, meta.cu_seqlens_k)
     table_stride = tables.stride(0) if tables is not None else 0
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, BLOCK_M, block_n)
     launch(
@@ -150,6 +150,7 @@ def _prefill_kernel(
     k_tiles,
     v_tiles,
     out,
+    sinks,
     cu_seqlens_q,
     cu_seqlens_k,
     tables,
@@ -223,6 +224,7 @@ def _prefill_kernel(
             peak, total, acc = _attend_causally(
                 query, key, value, start, position, scale, cap, peak, total, acc, WINDOW
             )
+        total = _with_sink(total, peak, sinks, head, True)
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + q_row * out_stride + head * D + dim[None, :], result, mask=inside)
 
@@ -314,6 +316,15 @@ def _accumulate(scores, scale, value, peak, total, acc):
     return new_peak, total, acc
 
 
+@triton.jit
+def _with_sink(total, peak, sinks, head, inside):
+    """A softmax's sum under its peak, and the share of the sink of each head, if there are any."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32)
+        total += tl.exp2(sink * 1.4426950408889634 - peak)  # to units of log2
+    return total
+
+
 def decode_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -354,7 +365,8 @@ def decode_attention(
     launch(
         _decode_kernel,
         (groups, splits, batch),
-        *(q, k_cache, v_cache, lens, shared, tables, out, parts, part_lse, counters),
+        *(q, k_cache, v_cache, lens, shared, tables, out, options.sinks),
+        *(parts, part_lse, counters),
         *(*factors, *strides, window or 0),
         *(groups, group, max(16, triton.next_power_of_2(group)), *sizes, splits, prefix_splits),
         num_warps=4,
@@ -418,6 +430,7 @@ def _decode_kernel(
     shared,
     tables,
     out,
+    sinks,
     parts,
     part_lse,
     arrivals,
@@ -491,6 +504,7 @@ def _decode_kernel(
             tl.store(parts + first * D + at, acc / total[:, None], mask=inside)
             tl.store(part_lse + first + row, peak + tl.log2(total), mask=row < GROUP)
         else:
+            total = _with_sink(total, peak, sinks, group * GROUP + row, row < GROUP)
             tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
     elif PARTS > 1:
         tl.store(part_lse + first + row, EMPTY, mask=row < GROUP)
@@ -508,12 +522,14 @@ def _decode_kernel(
             if length > 0:
                 parts += pair * PARTS * GROUP * D
                 part_lse += pair * PARTS * GROUP
-                _merge(out, parts, part_lse, GROUP, D, BLOCK_D, PARTS)
+                _merge(out, sinks, group * GROUP, parts, part_lse, GROUP, D, BLOCK_D, PARTS)
 
 
 @triton.jit
 def _merge(
     out,
+    sinks,
+    first_head,
     parts,
     part_lse,
     GROUP: tl.constexpr,
@@ -540,6 +556,7 @@ def _merge(
         total = total * rescale + weight
         acc = acc * rescale[:, None] + value * weight[:, None]
         peak = new_peak
+    total = _with_sink(total, peak, sinks, first_head + head, head < GROUP)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * D + dim[None, :], result, mask=inside)
 
