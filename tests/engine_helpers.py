@@ -14,6 +14,7 @@ from transformers import (
     Gemma3TextConfig,
     GenerationConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -72,6 +73,12 @@ FAMILIES = {
         **SHAPE | dict(no_rope_layers=[1, 0], pad_token_id=0, tie_word_embeddings=False)
     ),
     "seed-oss": SeedOssConfig(**SHAPE),
+    "gpt-oss": GptOssConfig(
+        **SHAPE | dict(intermediate_size=24, sliding_window=19, head_dim=12),
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        swiglu_limit=0.8,
+    ),
     # Windows that end inside blocks of 16, and before prompts do.
     "mistral-window": MistralConfig(**SHAPE | dict(sliding_window=21)),
     "qwen2-window": Qwen2Config(

@@ -20,6 +20,7 @@ def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_s
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).eval()
+    model.config._experts_implementation = "eager"  # another takes no odd sizes
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -8,7 +8,7 @@ from torch import nn
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers import attention
 from nanovllm.layers.mlp import GatedMLP, gelu_tanh
-from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.moe import MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.partial_rotary import (
@@ -57,12 +57,30 @@ def gated_linear(x, weight, bias=None, gelu=False):
     return activate_and_mul(nn.functional.linear(x, weight, bias), gelu)
 
 
-def moe(x, logits, gate_up, down, top_k, renormalize):
+def moe(
+    x,
+    logits,
+    gate_up,
+    down,
+    top_k,
+    renormalize,
+    gate_up_bias=None,
+    down_bias=None,
+    clamped=None,
+):
     experts, width, hidden = gate_up.shape
     layer = MixtureOfExperts(
-        hidden, width // 2, experts, top_k, ParallelGroup(), renormalize=renormalize
+        hidden,
+        width // 2,
+        experts,
+        top_k,
+        ParallelGroup(),
+        renormalize=renormalize,
+        gating=clamped or swiglu,
     )
-    with_weights(layer, experts__gate_up_proj=gate_up, experts__down_proj=down)
+    weights = dict(gate_up_proj=gate_up, down_proj=down)
+    weights |= dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
+    with_weights(layer.experts, **weights)
     layer.gate.forward = lambda _: logits
     return layer(x)
 

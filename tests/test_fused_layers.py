@@ -18,6 +18,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -65,6 +66,13 @@ CONFIGS = {
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
     "experts": Qwen3MoeConfig(
         **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2
+    ),
+    "gpt-oss": GptOssConfig(
+        **SIZES | dict(hidden_size=36, intermediate_size=26),
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        swiglu_limit=0.5,
     ),
     "mistral-window": MistralConfig(**SIZES, sliding_window=6),
     "phi3": Phi3Config(

@@ -21,6 +21,7 @@ from nanovllm.kernels.triton.linear import gated_linear, linear, rehearse_gated_
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers.moe import ClampedSwiGLU
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling_params import INVALID_TOKEN
 
@@ -176,6 +177,21 @@ def moe_inputs(tokens, num_experts, width, expert_width, dtype):
 )
 def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, renormalize, dtype):
     args = *moe_inputs(tokens, num_experts, width, expert_width, dtype), top_k, renormalize
+    assert_close(triton_moe.moe(*args), plain.moe(*args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamped", [None, ClampedSwiGLU(1.7, 0.5)])
+@pytest.mark.parametrize(
+    "tokens, num_experts, width, expert_width",
+    [(1, 8, 32, 16), (5, 3, 24, 20), (9, 4, 180, 90), (70, 5, 17, 7)],
+)
+def test_moe_with_biases_and_clamps_equals_its_twin(
+    tokens, num_experts, width, expert_width, clamped, dtype
+):
+    inputs = moe_inputs(tokens, num_experts, width, expert_width, dtype)
+    biases = (randn(num_experts, n, dtype=dtype) for n in (2 * expert_width, width))
+    args = *inputs, 3, True, *biases, clamped
     assert_close(triton_moe.moe(*args), plain.moe(*args))
 
 

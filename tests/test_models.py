@@ -18,6 +18,7 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -88,6 +89,16 @@ LINEAR_OF_ONE = {
     "full_attention": dict(rope_type="linear", factor=8.0, rope_theta=1e6),
     "sliding_attention": dict(rope_type="default", rope_theta=1e4),
 }
+YARN_AS_IT_IS = dict(rope_type="yarn", factor=8.0, truncate=False, rope_theta=150000.0)
+OSS = dict(
+    num_key_value_heads=2,
+    head_dim=10,
+    hidden_size=36,
+    intermediate_size=26,
+    sliding_window=6,
+    rope_parameters=YARN_AS_IT_IS | dict(original_max_position_embeddings=8),
+)
+CLAMPS = dict(swiglu_limit=0.4, swiglu_alpha=1.1)
 MULTIPLIERS = dict(
     embedding_multiplier=6.0,
     attention_multiplier=0.2,
@@ -178,6 +189,11 @@ FAMILIES = {
         "every-second": dict(**GQA, num_hidden_layers=4, no_rope_layer_interval=2, pad_token_id=0),
         "listed": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False),
         "window": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, **WINDOW),
+    },
+    GptOssConfig: {
+        "experts": OSS | dict(num_local_experts=6, num_experts_per_tok=4),
+        "one-of-one": OSS | dict(num_local_experts=1, num_experts_per_tok=1, attention_bias=False),
+        "clamps": OSS | dict(num_local_experts=5, num_experts_per_tok=2, **CLAMPS),
     },
     SeedOssConfig: {
         "biases": dict(**GQA, head_dim=16, attention_out_bias=False, mlp_bias=True),

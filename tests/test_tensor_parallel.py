@@ -22,6 +22,7 @@ from process_helpers import SECONDS, alarms, in_thread, started
 from rank_faults import EchoRunner, StarvedRunner, set_fault
 from transformers import (
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
     Olmo2Config,
     Phi3Config,
@@ -192,8 +193,15 @@ def test_prompts_and_continuations_have_the_scores_of_one_rank(llms, size):
             sliding_window=20,
             layer_types=["sliding_attention", "full_attention"],
         ),
+        GptOssConfig(
+            **SMALL | dict(intermediate_size=30),
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            sliding_window=20,
+            swiglu_limit=0.5,
+        ),
     ],
-    ids=["qwen3-moe", "llama", "phi3", "olmo2", "gemma3"],
+    ids=["qwen3-moe", "llama", "phi3", "olmo2", "gemma3", "gpt-oss"],
 )
 def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
     make_checkpoint(tmp_path, config)

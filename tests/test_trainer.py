@@ -80,7 +80,8 @@ def assert_forgets_and_takes_again(llm: LLM, old: Checkpoint, new: Checkpoint) -
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 @pytest.mark.parametrize(
-    "name", ["gqa-2", "tied", "attention-bias", "experts", "phi3", "gemma3", "olmo2", "granite"]
+    "name",
+    ["gqa-2", "tied", "attention-bias", "experts", "phi3", "gemma3", "olmo2", "granite", "gpt-oss"],
 )
 def test_new_weights_give_the_tokens_of_an_llm_loaded_from_them(
     make_llm, get_checkpoint, get_trained, name, kernels
@@ -116,7 +117,7 @@ def test_layers_that_torch_compile_made_take_new_weights_and_are_not_compiled_an
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
 
 
-@pytest.mark.parametrize("name", ["tied", "experts"])
+@pytest.mark.parametrize("name", ["tied", "experts", "gpt-oss"])
 def test_several_ranks_take_new_weights_refuse_wrong_ones_and_sleep(
     make_llm, get_checkpoint, get_trained, name
 ):

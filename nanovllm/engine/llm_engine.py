@@ -53,9 +53,9 @@ class LLMEngine:
         `make_runner`: a class of runners, such as ModelRunner, or a function like one.
         """
         # Refuse other models first: they may not have what is read below.
-        model_class = find_model(hf_config)
+        self.model_class = find_model(hf_config)
         if config.load_format == "auto":
-            check_num_layers(hf_config.num_hidden_layers, folder, model_class)
+            check_num_layers(hf_config.num_hidden_layers, folder, self.model_class)
         self.policy = policy
         self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
         # compose.py sets these three once the model is loaded.

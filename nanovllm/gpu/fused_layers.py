@@ -36,7 +36,7 @@ from nanovllm.layers.linear import (
     StackedLinear,
 )
 from nanovllm.layers.mlp import GatedMLP, gelu_tanh
-from nanovllm.layers.moe import MixtureOfExperts
+from nanovllm.layers.moe import ClampedSwiGLU, Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.partial_rotary import (
     InterleavedRotaryEmbedding,
@@ -193,6 +193,12 @@ class FusedGatedMLP(GatedMLP):
 
 
 class FusedMixtureOfExperts(MixtureOfExperts):
+    @staticmethod
+    def suits(plain: MixtureOfExperts) -> bool:
+        experts = plain.experts
+        is_known = experts.gating is swiglu or type(experts.gating) is ClampedSwiGLU
+        return is_known and type(experts).forward is Experts.forward
+
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
@@ -200,7 +206,14 @@ class FusedMixtureOfExperts(MixtureOfExperts):
         """This rank's part of the sum."""
         experts = self.experts
         return moe.moe(
-            x, self.gate(x), experts.gate_up_proj, experts.down_proj, self.top_k, self.renormalize
+            x,
+            self.gate(x),
+            experts.gate_up_proj,
+            experts.down_proj,
+            self.top_k,
+            self.renormalize,
+            *experts.biases_of_this_rank,
+            experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
         )
 
 

@@ -75,10 +75,10 @@ class StackedLinear(nn.Module):
 
 
 class ReplicatedLinear(StackedLinear):
-    """One projection without a bias, whole on every rank."""
+    """One projection, whole on every rank."""
 
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, [Shard(None, out_features, 0, out_features)], bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
+        super().__init__(in_features, [Shard(None, out_features, 0, out_features)], bias)
 
 
 class MergedColumnParallelLinear(StackedLinear):

@@ -1,10 +1,11 @@
-"""A mixture of experts in the place of an MLP: a router picks for each token a few small SwiGLU
-MLPs out of many.
+"""A mixture of experts in the place of an MLP: a router picks for each token a few small gated MLPs
+out of many.
 
 Every rank has a shard of each expert's width, as with a dense MLP, so no token moves between ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,27 @@ from torch import Tensor, nn
 from nanovllm.layers.linear import ReplicatedLinear, empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
+
+Gating = Callable[[Tensor, Tensor], Tensor]
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Shazeer 2020."""
+    return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gate sigmoid(alpha gate) (up + 1), of gates up to `limit` and ups up to it on both sides, as
+    gpt-oss has it.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
 class MixtureOfExperts(nn.Module):
@@ -29,10 +51,14 @@ class MixtureOfExperts(nn.Module):
         group: ParallelGroup,
         *,
         renormalize: bool,  # let the weights of the experts that were picked sum to 1
+        bias: bool = False,  # of the router and the experts
+        experts: type["Experts"] | None = None,  # as the checkpoint has them; None: Experts
+        gating: Gating = swiglu,  # of an expert's gates and ups
     ):
         super().__init__()
-        self.gate = ReplicatedLinear(hidden_size, num_experts)
-        self.experts = Experts(hidden_size, intermediate_size, num_experts, group)
+        self.gate = ReplicatedLinear(hidden_size, num_experts, bias=bias)
+        sizes = hidden_size, intermediate_size, num_experts
+        self.experts = (experts or Experts)(*sizes, group, bias=bias, gating=gating)
         self.top_k = top_k
         self.renormalize = renormalize
         self.group = group
@@ -49,14 +75,24 @@ class Experts(nn.Module):
     """The experts' weights, stacked; a checkpoint has a tensor for each expert and projection."""
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, num_experts: int, group: ParallelGroup
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        group: ParallelGroup,
+        *,
+        bias: bool = False,
+        gating: Gating = swiglu,
     ):
         super().__init__()
         self.intermediate_size = intermediate_size
         self.group = group
-        shard = group.shard(intermediate_size, "moe_intermediate_size")
+        shard = group.shard(intermediate_size, "the experts' intermediate size")
         self.gate_up_proj = empty_parameter(num_experts, 2 * shard, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, shard)
+        self.gate_up_bias = empty_parameter(num_experts, 2 * shard) if bias else None
+        self.down_bias = empty_parameter(num_experts, hidden_size) if bias else None
+        self.gating = gating
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [T, N], weights and experts [T, K] -> [T, N]: this rank's part of the weighted sums."""
@@ -67,11 +103,22 @@ class Experts(nn.Module):
         results = x.new_empty(len(order), x.shape[1])
         for expert, pairs in enumerate(order.split(counts)):
             if len(pairs):
-                gate, up = F.linear(x[pairs // top_k], self.gate_up_proj[expert]).chunk(2, dim=-1)
-                results[pairs] = F.linear(F.silu(gate) * up, self.down_proj[expert])
+                results[pairs] = self.run(expert, x[pairs // top_k])
         # The sum goes over each token's experts in their order: it does not depend on the others in
         # the batch.
         return (results.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[expert] for bias in self.biases_of_this_rank
+        )
+        gate, up = F.linear(x, self.gate_up_proj[expert], gate_up_bias).chunk(2, dim=-1)
+        return F.linear(self.gating(gate, up), self.down_proj[expert], down_bias)
+
+    @property
+    def biases_of_this_rank(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of gate and up, and of down, which the sum over the ranks must count once."""
+        return self.gate_up_bias, self.down_bias if self.group.rank == 0 else None
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         num_experts, hidden, shard = self.down_proj.shape

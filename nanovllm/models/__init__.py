@@ -5,6 +5,7 @@ from nanovllm.models.checks import check_sizes, check_supported
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
+from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
@@ -30,6 +31,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "GptOssForCausalLM": GptOssForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,
     "GraniteForCausalLM": GraniteForCausalLM,

@@ -40,14 +40,14 @@ def check_sizes(hf_config) -> None:
         check_flag(hf_config, name)
 
 
-def check_experts(hf_config) -> None:
-    """Refuse sizes that make no mixture of experts."""
-    for name in OF_EXPERTS:
+def check_experts(hf_config, sizes: tuple[str, ...] = OF_EXPERTS) -> None:
+    """Refuse `sizes`, the first of which counts the experts, that make no mixture of them."""
+    for name in sizes:
         check_count(hf_config, name, MAX_SIZE)
-    if hf_config.num_experts_per_tok > hf_config.num_experts:
+    if hf_config.num_experts_per_tok > (count := getattr(hf_config, sizes[0])):
         raise ValueError(
             f"config.json: num_experts_per_tok is {hf_config.num_experts_per_tok}, more than "
-            f"num_experts, which is {hf_config.num_experts}: check both"
+            f"{sizes[0]}, which is {count}: check both"
         )
     check_flag(hf_config, "norm_topk_prob")
     dense = getattr(hf_config, "mlp_only_layers", None)
@@ -95,8 +95,13 @@ def check_supported(hf_config, model_class: type[CausalLM]) -> None:
             "config.json: use_bidirectional_attention is set: no model here sees later tokens, "
             "choose one that generates text"
         )
-    if getattr(hf_config, "quantization_config", None):
-        raise ValueError("quantization_config is set: choose the model's unquantized checkpoint")
+    quantization: Any = getattr(hf_config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization and method not in model_class.quantizations:
+        raise ValueError(
+            f"config.json: quantization_config is set, with quant_method {method!r}, which "
+            f"{model_class.__name__} does not do: choose the model's unquantized checkpoint"
+        )
     check_windows(hf_config, model_class)
 
 

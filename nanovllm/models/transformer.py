@@ -61,6 +61,10 @@ class CausalLM(nn.Module):
     rotary: type[RotaryEmbedding] = RotaryEmbedding
     activations: tuple[str, ...] = ("silu", "swish")  # that a configuration may ask for
     has_windows = False  # whether a configuration may give layers a sliding window
+    # Of checkpoints that are dequantised while they are loaded, the quant_method.
+    quantizations: tuple[str, ...] = ()
+    # Whether checkpoints have all experts of a layer in one tensor, as transformers does.
+    stacks_experts = False
     # What a checkpoint calls modules that have another name here.
     checkpoint_names: dict[str, str] = {}
     # Parts of checkpoints that are not run here, such as a vision tower.

@@ -139,7 +139,7 @@ def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> 
     runner = engine.runner
     runner.on_all_ranks(begin)
     try:
-        for name, tensor in each_tensor(weights):
+        for name, tensor in each_tensor(weights, engine.model_class):
             runner.on_all_ranks(add, name, tensor.dtype, tuple(tensor.shape), as_bytes(tensor))
         runner.on_all_ranks(finish)
         if engine.has_unfinished():  # the caller's iterable may use the LLM
@@ -153,8 +153,8 @@ def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> 
     runner.on_all_ranks(put_in_place)
 
 
-def each_tensor(weights: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the caller's iterable, under a checkpoint's names. Checks what they are."""
+def each_tensor(weights: Any, model_class: type[CausalLM]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the caller's iterable, as a checkpoint has them. Checks what they are."""
     remedy = "give pairs of name and tensor, such as model.state_dict().items()"
     try:
         pairs = iter(weights)
@@ -169,12 +169,15 @@ def each_tensor(weights: Any) -> Iterator[tuple[str, Tensor]]:
             raise TypeError(f"weights has {name} in shards: give its full_tensor()")
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
             raise ValueError(f"weights has {name} without plain values: give a dense tensor")
-        yield from unstacked(name, tensor.detach())
+        if model_class.stacks_experts:
+            yield name, tensor.detach()
+        else:
+            yield from unstacked(name, tensor.detach())
 
 
 def unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A tensor as a checkpoint has it. transformers holds all experts of a layer in two tensors,
-    [E, 2 I, N] and [E, N, I], of which a checkpoint has three for each expert.
+    """transformers holds all experts of a layer in two tensors, [E, 2 I, N] and [E, N, I], of which
+    most checkpoints have three for each expert.
     """
     path, _, kind = name.rpartition(".")
     if not path.endswith(".experts") or tensor.ndim != 3:

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.weights import mxfp4
 from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -28,7 +29,8 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 READERS = 8
 COMPARED_ROWS = 8192  # of two tensors at a time
 
-Checkpoint = dict[str, tuple[Path, safe_open]]  # each tensor's name -> the file that has it
+# Each tensor's name -> the file that has it, and the tensor, of which nothing was read yet.
+Checkpoint = dict[str, tuple[Path, Any]]
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
@@ -46,8 +48,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         # Parameters may have been made in inference mode, and a new thread is outside of it.
         @torch.inference_mode()
         def read(part: WeightSlice) -> None:
-            _, file = checkpoint[part.name]
-            part.destination.copy_(file.get_slice(part.name)[part.index])
+            _, tensor = checkpoint[part.name]
+            part.destination.copy_(tensor[part.index])
 
         list(pool.map(read, slices))  # a list, for the first error to be raised
 
@@ -60,19 +62,24 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     """
     slices = list(model_weight_slices(model))
     check_coverage(model, slices)
+    parts_of: dict[str, list[WeightSlice]] = {}
     for part in slices:
-        destination = part.destination
-        if part.name.endswith("norm.weight"):
+        parts_of.setdefault(part.name, []).append(part)
+    for name, parts in parts_of.items():
+        destination, shape = parts[0].destination, parts[0].shape
+        if name.endswith("norm.weight"):
             destination.fill_(1.0)
             continue
         generator = torch.Generator(destination.device).manual_seed(
-            zlib.crc32(f"{seed} {part.name}".encode())
+            zlib.crc32(f"{seed} {name}".encode())
         )
-        if destination.shape == part.shape:
+        if destination.shape == shape and destination.is_contiguous():
             destination.normal_(0.0, 0.02, generator=generator)
-        else:
-            whole = torch.empty(part.shape, dtype=destination.dtype, device=destination.device)
-            destination.copy_(whole.normal_(0.0, 0.02, generator=generator)[part.index])
+            continue
+        whole = torch.empty(shape, dtype=destination.dtype, device=destination.device)
+        whole.normal_(0.0, 0.02, generator=generator)
+        for part in parts:
+            part.destination.copy_(whole[part.index])
 
 
 def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
@@ -92,7 +99,7 @@ def check_coverage(model: nn.Module, slices: Iterable[WeightSlice]) -> None:
     ends = {}
     for part in slices:
         begin = part.destination.data_ptr()
-        assert part.destination.is_contiguous() and begin not in ends, part.name
+        assert is_dense(part.destination) and begin not in ends, part.name
         ends[begin] = begin + part.destination.nbytes
     for name, parameter in model.named_parameters():
         at, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
@@ -101,6 +108,11 @@ def check_coverage(model: nn.Module, slices: Iterable[WeightSlice]) -> None:
             at = ends.pop(at)
         assert at == end, f"a weight slice reaches past the end of {name}"
     assert not ends, f"{len(ends)} weight slices fill no parameter"
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    """Whether its elements fill their memory, in any order of its dimensions."""
+    return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
 def check_checkpoint(
@@ -127,8 +139,7 @@ def check_checkpoint(
         check_tensor(part, *checkpoint[part.name])
 
 
-def check_tensor(part: WeightSlice, path: Path, file: safe_open) -> None:
-    found = file.get_slice(part.name)
+def check_tensor(part: WeightSlice, path: Path, found: Any) -> None:
     if (shape := tuple(found.get_shape())) != part.shape:
         raise ValueError(
             f"{path}: {part.name} has shape {shape}, config.json means {part.shape}: check both"
@@ -194,7 +205,7 @@ def untie_heads(model: nn.Module, checkpoint: Checkpoint, pool: ThreadPoolExecut
 
 def are_equal(one: str, other: str, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> bool:
     """Whether two matrices of the checkpoint hold the same values in the same dtype."""
-    first, second = (checkpoint[name][1].get_slice(name) for name in (one, other))
+    (_, first), (_, second) = checkpoint[one], checkpoint[other]
     shape, dtype = first.get_shape(), first.get_dtype()
     if (shape, dtype) != (second.get_shape(), second.get_dtype()) or not shape:
         return False
@@ -221,8 +232,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 raise ValueError(
                     f"{path} and {checkpoint[name][0]} both have {name}: remove the wrong one"
                 )
-            checkpoint[name] = path, file
-    return checkpoint
+            checkpoint[name] = path, file.get_slice(name)
+    return mxfp4.join_blocks(checkpoint)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

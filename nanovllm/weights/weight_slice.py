@@ -16,7 +16,7 @@ class WeightSlice:
     """`destination` = checkpoint[`name`][`index`]."""
 
     name: str
-    destination: Tensor  # a contiguous view of this rank's parameter
+    destination: Tensor  # a view of this rank's parameter, without gaps; it may be transposed
     index: tuple[slice, ...]  # this rank's part of the checkpoint's tensor
     shape: tuple[int, ...]  # of the checkpoint's whole tensor
 

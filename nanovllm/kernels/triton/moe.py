@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.layers.moe import ClampedSwiGLU
 
 CHUNK_TOKENS = 8  # of one pass over a chunk; a chunk is what a program routes and sorts
 MAX_CHUNKS = 256
@@ -33,9 +34,20 @@ FLOAT32_TILE = 16, 64, 32, 4, 3  # whose products tensor cores do not take
 
 
 def moe(
-    x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int, renormalize: bool
+    x: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamped: ClampedSwiGLU | None = None,
 ) -> Tensor:
-    """What MixtureOfExperts and Experts compute: x [T, N], the router's logits [T, E] -> [T, N]."""
+    """What MixtureOfExperts and Experts compute: x [T, N], the router's logits [T, E] -> [T, N].
+
+    Biases are [E, 2 F] and [E, N]. `clamped`: the experts' gating; None: swiglu.
+    """
     out = torch.empty_like(x)
     (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
     pairs = num_tokens * top_k
@@ -48,7 +60,11 @@ def moe(
     weights, order, runs, max_tiles = sort_by_expert(logits, top_k, renormalize, block_m, x)
     # Run by run, and token by token.
     hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
-    for source, weight, to in ((x, gate_up, hidden), (hidden, down, results)):
+    alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
+    for source, weight, bias, to in (
+        (x, gate_up, gate_up_bias, hidden),
+        (hidden, down, down_bias, results),
+    ):
         block_k = min(most_k, max(16, triton.next_power_of_2(weight.shape[2])))
         stages = min(
             most_stages,
@@ -57,9 +73,12 @@ def moe(
         _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], block_n),)](
             source,
             weight,
+            bias,
             order,
             runs,
             to,
+            alpha,
+            limit,
             top_k,
             *weight.shape[1:],
             weight is gate_up,
@@ -228,9 +247,12 @@ def _sort_kernel(
 def _product_kernel(
     x,
     weight,
+    bias,
     order,
     runs,
     out,
+    alpha,
+    limit,
     K: tl.constexpr,
     OUT: tl.constexpr,
     IN: tl.constexpr,
@@ -242,8 +264,8 @@ def _product_kernel(
 ):
     """The product of a tile of rows and its expert's matrix.
 
-    With GATED the rows come from the tokens, and SiLU of the first half of the outputs times
-    the second is written.
+    With GATED the rows come from the tokens, the first half of the outputs are gates, the second
+    ups, and what the gates make of the ups is written.
     """
     wait_for_inputs(PDL)
     # Neighbours have the same rows, then the same expert: what they share is read from memory once.
@@ -274,16 +296,31 @@ def _product_kernel(
             total = tl.dot(rows, weights, total, input_precision="ieee")
             x_at += BLOCK_K
             weight_at += BLOCK_K
+        if bias is not None:
+            added = tl.load(bias + expert * OUT + row, mask=column < OUT, other=0.0)
+            total += added.to(tl.float32)[None, :]
         result = total.to(out.dtype.element_ty)
         if GATED:
             gate, up = tl.split(result.reshape(BLOCK_M, BLOCK_N // 2, 2))
-            wide = gate.to(tl.float32)
-            silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-            result = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+            result = _gated(gate, up, alpha, limit)
             column = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = OUT // 2 if GATED else OUT
         out_at = out + target.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(out_at, result, mask=inside & (column < width)[None, :])
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit):
+    """swiglu or, where there is a limit, ClampedSwiGLU."""
+    wide = gate.to(tl.float32)
+    if limit is not None:
+        wide = tl.minimum(wide, limit)
+        wide_up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit) + 1.0
+        result = (wide / (1.0 + tl.exp(-alpha * wide)) * wide_up).to(gate.dtype)
+    else:
+        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+        result = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return result
 
 
 @triton.jit

@@ -1,0 +1,59 @@
+"""gpt-oss: a Llama with biases, sinks, windows in every second layer and, in the place of MLPs,
+mixtures of experts that clamp what they gate.
+"""
+
+from collections.abc import Iterator
+
+from nanovllm.layers.moe import ClampedSwiGLU, Experts, MixtureOfExperts
+from nanovllm.models.checks import check_experts, check_number
+from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention
+from nanovllm.weights.weight_slice import WeightSlice
+
+
+class GptOssExperts(Experts):
+    """A checkpoint has all experts in one tensor, [E, in, out], and each gate before its up."""
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        assert self.gate_up_bias is not None and self.down_bias is not None
+        experts, hidden, shard = self.down_proj.shape
+        width, first, every = self.intermediate_size, self.group.rank * shard, slice(None)
+        gate_up, down = f"{path}.gate_up_proj", f"{path}.down_proj"
+        for one in (slice(i, i + 1) for i in range(experts)):
+            for i, rows in enumerate((slice(shard), slice(shard, None))):  # gates, ups
+                ours = slice(2 * first + i, 2 * (first + shard), 2)
+                weight, bias = self.gate_up_proj[one, rows], self.gate_up_bias[one, rows]
+                shape = experts, hidden, 2 * width
+                yield WeightSlice(gate_up, weight.mT, (one, every, ours), shape)
+                yield WeightSlice(f"{gate_up}_bias", bias, (one, ours), (experts, 2 * width))
+            ours, shape = slice(first, first + shard), (experts, width, hidden)
+            yield WeightSlice(down, self.down_proj[one].mT, (one, ours, every), shape)
+        yield WeightSlice(f"{down}_bias", self.down_bias, (every, every), (experts, hidden))
+
+
+class GptOssForCausalLM(CausalLM):
+    has_windows = True
+    quantizations = ("mxfp4",)
+    stacks_experts = True
+    checkpoint_names = {"gate": "router"}
+
+    @classmethod
+    def check(cls, config):
+        check_experts(config, ("num_local_experts", "num_experts_per_tok"))
+        check_number(config, "swiglu_alpha")
+        check_number(config, "swiglu_limit")
+
+    def build_layer(self, config, index, rotary, group):
+        bias = config.attention_bias
+        attention = build_attention(config, index, rotary, group, bias=bias, sinks=True)
+        mlp = MixtureOfExperts(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            group,
+            renormalize=True,
+            bias=True,
+            experts=GptOssExperts,
+            gating=ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit),
+        )
+        return DecoderLayer(config, attention, mlp)

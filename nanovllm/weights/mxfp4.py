@@ -1,0 +1,70 @@
+"""Weights in MXFP4 (OCP Microscaling Formats, version 1.0): numbers of 4 bits, 32 of which share a
+scale of 8 bits.
+
+Knows the format, and how checkpoints hold experts in it. They are dequantised while they are read.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 32  # numbers that share a scale
+# E2M1: a sign, two bits of exponent, one of mantissa. E8M0: an exponent alone, and one NaN.
+ELEMENTS = [sign * x for sign in (1, -1) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+SCALES = [2.0 ** (i - 127) for i in range(255)] + [float("nan")]
+
+
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks [..., N, 16], two numbers a byte with the first in its low half, and scales [..., N],
+    all uint8 -> [..., 32 N] in bfloat16, which holds each exactly.
+    """
+    options: dict[str, Any] = dict(dtype=torch.bfloat16, device=blocks.device)
+    pairs = torch.tensor([[ELEMENTS[i % 16], ELEMENTS[i // 16]] for i in range(256)], **options)
+    numbers = F.embedding(blocks.int(), pairs).flatten(-2)  # [..., N, 16] -> [..., N, 32]
+    return (numbers * torch.tensor(SCALES, **options)[scales.int()].unsqueeze(-1)).flatten(-2)
+
+
+class Mxfp4Tensor:
+    """Matrices [E, in, out] that a checkpoint holds transposed, as blocks [E, out, in / 32, 16] and
+    scales [E, out, in / 32]. They are read like a tensor of a safetensors file.
+    """
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        self.blocks, self.scales = blocks, scales
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def get_shape(self) -> list[int]:
+        experts, out, count = self.scales.get_shape()
+        return [experts, count * BLOCK, out]
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        experts, rows, columns = index
+        begin, end, _ = rows.indices(self.get_shape()[1])
+        held = slice(begin // BLOCK, -(-end // BLOCK))  # whole blocks
+        part = experts, columns, held
+        values = dequantize(self.blocks[part], self.scales[part])
+        return values[..., begin - held.start * BLOCK : end - held.start * BLOCK].mT
+
+
+def join_blocks(checkpoint: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """The tensors of a checkpoint by name, each with its file; those that it holds in MXFP4, as
+    two tensors each, are one.
+    """
+    for name in [name.removesuffix("_blocks") for name in checkpoint if name.endswith("_blocks")]:
+        path, blocks = checkpoint[f"{name}_blocks"]
+        _, scales = checkpoint.get(f"{name}_scales", (None, None))
+        if scales is None or {blocks.get_dtype(), scales.get_dtype()} != {"U8"}:
+            continue  # something else
+        if len(scales.get_shape()) != 3 or blocks.get_shape() != [*scales.get_shape(), BLOCK // 2]:
+            raise ValueError(
+                f"{path}: {name}_blocks has shape {blocks.get_shape()}, {name}_scales "
+                f"{scales.get_shape()}: in MXFP4 it must be one scale for 16 bytes; download the "
+                "model again"
+            )
+        del checkpoint[f"{name}_blocks"], checkpoint[f"{name}_scales"]
+        checkpoint[name] = path, Mxfp4Tensor(blocks, scales)
+    return checkpoint
