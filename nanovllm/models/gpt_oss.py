@@ -10,6 +10,10 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention
 from nanovllm.weights.weight_slice import WeightSlice
 
 
+# Where a configuration does not say.
+SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+
+
 class GptOssExperts(Experts):
     """A checkpoint has all experts in one tensor, [E, in, out], and each gate before its up."""
 
@@ -39,12 +43,13 @@ class GptOssForCausalLM(CausalLM):
     @classmethod
     def check(cls, config):
         check_experts(config, ("num_local_experts", "num_experts_per_tok"))
-        check_number(config, "swiglu_alpha")
-        check_number(config, "swiglu_limit")
+        for name in SWIGLU:
+            check_number(config, name, may_be_none=True)
 
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(config, index, rotary, group, bias=bias, sinks=True)
+        clamp = (getattr(config, name, None) or value for name, value in SWIGLU.items())
         mlp = MixtureOfExperts(
             config.hidden_size,
             config.intermediate_size,
@@ -54,6 +59,6 @@ class GptOssForCausalLM(CausalLM):
             renormalize=True,
             bias=True,
             experts=GptOssExperts,
-            gating=ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit),
+            gating=ClampedSwiGLU(*clamp),
         )
         return DecoderLayer(config, attention, mlp)

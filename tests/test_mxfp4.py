@@ -1,0 +1,193 @@
+"""Weights in MXFP4 are loaded as what they stand for; other quantised checkpoints are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from model_helpers import Driver, expected_logits, load, make_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.models import find_model
+from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.mxfp4 import dequantize
+
+CONFIG = GptOssConfig(
+    vocab_size=67,
+    hidden_size=64,
+    intermediate_size=96,  # three blocks, of which two ranks have one and a half each
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    num_local_experts=3,
+    num_experts_per_tok=2,
+    sliding_window=5,
+)
+QUANTIZED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+}
+PROJECTIONS = ("gate_up_proj", "down_proj")
+
+
+def random_blocks(experts, rows, columns, generator):
+    """Of every element, with the scales of weights."""
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator)
+    scales = torch.randint(119, 125, (experts, rows, columns // 32), generator=generator)
+    return blocks.to(torch.uint8), scales.to(torch.uint8)
+
+
+def set_quantization(folder, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": value}))
+
+
+def tensors_of(folder):
+    files = folder.glob("*.safetensors")
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def rewrite(folder, tensors):
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint whose first layer's experts are in MXFP4, and its dequantised twin."""
+    packed, plain = (tmp_path_factory.mktemp(name) for name in ("packed", "plain"))
+    make_checkpoint(plain, CONFIG)
+    shutil.copytree(plain, packed, dirs_exist_ok=True)
+    generator = torch.Generator().manual_seed(3)
+    of_plain = {name: x.bfloat16() for name, x in tensors_of(plain).items()}
+    of_packed = dict(of_plain)
+    for name in PROJECTIONS:
+        name = f"model.layers.0.mlp.experts.{name}"
+        experts, columns, rows = of_packed.pop(name).shape
+        blocks, scales = random_blocks(experts, rows, columns, generator)
+        of_packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        of_plain[name] = convert_moe_packed_tensors(blocks, scales)
+    rewrite(packed, of_packed)
+    rewrite(plain, of_plain)
+    set_quantization(packed, QUANTIZED)
+    return packed, plain
+
+
+@pytest.fixture
+def packed(folders, tmp_path):
+    return shutil.copytree(folders[0], tmp_path / "packed")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_checkpoint_in_mxfp4_has_the_weights_of_its_dequantised_twin_on_any_rank(folders, size):
+    for rank in range(size):
+        packed, plain = (load(folder, rank, size).state_dict() for folder in folders)
+        assert packed.keys() == plain.keys()
+        assert all(torch.equal(packed[name], plain[name]) for name in plain)
+
+
+def test_the_ranks_experts_are_those_of_one_rank(folders):
+    _, plain = folders
+    whole, *parts = (
+        load(plain, rank, size).state_dict() for rank, size in [(0, 1), (0, 2), (1, 2)]
+    )
+    names = [name for name in whole if ".experts." in name]
+    assert len(names) == 8
+    for name in names:
+        shards = [part[name] for part in parts]
+        if "gate_up" in name:
+            halves = [shard.chunk(2, dim=1) for shard in shards]
+            joined = torch.cat([half[i] for i in (0, 1) for half in halves], dim=1)
+        else:
+            joined = shards[0] if name.endswith("bias") else torch.cat(shards, dim=2)
+        assert torch.equal(joined, whole[name])
+
+
+def test_logits_of_a_checkpoint_in_mxfp4_equal_transformers(folders):
+    packed, _ = folders
+    set_quantization(packed, QUANTIZED | {"modules_to_not_convert": ["model.layers.1"]})
+    how = Mxfp4Config(dequantize=True, modules_to_not_convert=["model.layers.1"])
+    options = dict(quantization_config=how, experts_implementation="eager", dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(packed, **options).eval()
+    tokens = list(range(20, 40))
+    logits = Driver(load(packed), 1, 32).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=1e-4, atol=1e-3)
+
+
+def test_every_number_of_mxfp4_is_what_its_bits_say():
+    """By the formulas of the specification: E2M1 with a bias of 1, E8M0 with one of 127."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(16, 1, 16).repeat(1, 255, 1)
+    scales = torch.arange(255, dtype=torch.uint8).repeat(16, 1)
+    values = dequantize(blocks, scales).view(16, 255, 32)
+    assert values.dtype == torch.bfloat16
+
+    def number(bits):
+        sign, exponent, mantissa = (-1) ** (bits >> 3), bits >> 1 & 3, bits & 1
+        size = (1 + mantissa / 2) * 2 ** (exponent - 1) if exponent else mantissa / 2
+        return sign * size
+
+    for scale in (0, 1, 100, 127, 130, 251):
+        numbers = [number(bits) for byte in range(256) for bits in (byte % 16, byte // 16)]
+        want = torch.tensor(numbers, dtype=torch.float64) * 2.0 ** (scale - 127)
+        assert torch.equal(values[:, scale].flatten().double(), want)
+    assert torch.equal(values.flatten(1).double(), theirs(blocks, scales).double())
+    assert dequantize(blocks[:, :1], torch.full((16, 1), 255, dtype=torch.uint8)).isnan().all()
+
+
+def theirs(blocks, scales):
+    return convert_moe_packed_tensors(blocks[None], scales[None])[0].T
+
+
+@pytest.mark.parametrize(
+    "method, kind",
+    [("fp8", "GptOssForCausalLM"), (None, "GptOssForCausalLM"), ("mxfp4", "LlamaForCausalLM")],
+)
+def test_other_methods_and_other_families_are_refused_by_name(packed, method, kind):
+    set_quantization(packed, {"quant_method": method})
+    config = load_hf_config(packed)
+    config.architectures = [kind]
+    message = f"quantization_config is set, .*quant_method {method!r}, which {kind} does not do"
+    with pytest.raises(ValueError, match=message):
+        find_model(config)
+
+
+def test_blocks_without_scales_are_named(packed):
+    tensors = tensors_of(packed)
+    del tensors["model.layers.0.mlp.experts.down_proj_scales"]
+    rewrite(packed, tensors)
+    with pytest.raises(ValueError, match=r"no file has model.layers.0.mlp.experts.down_proj: "):
+        load(packed)
+
+
+def test_scales_of_another_shape_are_named(packed):
+    tensors = tensors_of(packed)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    rewrite(packed, tensors | {name: tensors[name][:, :5]})
+    with pytest.raises(ValueError, match=r"_proj_blocks has shape .*_proj_scales \[3, 5"):
+        load(packed)
+
+
+def test_blocks_of_another_shape_than_the_configuration_means_are_named(packed):
+    tensors = tensors_of(packed)
+    for name in list(tensors):
+        if name.startswith("model.layers.0.mlp.experts.down_proj_") and "bias" not in name:
+            tensors[name] = tensors[name][:, :, :2]
+    rewrite(packed, tensors)
+    with pytest.raises(ValueError, match=r"down_proj has shape \(3, 64, 64\), .* \(3, 96, 64\)"):
+        load(packed)
+
+
+def test_an_llm_of_a_checkpoint_in_mxfp4_gives_the_tokens_of_its_twin(folders):
+    outputs = []
+    for folder in folders:
+        with LLM(folder, device="cpu", num_kvcache_blocks=8) as llm:
+            params = SamplingParams(temperature=0, max_tokens=20)
+            (output,) = llm.generate([[5, 6, 7]], params, use_tqdm=False)
+        outputs.append(output["token_ids"])
+    assert outputs[0] == outputs[1] and len({*outputs[0]}) > 1
