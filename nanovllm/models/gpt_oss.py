@@ -10,28 +10,23 @@ from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention
 from nanovllm.weights.weight_slice import WeightSlice
 
 
-# Where a configuration does not say.
-SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-
-
 class GptOssExperts(Experts):
     """A checkpoint has all experts in one tensor, [E, in, out], and each gate before its up."""
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         assert self.gate_up_bias is not None and self.down_bias is not None
-        experts, hidden, shard = self.down_proj.shape
+        count, hidden, shard = self.down_proj.shape
         width, first, every = self.intermediate_size, self.group.rank * shard, slice(None)
         gate_up, down = f"{path}.gate_up_proj", f"{path}.down_proj"
-        for one in (slice(i, i + 1) for i in range(experts)):
+        for one in (slice(i, i + 1) for i in range(count)):
             for i, rows in enumerate((slice(shard), slice(shard, None))):  # gates, ups
                 ours = slice(2 * first + i, 2 * (first + shard), 2)
-                weight, bias = self.gate_up_proj[one, rows], self.gate_up_bias[one, rows]
-                shape = experts, hidden, 2 * width
-                yield WeightSlice(gate_up, weight.mT, (one, every, ours), shape)
-                yield WeightSlice(f"{gate_up}_bias", bias, (one, ours), (experts, 2 * width))
-            ours, shape = slice(first, first + shard), (experts, width, hidden)
-            yield WeightSlice(down, self.down_proj[one].mT, (one, ours, every), shape)
-        yield WeightSlice(f"{down}_bias", self.down_bias, (every, every), (experts, hidden))
+                weight, bias = self.gate_up_proj[one, rows].mT, self.gate_up_bias[one, rows]
+                yield WeightSlice(gate_up, weight, (one, every, ours), (count, hidden, 2 * width))
+                yield WeightSlice(f"{gate_up}_bias", bias, (one, ours), (count, 2 * width))
+            weight, ours = self.down_proj[one].mT, slice(first, first + shard)
+            yield WeightSlice(down, weight, (one, ours, every), (count, width, hidden))
+        yield WeightSlice(f"{down}_bias", self.down_bias, (every, every), (count, hidden))
 
 
 class GptOssForCausalLM(CausalLM):
@@ -43,13 +38,13 @@ class GptOssForCausalLM(CausalLM):
     @classmethod
     def check(cls, config):
         check_experts(config, ("num_local_experts", "num_experts_per_tok"))
-        for name in SWIGLU:
-            check_number(config, name, may_be_none=True)
+        check_number(config, "swiglu_alpha", may_be_none=True)
+        check_number(config, "swiglu_limit", may_be_none=True)
 
     def build_layer(self, config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(config, index, rotary, group, bias=bias, sinks=True)
-        clamp = (getattr(config, name, None) or value for name, value in SWIGLU.items())
+        alpha, limit = getattr(config, "swiglu_alpha", None), getattr(config, "swiglu_limit", None)
         mlp = MixtureOfExperts(
             config.hidden_size,
             config.intermediate_size,
@@ -59,6 +54,6 @@ class GptOssForCausalLM(CausalLM):
             renormalize=True,
             bias=True,
             experts=GptOssExperts,
-            gating=ClampedSwiGLU(*clamp),
+            gating=ClampedSwiGLU(alpha or 1.702, limit or 7.0),
         )
         return DecoderLayer(config, attention, mlp)
