@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 import plain_layers as plain
 
-from nanovllm.kernels import attention_backends
+from nanovllm.kernels import attention_backends, flash_attention
 from nanovllm.kernels.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.kernels.triton import attention as triton_attention
 from nanovllm.kernels.triton import decode_gemm, elementwise, gemv, prefill_gemm
@@ -895,6 +895,40 @@ def test_triton_on_a_cpu_raises():
 def test_a_block_size_triton_cannot_take_raises():
     with pytest.raises(ValueError, match="kvcache_block_size is 24"):
         select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 24)
+
+
+def test_flash_attn_leaves_sinks_to_triton_or_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(flash_attention, "find_v2", lambda: (None, None))
+    asked = torch.device("cuda"), torch.bfloat16, 64, 256
+    backends = [select_attention_backend("auto", *asked, sinks=sinks) for sinks in (False, True)]
+    assert [backend.name for backend in backends] == [
+        "flash-attn 2 prefill, Triton decode",
+        "Triton",
+    ]
+    with pytest.raises(ValueError, match="'flash-attn', but the model has attention sinks.* take"):
+        select_attention_backend("flash-attn", *asked, sinks=True)
+    assert select_attention_backend("flash-attn", *asked).name == "flash-attn 2"
+
+
+@pytest.mark.parametrize(
+    "options, left",
+    [
+        (AttentionOptions(1.0), False),
+        (AttentionOptions(1.0, window=9), True),
+        (AttentionOptions(1.0, softcap=2.0), True),
+        (AttentionOptions(1.0, sinks=torch.zeros(4)), True),
+    ],
+)
+def test_flash_attn_4_leaves_windows_caps_and_sinks_to_triton(options, left, monkeypatch):
+    monkeypatch.setattr(attention_backends, "MANY_PAIRS", 0)
+    monkeypatch.setattr(flash_attention, "find_v4", lambda: True)
+    monkeypatch.setattr(flash_attention, "prefill_attention_v4", lambda *_: "v4")
+    prefill = attention_backends._large_by_v4(lambda *_, out: "Triton")
+    ends = torch.tensor([0, 2])
+    meta = PrefillMetadata(ends, ends, 2, 2, None)
+    q = torch.zeros(2, 4, 8)
+    assert prefill(q, q, q, q, q, meta, options) == ("Triton" if left else "v4")
 
 
 @pytest.mark.gpu
