@@ -39,6 +39,7 @@ from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.kernels.compile import compile_layers
 from nanovllm.kernels.triton import attention
 from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
@@ -156,6 +157,13 @@ class ShiftedNorm(RMSNorm):
         return super().forward(x) * 1.5
 
 
+class DoubledExperts(Experts):
+    """Experts as some family may have them."""
+
+    def forward(self, x, weights, experts):
+        return 2 * super().forward(x, weights, experts)
+
+
 class PostNormLayer(DecoderLayer):
     """A layer as some family may have it."""
 
@@ -171,6 +179,9 @@ def test_what_a_family_does_in_its_own_way_is_left_as_it_is(folder):
         for i, layer in enumerate(model.model.layers):
             if i == 1:
                 layer.__class__ = PostNormLayer
+            elif isinstance(layer.mlp, MixtureOfExperts):
+                layer.mlp.experts.gating = torch.mul if i == 0 else swiglu
+                layer.mlp.experts.__class__ = Experts if i == 0 else DoubledExperts
         for module in model.modules():
             if type(module) is RMSNorm and module.weight.shape == (32,):
                 module.__class__ = ShiftedNorm

@@ -29,6 +29,7 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.models import build_model, find_model
 from nanovllm.weights import hf_config, hub, loader
+from nanovllm.weights.weight_slice import WeightSlice
 
 CONFIG = Qwen3Config(
     vocab_size=101,
@@ -231,6 +232,18 @@ def test_coverage_sees_gaps_and_overlaps(model):
         loader.check_coverage(model, sources + sources[:1])
     with pytest.raises(AssertionError):
         loader.check_coverage(model, sources + list(ReplicatedLinear(4, 4).weight_slices("")))
+
+
+def test_coverage_takes_slices_that_are_transposed_and_sees_gaps_inside_of_one():
+    layer = ReplicatedLinear(4, 4)
+
+    def cover(*views):
+        loader.check_coverage(layer, [WeightSlice("", view, (), ()) for view in views])
+
+    cover(layer.weight.t())
+    cover(layer.weight[:2].t(), layer.weight[2:])
+    with pytest.raises(AssertionError):
+        cover(layer.weight[:, :2], layer.weight[2:])  # as many bytes as the first half
 
 
 def test_dummy_weights_depend_on_the_seed_alone(model):

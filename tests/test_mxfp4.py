@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import find_model
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import build_model, find_model
 from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.loader import init_dummy_weights
 from nanovllm.weights.mxfp4 import dequantize
 
 CONFIG = GptOssConfig(
@@ -92,20 +94,32 @@ def test_a_checkpoint_in_mxfp4_has_the_weights_of_its_dequantised_twin_on_any_ra
         assert all(torch.equal(packed[name], plain[name]) for name in plain)
 
 
-def test_the_ranks_experts_are_those_of_one_rank(folders):
+def filled_with_noise(folder, rank, size):
+    config = load_hf_config(folder)
+    # Of one expert, so that a slice is a whole tensor, transposed.
+    config.num_local_experts = config.num_experts_per_tok = 1
+    model = build_model(config, ParallelGroup(rank, size))
+    init_dummy_weights(model)
+    return model
+
+
+@pytest.mark.parametrize("fill", [load, filled_with_noise])
+def test_the_ranks_experts_and_sinks_are_those_of_one_rank(folders, fill):
     _, plain = folders
     whole, *parts = (
-        load(plain, rank, size).state_dict() for rank, size in [(0, 1), (0, 2), (1, 2)]
+        fill(plain, rank, size).state_dict() for rank, size in [(0, 1), (0, 2), (1, 2)]
     )
-    names = [name for name in whole if ".experts." in name]
-    assert len(names) == 8
+    names = [name for name in whole if ".experts." in name or name.endswith(".sinks")]
+    assert len(names) == 10
     for name in names:
         shards = [part[name] for part in parts]
         if "gate_up" in name:
             halves = [shard.chunk(2, dim=1) for shard in shards]
             joined = torch.cat([half[i] for i in (0, 1) for half in halves], dim=1)
+        elif name.endswith("down_bias"):
+            joined = shards[0]  # of which the first rank's alone is added
         else:
-            joined = shards[0] if name.endswith("bias") else torch.cat(shards, dim=2)
+            joined = torch.cat(shards, dim=-1)
         assert torch.equal(joined, whole[name])
 
 

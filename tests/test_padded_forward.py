@@ -179,14 +179,14 @@ def test_the_larger_a_layer_the_fewer_tokens_are_padded(monkeypatch):
 
 def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     class Layer:
-        def __init__(self, window, mlp):
-            options = AttentionOptions(1.0, window)
+        def __init__(self, window, mlp, sinks=None):
+            options = AttentionOptions(1.0, window, sinks=sinks)
             self.self_attn = SimpleNamespace(options=options, rotary=None)
             self.mlp = mlp
 
     def found(*kinds):
-        """Of layers whose attention sees a window, or which have another kind of MLP."""
-        layers = [Layer(window, mlp) for window, mlp in kinds]
+        """Of layers whose attention has a window or sinks, or which have another kind of MLP."""
+        layers = [Layer(*kind) for kind in kinds]
         return [layers.index(layer) for layer in outlined(layers)]
 
     dense, sparse, local = (None, 1), (None, "experts"), (8, 1)
@@ -195,6 +195,8 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     assert found(dense, sparse, sparse, dense) == [0, 1, 3]
     assert found(local, local, dense, local, dense) == [0, 2, 4]
     assert found(dense, dense, sparse) == [0, 2]
+    with_sinks = (None, 1, torch.zeros(4))
+    assert found(dense, with_sinks, with_sinks, dense) == [0, 1, 3]
 
 
 def test_an_outlined_model_runs_only_that(folder):
