@@ -478,11 +478,9 @@ class Waiting:
     def run(self):
         self.draws.run()
         resampler = self.draws.resampler
-        output = resampler._unfinished[0]
-        tokens, logprobs = resampler.constrain(self.edits)
-        assert torch.equal(tokens, output.tokens)
+        output, logprobs = resampler.constrain(self.edits)
         logprobs = [dataclasses.replace(part, records=part.records.cpu()) for part in logprobs]
-        return tokens, {row: one for part in logprobs for row, one in part.read().items()}
+        return output.tokens, {row: one for part in logprobs for row, one in part.read().items()}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -47,6 +47,7 @@ class StepOutput(NamedTuple):
     logits: Tensor
     positions: Tensor  # [B] int32, of these tokens in their sequences
     slots: Tensor  # [B] int64, the sequences' batch slots
+    prompt_logprobs: Any = None  # of prompts' tokens, if asked (sampling/prompt_logprobs.py)
 
 
 class PrefillInputs(NamedTuple):
@@ -68,7 +69,7 @@ class SampledTokens:
 
     tokens: Tensor
     logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: Any = None  # likewise, of the prompts' tokens (sampling/prompt_logprobs.py)
+    prompt_logprobs: Any = None  # a StepOutput's
 
     def ready(self) -> bool:
         """Whether `wait` would return at once."""
@@ -119,7 +120,6 @@ class ModelRunner:
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
-        self._prompt_logprobs: Any = None  # of the last step, for its answer
         self.resampler: Any = None  # made once a request asks for it
         self.num_blocks = 0  # not counted yet
         # Fills a model with the weights of the model folder.
@@ -188,8 +188,8 @@ class ModelRunner:
         if batch.new_blocks:
             self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
         slots = self._upload_decode_slots(batch.decode_slots)
-        self._copy_blocks(batch.block_copies)
-        self._prompt_logprobs = None
+        if batch.block_copies:
+            self._copy_blocks(batch.block_copies)
         if batch.prefills:
             output = self._mixed_step(slots, batch.prefills)
         else:
@@ -198,7 +198,7 @@ class ModelRunner:
         if self.resampler is not None:
             sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
             logprobs = self.resampler.resample(sampled, output)
-        return self._answer(output.tokens, logprobs)
+        return self._answer(output, logprobs)
 
     @torch.inference_mode()
     def constrain(self, edits: LogitsEdits) -> SampledTokens:
@@ -241,7 +241,7 @@ class ModelRunner:
         # A forward pass carries at least one token to its end, also where none is sampled.
         wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
         indices, starting = self._upload_all(np.int64, wanted, places.sequences)
-        some_scored = any([chunk.scored is not None for chunk in chunks])
+        some_scored = any([chunk.scored for chunk in chunks])
         metadata = AttentionMetadata(
             slot_mapping,
             decodes,
@@ -251,16 +251,19 @@ class ModelRunner:
             logits_indices=None if some_scored else indices,
         )
         hidden = self._forward(token_ids, positions, metadata)
+        prompt_logprobs = None
         if some_scored:  # so these are of all tokens
             assert self.score_prompts is not None, "without it no request asks for scores"
-            self._prompt_logprobs = self.score_prompts(self, hidden[decodes:], chunks)
+            prompt_logprobs = self.score_prompts(self, hidden[decodes:], chunks)
             hidden = hidden[indices]
-        self._copy_to_forks(chunks)
+        if any([chunk.forks for chunk in chunks]):
+            self._copy_to_forks(chunks)
         slots = torch.cat((slots, prefill.batch_slots[starting]))
         positions = prefill.context_lens[starting]
         if context_lens is not None:
             positions = torch.cat((context_lens, positions))
-        return self._sample(hidden[: len(places.tokens)], slots, positions)
+        output = self._sample(hidden[: len(places.tokens)], slots, positions)
+        return output._replace(prompt_logprobs=prompt_logprobs)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
         """Bring the chunks' tokens to the device, and set the state of their batch slots and of
@@ -289,7 +292,8 @@ class ModelRunner:
         )
         tables = tables.view(packed.block_tables.shape)
         self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
-        self._start_resampling(sequences)
+        if self.resampler is not None or any([seq.sampling for seq in sequences]):
+            self._start_resampling(sequences)
 
         cached = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
         longest = int(np.diff(packed.cu_seqlens_q).max()), int(packed.context_lens.max())
@@ -304,29 +308,28 @@ class ModelRunner:
         """Tell the resampler what each starting sequence asks for beside temperature and seed. It
         hears of those that ask for nothing too: their slots' last sequences may have asked.
         """
-        if self.resampler is None and any(seq.sampling is not None for seq in sequences):
+        if self.resampler is None:
             assert self.make_resampler is not None, "without it all requests are plain"
             self.resampler = self.make_resampler(self)
-        if self.resampler is not None:
-            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
+        self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""
         forks = [
             (chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
         ]
-        self._copy_blocks([(chunk.block_table[-1], fork.block_table[-1]) for chunk, fork in forks])
+        if forks:
+            self._copy_blocks([(one.block_table[-1], fork.block_table[-1]) for one, fork in forks])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, pairs of (source, copy). A block may be the copy of one pair and the
         source of another: all sources are read first.
         """
-        if copies:
-            source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-            # A layer's K or V at a time, for what is read is held in memory before it is written.
-            # As integers: PyTorch takes as long for an element of two bytes as for one of eight.
-            for layer in self.kv_cache.flatten(3).view(torch.int64):
-                layer[:, copy] = layer[:, source]
+        source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
+        # A layer's K or V at a time, for what is read is held in memory before it is written.
+        # As integers: PyTorch takes as long for an element of two bytes as for one of eight.
+        for layer in self.kv_cache.flatten(3).view(torch.int64):
+            layer[:, copy] = layer[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
         """Sample, by hidden [B, hidden size], the tokens at `positions` [B] of the sequences in
@@ -336,7 +339,8 @@ class ModelRunner:
         temperatures, seeds = self.state.temperatures[slots], self.state.seeds[slots]
         start = self.model.lm_head.vocab_start
         tokens, values = self._sample_tokens(logits, temperatures, seeds, positions.long(), start)
-        tokens = best_over_ranks(tokens, values, self.group)
+        if self.group.size > 1:
+            tokens = best_over_ranks(tokens, values, self.group)
         self.state.last_tokens[slots] = tokens
         return StepOutput(tokens, logits, positions, slots)
 
@@ -368,8 +372,8 @@ class ModelRunner:
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:
         return self._upload(np.array(slots, dtype=np.int64))
 
-    def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokens:
-        return SampledTokens(tokens, logprobs, self._prompt_logprobs)
+    def _answer(self, output: StepOutput, logprobs: list[Any]) -> SampledTokens:
+        return SampledTokens(output.tokens, logprobs, output.prompt_logprobs)
 
     def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
         """Do `task(runner, *args)` with each rank's runner: here, with this one."""

@@ -322,7 +322,10 @@ class CUDAModelRunner(ModelRunner):
         assert self.graphs is not None
         with self._outline():
             self._run_padded_decode(size, shares)
-        run = partial(self._run_padded_decode, size, shares)
+
+        def run() -> tuple[Tensor, ...]:
+            return self._run_padded_decode(size, shares)[:-1]  # its tensors: no prompt is scored
+
         self.graphs.capture(("decode", size, shares), run)
 
     def _run_padded_decode(self, count: int, shares: bool) -> StepOutput:
@@ -390,8 +393,8 @@ class CUDAModelRunner(ModelRunner):
         pinned.numpy()[...] = array
         return pinned.to(self.device, non_blocking=True)
 
-    def _answer(self, tokens: Tensor, logprobs: list[Any]) -> SampledTokensInFlight:
-        return SampledTokensInFlight.send(tokens, logprobs, self._prompt_logprobs)
+    def _answer(self, output: StepOutput, logprobs: list[Any]) -> SampledTokensInFlight:
+        return SampledTokensInFlight.send(output.tokens, logprobs, output.prompt_logprobs)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -81,8 +81,6 @@ def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Ten
     Ranks exchange one integer a row instead of its logits. It orders as (value, -token) does, so
     its maximum decides.
     """
-    if group.size == 1:
-        return tokens
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
     # Integers in the order of the floats. Bits of negative floats grow downwards: turn them round.
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)

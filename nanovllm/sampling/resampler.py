@@ -179,8 +179,8 @@ class Resampler:
         self._unfinished = (output, logprobs) if any([rows.waits for rows in parts]) else None
         return logprobs
 
-    def constrain(self, edits: "LogitsEdits") -> tuple[Tensor, list[Logprobs]]:
-        """Sample for the last step's rows that wait; returns the tokens [B] and the
+    def constrain(self, edits: "LogitsEdits") -> tuple["StepOutput", list[Logprobs]]:
+        """Sample for the last step's rows that wait; returns its output, with their tokens, and the
         log-probabilities of the whole step.
         """
         assert self._unfinished is not None, "rows wait"
@@ -188,7 +188,7 @@ class Resampler:
         for rows in self._parts:
             if rows.waits:
                 logprobs = logprobs + self._resample(rows, output, edits)
-        return output.tokens, logprobs
+        return output, logprobs
 
     def edited_logits(self, edits: "LogitsEdits", places: list[int]) -> Tensor:
         """[len(places), V] float32: what processors of these rows, which wait, are to change."""
