@@ -143,10 +143,12 @@ def name_the_nearest(kind: str) -> Callable[[Named], Named]:
         is_class = inspect.isclass(target)
         function = target.__init__ if is_class else target
         _, *known = inspect.signature(function).parameters
+        names = frozenset(known)
 
         @functools.wraps(function)
         def checked(self, *args: Any, **values: Any) -> Any:
-            values = refuse_unknown_names(target.__name__, kind, values, known)
+            if not names.issuperset(values):
+                values = refuse_unknown_names(target.__name__, kind, values, known)
             return function(self, *args, **values)
 
         if not is_class:

@@ -92,24 +92,26 @@ class Inputs:
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:
             raise ValueError(f"{name} is empty: give at least one token")
-        generates = params.max_tokens != 0
         # One place is left for an output. Where there is none, the prompt's last token is scored by
         # the logits of the one before it, and takes no place in the KV cache.
-        if length <= self.max_model_len + (-1 if generates else 1):
-            return
+        generates = params.max_tokens != 0
+        if length > self.max_model_len + (-1 if generates else 1):
+            raise ValueError(f"{name} has {length} tokens, {self._limit_and_remedy(generates)}")
+
+    def _limit_and_remedy(self, generates: bool) -> str:
+        """What is said of a prompt that is too long."""
         if not generates:
-            raise ValueError(
-                f"{name} has {length} tokens, max_model_len is {self.max_model_len} and takes one "
-                "more, as none follows it: shorten it, or raise max_model_len if the model takes "
-                "more"
+            return (
+                f"max_model_len is {self.max_model_len} and takes one more, as none follows it: "
+                "shorten it, or raise max_model_len if the model takes more"
             )
         if self.max_model_len < self.config.max_model_len:
-            raise ValueError(
-                f"{name} has {length} tokens, the model itself takes {self.max_model_len} of "
-                "prompt and output together: shorten it to leave room for one"
+            return (
+                f"the model itself takes {self.max_model_len} of prompt and output together: "
+                "shorten it to leave room for one"
             )
-        raise ValueError(
-            f"{name} has {length} tokens, max_model_len is {self.max_model_len}: "
+        return (
+            f"max_model_len is {self.max_model_len}: "
             "shorten it to leave room for one, or raise max_model_len"
         )
 

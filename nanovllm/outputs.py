@@ -22,8 +22,7 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
     """A dict for each request, as `LLM.generate` describes it: of its prompt, of its first
     completion and, if there are several, the list of all. `decode` is None without a tokenizer.
     """
-    sequences = [seq for request in requests for seq in request.completions]
-    completions = iter(_completions(sequences, decode))
+    texts = _texts([seq for request in requests for seq in request.completions], decode)
     outputs = []
     for request in requests:
         prompt: dict[str, Any] = {
@@ -33,39 +32,38 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
         if request.scores is not None:
             count = request.num_prompt_tokens - 1
             prompt["prompt_logprobs"] = [None, *read_logprobs(request.scores.records, count)]
-        own = [next(completions) for _ in request.completions]
+        own = [_completion(seq, texts[seq.id]) for seq in request.completions]
         outputs.append(prompt | own[0] | ({"completions": own} if len(own) > 1 else {}))
     return outputs
 
 
-def _completions(sequences: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    whole = [seq for seq in sequences if seq.text is None]  # the others' were read as they grew
-    with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
-    texts = [""] * len(whole)
+def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
+    """By id. Those that were not read as they grew are decoded in one call."""
+    texts = {seq.id: "" if seq.text is None else seq.text.text for seq in sequences}
     if decode is not None:
-        texts = decode([seq.output_ids for seq in whole], with_special)
-    text_of = {seq.id: text for seq, text in zip(whole, texts)}
-    completions = []
-    for seq in sequences:
-        text = text_of[seq.id] if seq.text is None else seq.text.text
-        completion = {
-            "text": text,
-            "token_ids": seq.output_ids,
-            "finish_reason": seq.finish_reason,
-            "stop_reason": _stop_reason(seq),
-        }
-        if seq.params.logprobs is not None:
-            completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
-            sampled = zip(seq.output_ids, logprobs)
-            completion["cumulative_logprob"] = math.fsum([one[token] for token, one in sampled])
-        completions.append(completion)
-    return completions
+        whole = [seq for seq in sequences if seq.text is None]
+        with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
+        decoded = decode([seq.output_ids for seq in whole], with_special)
+        texts |= {seq.id: text for seq, text in zip(whole, decoded)}
+    return texts
+
+
+def _completion(seq: Sequence, text: str) -> dict[str, Any]:
+    completion: dict[str, Any] = {
+        "text": text,
+        "token_ids": seq.output_ids,
+        "finish_reason": seq.finish_reason,
+        "stop_reason": _stop_reason(seq) if seq.finish_reason == "stop" else None,
+    }
+    if seq.params.logprobs is not None:
+        completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
+        sampled = zip(seq.output_ids, logprobs)
+        completion["cumulative_logprob"] = math.fsum([one[token] for token, one in sampled])
+    return completion
 
 
 def _stop_reason(seq: Sequence) -> str | int | None:
-    """What of `stop` or `stop_token_ids` ended the output."""
-    if seq.finish_reason != "stop":
-        return None
+    """What of `stop` or `stop_token_ids` ended the output. None: neither did."""
     if seq.text is not None and seq.text.stopped:
         return seq.text.stop_reason
     last = seq.token_ids[-1]

@@ -136,11 +136,10 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_choice(self, name, (True, False))
-        self._check_stops()
-        # Without constraints, as most requests are, these are empty tuples already.
+        if any_given(self.stop, self.stop_token_ids):
+            self._check_stops()
         edits = self.logit_bias, self.bad_words, self.logits_processors
-        has_edits = any([not isinstance(edit, tuple) or edit for edit in edits])
-        if has_edits or self.allowed_token_ids is not None:
+        if any_given(*edits) or self.allowed_token_ids is not None:
             check_constraints(self)
         if self.structured_outputs is not None:
             check_form(self)
@@ -189,6 +188,11 @@ class SamplingParams:
         no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
         free = not (self.min_tokens or self.penalizes or self.edits_logits)
         return no_filter and free and self.structured_outputs is None
+
+
+def any_given(*lists: Any) -> bool:
+    """Whether any list of a SamplingParams is another than the default, an empty tuple."""
+    return any([not isinstance(one, tuple) or one for one in lists])
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,7 @@ class Session:
         self._is_unsettled, self._stepping = True, get_ident()  # until the step is done
         try:
             with self._computing():
-                _, ended = engine.step()
+                ended = engine.step()
         finally:
             self._stepping = None
         self._is_unsettled = False

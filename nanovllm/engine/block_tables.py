@@ -83,9 +83,9 @@ class BlockTables:
             source, length = run
             self.copies.append((source, seq.block_table[len(cached)]))
             num_cached += length
-        self._share_with_forks(seq)
-        for one in (seq, *seq.forks):
-            one.capacity = len(one.block_table) * self.block_size
+        seq.capacity = len(seq.block_table) * self.block_size
+        if seq.forks:
+            self._share_with_forks(seq)
         return num_cached
 
     def _share_with_forks(self, seq: Sequence) -> None:
@@ -96,7 +96,7 @@ class BlockTables:
         for fork in seq.forks:
             self.blocks.share(seq.block_table[seq.num_given_back : num_full])
             fork.block_table = seq.block_table[:num_full] + self.blocks.allocate(1 if tail else 0)
-            fork.num_given_back = seq.num_given_back
+            fork.num_given_back, fork.capacity = seq.num_given_back, seq.capacity
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or as many as there are."""

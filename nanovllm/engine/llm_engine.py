@@ -161,11 +161,11 @@ class LLMEngine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished()
 
-    def step(self) -> tuple[list[Sequence], list[Sequence]]:
+    def step(self) -> list[Sequence]:
         """Launch the next step and commit one: the last with overlap, else this one.
 
-        Returns the sequences that got a token, and those among them that are finished. Raises
-        InvalidLogitsError if the model computed NaN or infinite logits: `reset` is needed then.
+        Returns the sequences that have ended. Raises InvalidLogitsError if the model computed NaN
+        or infinite logits: `reset` is needed then.
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
         batch = self.scheduler.schedule()
@@ -174,18 +174,21 @@ class LLMEngine:
         if batch is not None:
             launched = Launched(self.runner.launch(batch), bool(batch.prefills))
         if not self.overlap:
-            return self._commit(self._constrain(launched))
+            if self._constrained:
+                launched = self._constrain(launched)
+            return self._commit(launched)
         previous, self._in_flight = self._in_flight, launched
-        committed = self._commit(previous)  # may drop what is in flight
-        self._in_flight = self._constrain(self._in_flight)
-        return committed
+        ended = self._commit(previous)  # may drop what is in flight
+        if self._constrained:
+            self._in_flight = self._constrain(self._in_flight)
+        return ended
 
     def _constrain(self, launched: Launched | None) -> Launched | None:
         """Sample the rows of the newest step that have a constraint: all tokens before theirs are
         known by now. The device may still compute the step. Returns it with these tokens.
         """
-        if launched is None or not self._constrained:
-            return launched
+        if launched is None:
+            return None
         self._constrained = [seq for seq in self._constrained if seq.status is not Status.FINISHED]
         rows = [
             (i, seq)
@@ -198,10 +201,10 @@ class LLMEngine:
         tokens = self.runner.constrain(self.constraints.edits(rows))
         return launched._replace(tokens=tokens)
 
-    def _commit(self, launched: Launched | None) -> tuple[list[Sequence], list[Sequence]]:
-        """Wait for a step's tokens; returns what `step` does."""
+    def _commit(self, launched: Launched | None) -> list[Sequence]:
+        """Wait for a step's tokens; returns the sequences that end with theirs."""
         if launched is None:
-            return [], []
+            return []
         sampled, ended = self.scheduler.commit(*launched.tokens.wait())
         if self._constrained and self.constraints is not None:
             self._stop(self.constraints.completed(sampled), ended)
@@ -210,7 +213,7 @@ class LLMEngine:
         if launched.has_prefills or ended:
             self._record_commit(sampled if launched.has_prefills else [], ended)
         self._drop_surplus_step()
-        return sampled, ended
+        return ended
 
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
         """Sequences that are complete, or come to a stop string, join those that `ended`."""

@@ -188,10 +188,7 @@ class Scheduler:
             if not self._preempt_paused():
                 return
         self.waiting.remove(seq)
-        self._run(seq, self.tables.start(seq, start))
-
-    def _run(self, seq: Sequence, num_cached: int) -> None:
-        """Give a sequence that has its blocks, and its forks, slots; let its prompt be computed."""
+        num_cached = self.tables.start(seq, start)
         for one in (seq, *seq.forks):
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING

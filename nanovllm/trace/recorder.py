@@ -304,12 +304,12 @@ class RecordedEngine(LLMEngine):
             self.recorder.add(added)
         return request
 
-    def step(self) -> tuple[list[Sequence], list[Sequence]]:
+    def step(self) -> list[Sequence]:
         self.recorder.begin_step()
-        sampled, ended = super().step()
+        ended = super().step()
         for seq in ended:
             self.recorder.finished(seq)
-        return sampled, ended
+        return ended
 
     def abort(self, request: Sequence) -> None:
         self.recorder.begin_step()
