@@ -347,10 +347,10 @@ class LLM:
             with progress(len(added), unfinished, session.observe, use_tqdm):
                 while unfinished:
                     # A step may also finish requests of others, such as those of `add_request`.
-                    ours = {seq.id: seq for seq in session.step() if seq.id in unfinished}
-                    unfinished.difference_update(ours)
-                    # With overlap the next step runs already: this is the time to make text.
-                    outputs |= zip(ours, self._outputs([*ours.values()]))
+                    if ours := {seq.id: seq for seq in session.step() if seq.id in unfinished}:
+                        unfinished.difference_update(ours)
+                        # With overlap the next step runs already: this is the time to make text.
+                        outputs |= zip(ours, self._outputs([*ours.values()]))
         return [self._view(request, outputs[request.id]) for request in added]
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:

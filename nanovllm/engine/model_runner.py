@@ -258,11 +258,11 @@ class ModelRunner:
             hidden = hidden[indices]
         if any([chunk.forks for chunk in chunks]):
             self._copy_to_forks(chunks)
-        slots = torch.cat((slots, prefill.batch_slots[starting]))
-        positions = prefill.context_lens[starting]
+        sampling = torch.cat((slots, prefill.batch_slots[starting]))
+        lengths = prefill.context_lens[starting]
         if context_lens is not None:
-            positions = torch.cat((context_lens, positions))
-        output = self._sample(hidden[: len(places.tokens)], slots, positions)
+            lengths = torch.cat((context_lens, lengths))
+        output = self._sample(hidden[: len(places.tokens)], sampling, lengths)
         return output._replace(prompt_logprobs=prompt_logprobs)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
