@@ -42,7 +42,7 @@ class Inputs:
         if unread:
             # One call of the tokenizer for all texts, so that it uses all cores. Prompts of token
             # ids are empty texts in it: its errors give the index among all prompts.
-            encoded = self._encode([unread.get(i, "") for i in range(len(read))])
+            encoded = self.encode([unread.get(i, "") for i in range(len(read))])
             token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
         return self.requests("prompts", token_ids, sampling_params, texts)
 
@@ -52,9 +52,6 @@ class Inputs:
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f"{name}[{i}] is a {type(text).__name__}: give a str")
-        return self._encode(texts, name)
-
-    def _encode(self, texts: list[str], name: str = "prompts") -> list[list[int]]:
         if self.tokenizer is None:
             raise ValueError(
                 f"{name} holds text, but the model's folder has no tokenizer: "
@@ -70,7 +67,7 @@ class Inputs:
         resolved: dict[int, SamplingParams] = {}  # by the id of what was given
         for i, params in enumerate(_spread(sampling_params, len(prompts))):
             if id(params) not in resolved:
-                resolved[id(params)] = self._resolve_params(f"sampling_params[{i}]", params)
+                resolved[id(params)] = self.resolve_params(f"sampling_params[{i}]", params)
             one = self.request(f"{name}[{i}]", prompts[i], resolved[id(params)], texts[i])
             requests.append(one)
         return requests
@@ -115,18 +112,10 @@ class Inputs:
             "shorten it to leave room for one, or raise max_model_len"
         )
 
-    def _resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
-        """Check that the model can do what is asked; returns params with bad_words as token ids."""
-        self.check_params(name, params)
-        if params.edits_logits:
-            stop_ids = frozenset() if params.ignore_eos else self.stop_ids
-            params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, stop_ids)
-        if params.structured_outputs is not None:
-            check_form_compiles(name, params, self.constraints)
-        return params
-
-    def check_params(self, name: str, params: SamplingParams) -> None:
-        """Raise ValueError for what this model cannot do, or this library without a room."""
+    def resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
+        """Returns params with bad_words as token ids. Raises ValueError for what this model cannot
+        do, or this library without a room.
+        """
         is_plain = params.is_plain and params.prompt_logprobs is None
         if self.constraints is None and not is_plain:
             raise ValueError(
@@ -152,6 +141,12 @@ class Inputs:
                 "stop needs text, but the model's folder has no tokenizer: "
                 "use stop_token_ids, or add tokenizer.json"
             )
+        if params.edits_logits:
+            eos_ids = frozenset() if params.ignore_eos else self.stop_ids
+            params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, eos_ids)
+        if params.structured_outputs is not None:
+            check_form_compiles(name, params, self.constraints)
+        return params
 
     def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
         """The KV cache must hold the request at its longest, or the window and a block more."""

@@ -48,7 +48,7 @@ def score(
     session: Session, inputs: Inputs, contexts: Any, continuations: Any, use_tqdm: bool
 ) -> list[Score | list[Score]]:
     """What `LLM.score` returns."""
-    inputs.check_params("score", PARAMS)
+    inputs.resolve_params("score", PARAMS)
     rows = read_pairs(inputs, contexts, continuations)
     scores = iter(score_pairs(session, [pair for row in rows for pair in row], use_tqdm))
     scored = [[next(scores) for _ in row] for row in rows]

@@ -292,8 +292,12 @@ class ModelRunner:
         )
         tables = tables.view(packed.block_tables.shape)
         self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
-        if self.resampler is not None or any([seq.sampling for seq in sequences]):
-            self._start_resampling(sequences)
+        if self.resampler is None and any([seq.sampling for seq in sequences]):
+            assert self.make_resampler is not None, "without it all requests are plain"
+            self.resampler = self.make_resampler(self)
+        if self.resampler is not None:
+            # It hears of those that ask for nothing too: their slots' last sequences may have.
+            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
         cached = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
         longest = int(np.diff(packed.cu_seqlens_q).max()), int(packed.context_lens.max())
@@ -303,15 +307,6 @@ class ModelRunner:
     def _upload_all(self, dtype: type, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         sizes = [len(array) for array in arrays]
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
-
-    def _start_resampling(self, sequences: Sequence[PrefillChunk | Fork]) -> None:
-        """Tell the resampler what each starting sequence asks for beside temperature and seed. It
-        hears of those that ask for nothing too: their slots' last sequences may have asked.
-        """
-        if self.resampler is None:
-            assert self.make_resampler is not None, "without it all requests are plain"
-            self.resampler = self.make_resampler(self)
-        self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
         """Give each fork its own copy of a last block that its prompt fills only in part."""

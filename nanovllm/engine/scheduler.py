@@ -228,8 +228,9 @@ class Scheduler:
         """
         sampling = self._in_flight.popleft()
         assert len(sampling) == len(tokens), "a step gives a token to each sequence that samples"
-        if logprobs:
-            self._keep_logprobs(sampling, logprobs)
+        for i, record in (logprobs or {}).items():
+            if sampling[i].status is not Status.FINISHED:
+                sampling[i].logprobs.append(record)
         for records in prompt_logprobs:
             self._scoring.popleft().records.append(records)
         sampled, ended = [], []
@@ -259,11 +260,6 @@ class Scheduler:
                 self._finish(seq)
             self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         return sampled, ended
-
-    def _keep_logprobs(self, sampling: list[Sequence], logprobs: dict[int, bytes]) -> None:
-        for i, record in logprobs.items():
-            if sampling[i].status is not Status.FINISHED:
-                sampling[i].logprobs.append(record)
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now, wherever it stands, and the forks that wait for it."""
