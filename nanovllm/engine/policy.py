@@ -8,8 +8,6 @@ policy puts first.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import Sequence
@@ -66,29 +64,3 @@ class SchedulingPolicy:
         Asked in every step. Attention may read such blocks once for all sequences.
         """
         return 0
-
-
-class WaitingQueue:
-    """Waiting sequences in the order in which they start: preempted ones first."""
-
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self.num_tokens_left = 0  # that they and their forks may yet generate
-
-    @property
-    def first(self) -> Sequence:
-        return self._sequences[0]
-
-    def add(self, seq: Sequence) -> None:
-        insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
-        self.num_tokens_left += seq.num_tokens_left_with_forks
-
-    def remove(self, seq: Sequence) -> None:
-        self._sequences.remove(seq)
-        self.num_tokens_left -= seq.num_tokens_left_with_forks
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)

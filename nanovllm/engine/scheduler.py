@@ -4,13 +4,15 @@ Works on lengths, never on token values, so a step can be planned while the last
 `commit` takes the tokens later. Knows nothing about tensors, devices or models.
 """
 
+from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.errors import InvalidLogitsError
-from nanovllm.engine.policy import SchedulingPolicy, WaitingQueue
+from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import INVALID_TOKEN
@@ -319,3 +321,29 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.tables.release(seq)
         self._free_slots.append(seq.batch_slot)
+
+
+class WaitingQueue:
+    """Waiting sequences in the order in which they start: preempted ones first."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+        self.num_tokens_left = 0  # that they and their forks may yet generate
+
+    @property
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
+        self.num_tokens_left += seq.num_tokens_left_with_forks
+
+    def remove(self, seq: Sequence) -> None:
+        self._sequences.remove(seq)
+        self.num_tokens_left -= seq.num_tokens_left_with_forks
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
