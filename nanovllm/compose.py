@@ -185,10 +185,10 @@ def trainer() -> Any:
     return import_module("nanovllm.trainer")
 
 
-def choose_view(tokenizer: Any) -> Callable[[Sequence, dict[str, Any]], dict[str, Any]]:
-    """What makes, of a request that has ended and of its dict, what a call returns."""
+def choose_view(tokenizer: Any) -> Callable[[dict[str, Any], Sequence], dict[str, Any]]:
+    """What makes, of a dict and of the request that has ended with it, what a call returns."""
     compat = room("compat.outputs")
-    return compat.OutputView(tokenizer) if compat else lambda request, output: output
+    return compat.make_view(tokenizer) if compat else lambda output, request: output
 
 
 def describe_device(name: str, count: int) -> str:

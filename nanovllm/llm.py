@@ -195,7 +195,7 @@ class LLM:
             finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
             session.finished.clear()
             outputs = self._outputs(finished)
-        return [self._view(seq, {"id": seq.id, **output}) for seq, output in zip(finished, outputs)]
+        return [self._view({"id": seq.id, **output}, seq) for seq, output in zip(finished, outputs)]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
@@ -351,7 +351,7 @@ class LLM:
                         unfinished.difference_update(ours)
                         # With overlap the next step runs already: this is the time to make text.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
-        return [self._view(request, outputs[request.id]) for request in added]
+        return [self._view(outputs[request.id], request) for request in added]
 
     def _outputs(self, requests: list[Sequence]) -> Outputs:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

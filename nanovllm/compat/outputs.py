@@ -4,6 +4,8 @@ Dicts they remain: for JSON, pickle, copies, comparisons, and for whoever knows 
 Attributes are made of the dict when they are read, so they cost nothing else.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from nanovllm.compat.logprobs import Logprob, Texts, TokenTexts, with_ranks
@@ -88,11 +90,6 @@ class RequestOutput(Output):
         return [CompletionOutput(one, self, i) for i, one in enumerate(completions)]
 
 
-class OutputView:
-    """Makes a RequestOutput of a request that has ended, and of its dict."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._texts = TokenTexts(tokenizer)
-
-    def __call__(self, request: Sequence, output: dict[str, Any]) -> RequestOutput:
-        return RequestOutput(output, request, self._texts)
+def make_view(tokenizer: Any) -> Callable[[dict[str, Any], Sequence], RequestOutput]:
+    """What makes a RequestOutput of a dict, and of the request that has ended with it."""
+    return partial(RequestOutput, texts=TokenTexts(tokenizer))
