@@ -339,8 +339,7 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
-        with session.lock, session.calling(), session.running():
-            engine = session.begin_call()
+        with session.call() as engine:
             added = [engine.add(*request) for request in requests]
             unfinished = {request.id for request in added}
             outputs: dict[int, dict[str, Any]] = {}

@@ -34,7 +34,7 @@ class AsleepError(ValueError):
 class Session:
     """An engine, and who uses it.
 
-    `calling`, `computing`: make the contexts in which each call and each step runs.
+    `around_call`, `around_step`: make the contexts in which each call and each step runs.
 
     lock: held while the engine works. A thread may call within a call of its own, as an on_step
         callback does.
@@ -45,15 +45,15 @@ class Session:
     def __init__(
         self,
         engine: LLMEngine,
-        calling: Callable[[], AbstractContextManager[Any]],
-        computing: Callable[[], AbstractContextManager[Any]],
+        around_call: Callable[[], AbstractContextManager[Any]],
+        around_step: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.engine: LLMEngine | None = engine  # None once it is closed
         self.lock = RLock()
         self.requests: dict[int, Sequence] = {}
         self.finished: list[Sequence] = []
-        self.calling = calling
-        self._computing = computing
+        self._around_call = around_call
+        self._around_step = around_step
         self._observers: list[Callable[[StepRecord], Any]] = []
         # Requests that have ended in steps which the running callback made. None: none runs.
         self._ended_inside: list[Sequence] | None = None
@@ -112,6 +112,12 @@ class Session:
             engine.abort(self._abandoned[-1])
             self._abandoned.pop()
         return engine
+
+    @contextmanager
+    def call(self) -> Iterator[LLMEngine]:
+        """The engine, for a call that runs its requests to their end. Holds the lock."""
+        with self.lock, self._around_call(), self.running():
+            yield self.begin_call()
 
     def begin_call(self) -> LLMEngine:
         """The engine, ready for the requests of a new call. Needs the lock."""
@@ -194,7 +200,7 @@ class Session:
         engine = self.settled_engine()
         self._is_unsettled, self._stepping = True, get_ident()  # until the step is done
         try:
-            with self._computing():
+            with self._around_step():
                 ended = engine.step()
         finally:
             self._stepping = None
