@@ -674,6 +674,24 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(
     assert_close(mine[:4], expected[:4])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+@pytest.mark.parametrize("batch", [32, 256])  # of several programs a sequence, and of one
+def test_the_parts_of_a_shared_prefix_are_written_before_they_are_merged(batch):
+    lens = torch.randint(513, 700, (batch,), dtype=torch.int32, device=DEVICE)
+    caches, tables = paged_cache(batch, 700, 8, 128, 256, torch.bfloat16)
+    tables[:, :2] = tables[0, :2]
+    q, shared = randn(batch, 32, 128, dtype=torch.bfloat16), torch.tensor([512]).int().to(DEVICE)
+    expected = triton_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    torch.cuda.empty_cache()
+    for _ in range(50):
+        # The memory that the parts get next: a part that is read too early is NaN.
+        poison = torch.full((2**26,), torch.nan, device=DEVICE)
+        del poison
+        mine = triton_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
+        assert_close(mine, expected)
+
+
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
     block_size, monkeypatch

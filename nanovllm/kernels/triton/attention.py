@@ -509,11 +509,11 @@ def _decode_kernel(
     elif PARTS > 1:
         tl.store(part_lse + first + row, EMPTY, mask=row < GROUP)
     if PARTS > 1:
+        tl.debug_barrier()  # all threads have stored: others load what one has
         is_last = True
         if SPLITS > 1:
             # The program that arrives last sees what the others wrote, and merges all parts, in an
             # order of their own: that of arrival changes nothing.
-            tl.debug_barrier()  # all threads have stored
             is_last = tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == SPLITS - 1
             tl.debug_barrier()
         if is_last:
