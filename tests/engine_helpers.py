@@ -196,4 +196,4 @@ def assert_empty(llm: LLM) -> None:
         scheduler.blocks.ref_counts
     )
     assert scheduler.num_running == 0
-    assert llm.engine._in_flight is None and not scheduler._in_flight
+    assert llm.engine._in_flight is None and not scheduler._steps_in_flight

@@ -54,7 +54,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight, the sequences that sample a token in it, in the batch's order.
-        self._in_flight: deque[list[Sequence]] = deque()
+        self._steps_in_flight: deque[list[Sequence]] = deque()
         # One for each prompt chunk in flight that scores tokens.
         self._scoring: deque[PromptScores] = deque()
 
@@ -76,7 +76,7 @@ class Scheduler:
     @property
     def newest_step(self) -> list[Sequence]:
         """The sequences that sample in the step that was planned last, in the batch's order."""
-        return self._in_flight[-1]
+        return self._steps_in_flight[-1]
 
     def schedule(self) -> Batch | None:
         """Plan the next step. None: nothing can run until a step in flight is committed, or a
@@ -91,9 +91,9 @@ class Scheduler:
         chunks, started = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
         if not decoding and not chunks:
             stuck = self.waiting or self.prefilling or self.running
-            assert self._in_flight or not stuck, "if nothing is in flight, some can run"
+            assert self._steps_in_flight or not stuck, "if nothing is in flight, some can run"
             return None
-        self._in_flight.append(decoding + started)
+        self._steps_in_flight.append(decoding + started)
         copies = tuple(self.tables.copies)
         return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
@@ -109,7 +109,7 @@ class Scheduler:
             if self._preempt_paused():
                 continue
             # A preempted sequence is computed anew from its tokens: all of them must be known.
-            if self._in_flight:
+            if self._steps_in_flight:
                 return False
             seq = max(self.running + self.prefilling, key=lambda seq: seq.order)
             self._withdraw(seq)
@@ -228,7 +228,7 @@ class Scheduler:
         had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
         if logits were NaN or infinite: only a new scheduler goes on from there.
         """
-        sampling = self._in_flight.popleft()
+        sampling = self._steps_in_flight.popleft()
         assert len(sampling) == len(tokens), "a step gives a token to each sequence that samples"
         for i, record in (logprobs or {}).items():
             if sampling[i].status is not Status.FINISHED:
