@@ -520,7 +520,7 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
         (
             Gemma3TextConfig,
             dict(use_bidirectional_attention=True),
-            "use_bidirectional_attention is set: .* choose one",
+            "use_bidirectional_attention is True: .* choose one",
         ),
         (GptOssConfig, dict(num_local_experts=0), "num_local_experts is 0: it must be an integer"),
         (GptOssConfig, dict(num_experts_per_tok=129), "is 129, more than num_local_experts, which"),
@@ -528,6 +528,7 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
         (GptOssConfig, dict(swiglu_alpha=0), "swiglu_alpha is 0"),
         (GptOssConfig, dict(layer_types=["chunked_attention"] * 2), "layer_types is .'chunked"),
         (GptOssConfig, dict(hidden_act="gelu"), "hidden_act is 'gelu': GptOssForCausalLM has"),
+        (Gemma2Config, dict(use_bidirectional_attention=1), "use_bidirectional_attention is 1: "),
         (Glm4Config, dict(hidden_act="gelu"), "hidden_act is 'gelu': Glm4ForCausalLM has 'silu'"),
         (Olmo2Config, dict(rope_parameters=dict(partial_rotary_factor=0.5)), "only 1.0 is implem"),
     ],
@@ -539,6 +540,23 @@ def test_what_a_family_does_not_do_is_refused_by_name(kind, values, message):
     config["architectures"] = [f"{family}ForCausalLM"]
     with pytest.raises(ValueError, match=message):
         build_model(SimpleNamespace(**{**config, **values}), ParallelGroup())
+
+
+@pytest.mark.parametrize("value", [True, False, None], ids=repr)
+@pytest.mark.parametrize("name", ["is_causal", "use_bidirectional_attention"])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config, Gemma3TextConfig])
+def test_a_model_is_refused_if_its_tokens_see_later_ones_in_transformers(
+    tmp_path, kind, name, value
+):
+    more = {**SMALL, **GQA, "head_dim": 8, "pad_token_id": 0, "rope_theta": 1e4, name: value}
+    config = kind(**more, attn_implementation="eager")
+    reference = make_checkpoint(tmp_path, config)
+    first, other = [expected_logits(reference, tokens)[0] for tokens in ([5, 6, 7], [5, 6, 8])]
+    if torch.equal(first, other):
+        load(tmp_path)
+        return
+    with pytest.raises(ValueError, match=f"json: {name} is {value}: .* choose one that generates"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 here.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.models.config_fields import activation_name, head_size
 from nanovllm.models.transformer import CausalLM
@@ -90,11 +90,9 @@ def check_supported(hf_config, model_class: type[CausalLM]) -> None:
         raise ValueError(
             f"config.json: hidden_act is {activation!r}: {model_class.__name__} has {known}"
         )
-    if getattr(hf_config, "use_bidirectional_attention", None):
-        raise ValueError(
-            "config.json: use_bidirectional_attention is set: no model here sees later tokens, "
-            "choose one that generates text"
-        )
+    # Transformers reads it of every family, and null as false.
+    if not getattr(hf_config, "is_causal", True):
+        refuse_later_tokens("is_causal", hf_config.is_causal)
     quantization: Any = getattr(hf_config, "quantization_config", None) or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     if quantization and method not in model_class.quantizations:
@@ -103,6 +101,14 @@ def check_supported(hf_config, model_class: type[CausalLM]) -> None:
             f"{model_class.__name__} does not do: choose the model's unquantized checkpoint"
         )
     check_windows(hf_config, model_class)
+
+
+def refuse_later_tokens(name: str, value: Any) -> NoReturn:
+    """Raise ValueError for a field that lets tokens attend to later ones."""
+    raise ValueError(
+        f"config.json: {name} is {value!r}: no model here sees later tokens, choose one that "
+        "generates text"
+    )
 
 
 def check_windows(hf_config, model_class: type[CausalLM]) -> None:

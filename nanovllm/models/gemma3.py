@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.layers.embedding import ScaledEmbedding
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.models.checks import check_number
+from nanovllm.models.checks import check_number, refuse_later_tokens
 from nanovllm.models.post_norm import SandwichNormLayer
 from nanovllm.models.transformer import CausalLM, build_attention, build_mlp
 
@@ -28,6 +28,9 @@ class Gemma3ForCausalLM(CausalLM):
         check_number(config, "query_pre_attn_scalar")
         check_number(config, "attn_logit_softcapping", may_be_none=True)
         check_number(config, "final_logit_softcapping", may_be_none=True)
+        # Other families take no notice of it.
+        if both_ways := getattr(config, "use_bidirectional_attention", None):
+            refuse_later_tokens("use_bidirectional_attention", both_ways)
 
     def build_embedding(self, config, group):
         dtype = torch.get_default_dtype()  # the weights', to which the scale is rounded
