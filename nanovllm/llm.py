@@ -22,7 +22,8 @@ from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request
 from nanovllm.log import say_ready, show_unless_configured
-from nanovllm.outputs import make_outputs, progress
+from nanovllm.outputs import make_outputs
+from nanovllm.progress import progress
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scores import score
 from nanovllm.session import Session

@@ -1,17 +1,11 @@
-"""What a call returns, plain dicts made of requests that have ended, and the progress it shows
-until then."""
+"""What a call returns: plain dicts, made of requests that have ended."""
 
 import math
-import sys
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from time import perf_counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tqdm.auto import tqdm
 
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 
 # Lists of token ids, and the indices of those whose special tokens are written too -> their texts.
@@ -88,43 +82,3 @@ def split_records(records: list[bytes], count: int) -> tuple[np.ndarray, np.ndar
     """
     pairs = np.frombuffer(b"".join(records), dtype=np.int32).reshape(count, -1, 2)
     return pairs[..., 0], pairs.view(np.float32)[..., 1]
-
-
-@contextmanager
-def progress(
-    total: int,
-    unfinished: Collection[int],
-    observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
-    shown: bool,
-) -> Iterator[None]:
-    """Show a bar of a call's requests that have finished, with the tokens a second that all steps
-    have computed meanwhile.
-
-    `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
-    `observe`: what `LLM.on_step` does.
-    """
-    if not shown or sys.stderr is None:  # as in a daemon
-        # Not even a disabled bar, which would wait for a lock that forks share.
-        yield
-        return
-    bar = tqdm(total=total, desc="Generating", unit="request", dynamic_ncols=True)
-    begin = perf_counter()
-    num_prefill_tokens = num_decode_tokens = 0
-
-    def update(step: StepRecord) -> None:
-        nonlocal num_prefill_tokens, num_decode_tokens
-        num_prefill_tokens += step.prefill_tokens
-        num_decode_tokens += step.decode_tokens
-        seconds = perf_counter() - begin
-        prefill, decode = num_prefill_tokens / seconds, num_decode_tokens / seconds
-        bar.set_postfix_str(
-            f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False
-        )
-        bar.update(sum([request in unfinished for request in step.finished]))
-
-    end = observe(update)
-    try:
-        yield
-    finally:
-        end()
-        bar.close()

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from nanovllm.checks import shown
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs
-from nanovllm.outputs import progress, split_records
+from nanovllm.outputs import split_records
+from nanovllm.progress import progress
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.session import Session
 

@@ -45,12 +45,13 @@ CORE = {
     },
     "conversations": {"checks"},
     "outputs": {"engine"},
+    "progress": {"engine"},
     "session": {"checks", "engine"},
-    "scores": {"checks", "sampling_params", "engine", "inputs", "outputs", "session"},
+    "scores": {"checks", "sampling_params", "engine", "inputs", "outputs", "progress", "session"},
     "streams": {"engine", "inputs", "session"},
     "llm": {
         *("checks", "sampling_params", "config", "engine", "log", "inputs", "conversations"),
-        *("outputs", "session", "scores", "streams"),
+        *("outputs", "progress", "session", "scores", "streams"),
         "compose",  # which knows the rooms, so that nothing else has to
     },
 }
@@ -101,7 +102,7 @@ OWNERS = {
     "huggingface_hub": r"weights/.*",
     "tokenizers": r"text/.*",
     "transformers": r"weights/.*|text/.*|llm\.py",
-    "tqdm": r"outputs\.py|jobs/loop\.py",
+    "tqdm": r"progress\.py",
     "pyarrow": r"jobs/parquet\.py",
     "llguidance": r"structured/grammars\.py",
     "sqlite3": r"jobs/journal\.py",

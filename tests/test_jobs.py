@@ -110,6 +110,18 @@ def test_without_stderr_it_shows_no_progress_and_ends(model, tmp_path, monkeypat
     assert main(argv) == 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_on_a_full_disk_the_bar_costs_no_results(model, tmp_path, monkeypatch):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the"}])
+    argv = arguments(source, tmp_path / "out.jsonl", model, *GREEDY)
+    argv.remove("--quiet")
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as full:  # closing it fails, too
+        monkeypatch.setattr(sys, "stderr", full)
+        code = main(argv)
+    assert code == 0
+    assert len(read_lines(tmp_path / "out.jsonl")) == 1
+
+
 def test_without_a_bar_it_does_not_wait_for_tqdms_lock(model, tmp_path):
     job = as_job(write_lines(tmp_path / "in.jsonl", some_lines(5)), tmp_path / "out.jsonl", model)
     with tqdm.get_lock():

@@ -1,6 +1,7 @@
 """`LLM.on_step`: what its records say, and that a callback may do what it likes."""
 
 import threading
+from io import StringIO
 
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
@@ -226,6 +227,40 @@ def test_progress_counts_the_requests_of_its_call_alone(llm, capfd):
     shown = capfd.readouterr().err
     assert "3/3" in shown and "4/3" not in shown
     assert [output["id"] for output in llm.step()] == [other]
+
+
+class Failing(StringIO):
+    """A stream on which so many writes succeed."""
+
+    def __init__(self, num_left: int, error: Exception) -> None:
+        super().__init__()
+        self.num_left, self.error = num_left, error
+
+    def write(self, text: str) -> int:
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 3])
+@pytest.mark.parametrize("error", [OSError(28, "no space"), RuntimeError("a stranger's stream")])
+def test_a_bar_that_cannot_be_written_costs_no_results(
+    llm, checkpoint, monkeypatch, num_left, error
+):
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # its thread would write, too
+    scores = llm.score([[5]], [[6, 7]], use_tqdm=False)
+    monkeypatch.setattr("sys.stderr", stream := Failing(num_left, error))
+    outputs = llm.generate(PROMPTS[:3], greedy(5))
+    assert [one["token_ids"] for one in outputs] == [
+        checkpoint.expected(prompt, 5) for prompt in PROMPTS[:3]
+    ]
+    assert stream.num_left < 0, "a write has failed"
+    monkeypatch.setattr("sys.stderr", Failing(num_left, error))
+    assert llm.score([[5]], [[6, 7]]) == scores
+    monkeypatch.setattr("sys.stderr", stream := StringIO())
+    llm.generate(PROMPTS[:3], greedy(5))
+    assert "3/3" in stream.getvalue(), "the next bar is shown again"
 
 
 def test_bench_draws_the_steps_of_a_run(llm, tmp_path):

@@ -1,18 +1,16 @@
 """The loop of a job: lines to requests, requests to an engine, results to the journal."""
 
-import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol
-
-from tqdm.auto import tqdm
 
 from nanovllm.jobs.errors import JobError
 from nanovllm.jobs.files import Line
 from nanovllm.jobs.formats import Format, Request
 from nanovllm.jobs.journal import Journal, Result, Totals
 from nanovllm.jobs.worker import Outputs, Refused
+from nanovllm.progress import show_bar
 
 # Requests that wait, as a multiple of those that can run: enough to choose from.
 AHEAD = 8
@@ -134,11 +132,7 @@ class Progress:
     def __init__(self, name: str, num_lines: int, before: Totals, shown: bool) -> None:
         self._num_failed, self._num_tokens = before.failed, 0
         self._begin = perf_counter()
-        self._bar: tqdm | None = None  # not even a disabled one, which waits for a lock forks share
-        if shown and sys.stderr is not None:
-            self._bar = tqdm(
-                total=num_lines, initial=before.done, desc=name, unit="line", dynamic_ncols=True
-            )
+        self._bar = show_bar(shown, total=num_lines, initial=before.done, desc=name, unit="line")
 
     def __enter__(self) -> "Progress":
         return self
