@@ -106,24 +106,27 @@ class Foreign(NamedTuple):
 
     remedy: str  # what to do instead
     harmless: tuple[Any, ...] = (None,)  # values that ask for nothing, or for what is done anyway
+    same_as: str = ""  # another name: this one's value is harmless, too, if it is that one's
 
 
-# By what they are given to, and by name. A room may fill it.
+# By what they are given to, and by name. A room may fill both.
 FOREIGN: dict[str, dict[str, Foreign]] = {}
+DEFAULTS: dict[str, dict[str, tuple[Any, ...]]] = {}  # of known names, values that mean the default
 
 
 def refuse_unknown_names(
     owner: str, kind: str, values: dict[str, Any], known: Collection[str], place: str = ""
 ) -> dict[str, Any]:
-    """`values` less the foreign ones that are harmless. Raises TypeError for the first of another
-    name that is not `known`: "LLM has no option 'x': did you mean y?".
+    """`values` less those that mean a default, and foreign ones that are harmless. Raises TypeError
+    for the first of another name that is not `known`: "LLM has no option 'x': did you mean y?".
 
     `place`: what the error should call the `owner`.
     """
     kept = {}
     for name, value in values.items():
         if name in known:
-            kept[name] = value
+            if not is_one_of(value, DEFAULTS.get(owner, {}).get(name, ())):
+                kept[name] = value
             continue
         said = f"{place or owner} has no {kind} {str(name)[:60]!r}"
         foreign = FOREIGN.get(owner, {}).get(name)
@@ -131,7 +134,8 @@ def refuse_unknown_names(
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the {kind}s are {', '.join(known)}"
             raise TypeError(f"{said}: {hint}")
-        if not is_one_of(value, foreign.harmless):
+        same = (values[foreign.same_as],) if foreign.same_as in values else ()
+        if not is_one_of(value, foreign.harmless + same):
             raise TypeError(f"{said}, given {shown(value)}: {foreign.remedy}")
     return kept
 

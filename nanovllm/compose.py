@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checks import FOREIGN, shown
+from nanovllm.checks import DEFAULTS, FOREIGN, shown
 from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
@@ -209,3 +209,4 @@ def room(name: str) -> Any:
 
 if names := room("compat.names"):
     FOREIGN.update(names.FOREIGN)
+    DEFAULTS.update(names.DEFAULTS)

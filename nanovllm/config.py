@@ -19,7 +19,9 @@ SECONDS = Range(float, ABOVE_ZERO, 1e6, "a number of seconds above 0, at most 1e
 LIMITS = {
     "max_num_batched_tokens": COUNT,
     "max_num_seqs": Range(int, 1, MAX_NUM_SEQS, f"an integer from 1 to {MAX_NUM_SEQS}"),
-    "max_model_len": COUNT,
+    "max_model_len": Range(
+        int, 1, 2**63 - 1, "an integer, 1 or more, below 2**63, or None", none=True
+    ),
     "gpu_memory_utilization": Range(
         float, ABOVE_ZERO, 1, "a number such as 0.9, a fraction above 0, at most 1"
     ),
@@ -52,14 +54,16 @@ class Config:
     model: a folder in Hugging Face form, or a hub id such as "Qwen/Qwen3-0.6B".
     max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
     max_num_seqs: sequences that run at the same time.
-    max_model_len: prompt plus output of one request; the model's own limit applies if it is lower.
+    max_model_len: prompt plus output of one request; the model's own limit applies if it is lower,
+        or if this is None.
     gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache
         included.
     tensor_parallel_size: ranks the model is split over.
     enforce_eager: launch the operations of every step one by one; record none to replay them.
     kvcache_block_size: tokens of a KV block.
     num_kvcache_blocks: KV blocks; None: as many as fit into memory.
-    dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16".
+    dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16";
+        a torch.dtype counts as its name.
     device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
     load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
     enable_prefix_caching: keep what requests have in KV blocks, for others that begin alike.
@@ -85,7 +89,7 @@ class Config:
     model: str
     max_num_batched_tokens: int = 16384
     max_num_seqs: int = 512
-    max_model_len: int = 4096
+    max_model_len: int | None = 4096
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False
@@ -108,8 +112,11 @@ class Config:
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
         """Build a config from keyword options; TypeError names the one nearest to an unknown."""
-        options = refuse_unknown_names("LLM", "option", options, cls.__dataclass_fields__)
-        return cls(fspath(model) if isinstance(model, PathLike) else model, **options)
+        given = {"model": model, **options}
+        given = refuse_unknown_names("LLM", "option", given, cls.__dataclass_fields__)
+        if isinstance(model, PathLike):
+            given["model"] = fspath(model)
+        return cls(**given)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -122,6 +129,7 @@ class Config:
             raise ValueError(
                 f"kvcache_block_size is {self.kvcache_block_size}: use a multiple of 16"
             )
+        self._name_dtype()
         for name, choices in CHOICES.items():
             check_choice(self, name, choices)
         if isinstance(self.scheduling_policy, str):
@@ -142,6 +150,13 @@ class Config:
     def num_batch_slots(self) -> int:
         """How many sequences can run: a decoding one takes a token of every step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    def _name_dtype(self) -> None:
+        """Take a torch.dtype, too, without an import of torch, and PyTorch's shorter names."""
+        given = str(self.dtype) if type(self.dtype).__name__ == "dtype" else self.dtype
+        if isinstance(given, str):
+            name = given.removeprefix("torch.")
+            keep(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
 
     def _check_trace(self, path: Any) -> None:
         remedy = "give a file name that ends in .html or .jsonl"

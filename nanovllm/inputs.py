@@ -102,7 +102,8 @@ class Inputs:
                 f"max_model_len is {self.max_model_len} and takes one more, as none follows it: "
                 "shorten it, or raise max_model_len if the model takes more"
             )
-        if self.max_model_len < self.config.max_model_len:
+        asked = self.config.max_model_len
+        if asked is None or self.max_model_len < asked:
             return (
                 f"the model itself takes {self.max_model_len} of prompt and output together: "
                 "shorten it to leave room for one"

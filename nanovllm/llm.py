@@ -23,7 +23,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs, Request
 from nanovllm.log import say_ready, show_unless_configured
 from nanovllm.outputs import make_outputs
-from nanovllm.progress import progress
+from nanovllm.progress import Shown, progress
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scores import score
 from nanovllm.session import Session
@@ -76,12 +76,13 @@ class LLM:
 
     @name_the_nearest("argument")
     def generate(
-        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True
+        self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Shown = True
     ) -> Outputs:
         """Complete prompts: text, or token ids, or a dict of either as "prompt" or
         "prompt_token_ids".
 
-        `sampling_params`: one for all, or a list as long as `prompts`. `use_tqdm`: show progress.
+        `sampling_params`: one for all, or a list as long as `prompts`. `use_tqdm`: show progress;
+        or what makes the bar, as tqdm does.
 
         Returns a dict for each prompt, in their order:
 
@@ -106,7 +107,7 @@ class LLM:
         self,
         messages: Messages,
         sampling_params: Params = None,
-        use_tqdm: bool = True,
+        use_tqdm: Shown = True,
         chat_template_kwargs: TemplateOptions = None,
     ) -> Outputs:
         """Write the assistant's next turn in one conversation, or in each of a list.
@@ -142,7 +143,7 @@ class LLM:
         self,
         contexts: list[str] | list[list[int]],
         continuations: list[Any],
-        use_tqdm: bool = True,
+        use_tqdm: Shown = True,
     ) -> list[Any]:
         """How likely `continuations` are after `contexts`: two lists of one length.
 
@@ -337,7 +338,7 @@ class LLM:
         texts, token_ids = encode_conversations(messages, self._tokenizer, options or {})
         return self._inputs.requests("messages", token_ids, params, texts)
 
-    def _complete(self, requests: list[Request], use_tqdm: bool) -> Outputs:
+    def _complete(self, requests: list[Request], use_tqdm: Shown) -> Outputs:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
         with session.call() as engine:

@@ -10,6 +10,8 @@ from tqdm.auto import tqdm
 
 from nanovllm.engine.metrics import StepRecord
 
+Shown = bool | Callable[..., Any]  # whether to show a bar; or what makes one, as tqdm does
+
 
 class Bar(tqdm):
     """A progress bar. Where it cannot be written, as on a full disk, it raises nothing and shows
@@ -27,13 +29,13 @@ class Bar(tqdm):
             super().close()
 
 
-def show_bar(shown: bool, **options: Any) -> Bar | None:
+def show_bar(shown: Shown, **options: Any) -> Any:
     """A bar with these options of tqdm's; None if it is not to be shown, or cannot be."""
     if not shown or sys.stderr is None:  # as in a daemon
         # Not even a disabled bar, which would wait for a lock that forks share.
         return None
     with suppress(Exception):
-        return Bar(dynamic_ncols=True, **options)
+        return (shown if callable(shown) else Bar)(dynamic_ncols=True, **options)
     return None
 
 
@@ -42,7 +44,7 @@ def progress(
     total: int,
     unfinished: Collection[int],
     observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
-    shown: bool,
+    shown: Shown,
 ) -> Iterator[None]:
     """Show a bar of a call's requests that have finished, with the tokens a second that all steps
     have computed meanwhile.

@@ -13,7 +13,7 @@ from nanovllm.checks import shown
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs
 from nanovllm.outputs import split_records
-from nanovllm.progress import progress
+from nanovllm.progress import Shown, progress
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.session import Session
 
@@ -46,7 +46,7 @@ class Pair(NamedTuple):
 
 
 def score(
-    session: Session, inputs: Inputs, contexts: Any, continuations: Any, use_tqdm: bool
+    session: Session, inputs: Inputs, contexts: Any, continuations: Any, use_tqdm: Shown
 ) -> list[Score | list[Score]]:
     """What `LLM.score` returns."""
     inputs.resolve_params("score", PARAMS)
@@ -134,7 +134,7 @@ def _check(
     return Pair(token_ids, len(context))
 
 
-def score_pairs(session: Session, pairs: list[Pair], use_tqdm: bool) -> list[Score]:
+def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Score]:
     """Run all pairs to their end; returns their scores in order."""
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))

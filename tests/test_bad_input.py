@@ -321,7 +321,7 @@ WRONG_OPTIONS = [
     ),
     ("gpu_memory_utilization", "0.9", TypeError, r"gpu_memory_utilization is '0\.9': use a number"),
     ("enforce_eager", 1, TypeError, "enforce_eager is 1: use True or False"),
-    ("enable_prefix_caching", None, TypeError, "enable_prefix_caching is None: use True or False"),
+    ("enable_prefix_caching", "no", TypeError, "enable_prefix_caching is 'no': use True or False"),
     ("step_timeout", 0, ValueError, "step_timeout is 0: use a number of seconds above 0"),
     ("step_timeout", math.nan, ValueError, "step_timeout is nan: use a number of seconds above 0"),
     ("step_timeout", "60", TypeError, "step_timeout is '60': use a number of seconds"),

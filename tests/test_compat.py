@@ -7,16 +7,21 @@ import inspect
 import json
 import pickle
 import re
+import shutil
 from dataclasses import fields
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 from call_helpers import check_empty, completed, generate, make_folder, make_llm
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
+from nanovllm.compat.names import DEFAULTS as SAME_AS_LEFT_OUT
 from nanovllm.compat.names import FOREIGN
 from nanovllm.config import Config
 from nanovllm.jobs.formats import Defaults, NativeFormat, Request
@@ -403,6 +408,50 @@ def test_values_that_ask_for_what_is_done_anyway_change_nothing(llm, owner):
             assert (completed(same) if isinstance(same, list) else same) == usual
 
 
+def test_a_value_that_another_name_has_too_changes_nothing(llm):
+    asked = {"tokenizer": "a folder", "served_model_name": "a folder"}
+    asked |= {"max_model_len": 100, "max_seq_len_to_capture": 100}
+    assert Config.from_options("a folder", asked) == Config("a folder", max_model_len=100)
+    assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
+    with pytest.raises(TypeError, match="'best_of', given 4: use n"):
+        SamplingParams(n=3, best_of=4)
+    with pytest.raises(
+        TypeError, match="'tokenizer', given 'b': leave it out if it is the model's"
+    ):
+        Config.from_options("a folder", {"tokenizer": "b"})
+
+
+def test_a_default_of_vllm_is_the_default_here():
+    usual = Config("a folder")
+    for name, values in SAME_AS_LEFT_OUT["LLM"].items():
+        for value in values:
+            assert Config.from_options("a folder", {name: value}) == usual
+    with pytest.raises(TypeError, match="max_num_seqs is 'None': use an integer"):
+        Config.from_options("a folder", {"max_num_seqs": "None"})
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "half", "float"])
+def test_a_dtype_may_be_pytorchs_own_or_its_other_name(name):
+    dtype = getattr(torch, name)
+    known = str(dtype).removeprefix("torch.")
+    for given in (name, dtype, str(dtype)):
+        assert Config("a folder", dtype=given) == Config("a folder", dtype=known)
+    with pytest.raises(ValueError, match="dtype is 'int8': use one of 'auto', 'float32'"):
+        Config("a folder", dtype=torch.int8)
+
+
+def test_without_max_model_len_a_request_may_be_as_long_as_the_model_takes(folder, tmp_path):
+    longer = shutil.copytree(folder, tmp_path / "longer")
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 5000}
+    (longer / "config.json").write_text(json.dumps(config))
+    with make_llm(longer, max_model_len=None, num_kvcache_blocks=313) as llm:
+        assert llm.max_model_len == 5000
+        with pytest.raises(ValueError, match="5000 tokens, the model itself takes 5000 of prompt"):
+            llm.generate([[7] * 5000], GREEDY, use_tqdm=False)
+        (output,) = llm.generate([[7] * 4999], GREEDY, use_tqdm=False)
+        assert len(output["token_ids"]) == 1
+
+
 def test_a_harmless_value_is_told_from_one_that_equals_it():
     for value in (0, 1, 0.0):
         with pytest.raises(TypeError, match="'trust_remote_code', given .*: leave it out"):
@@ -436,6 +485,19 @@ def test_the_remedies_for_chats_work(llm):
     options = {"continue_final_message": True, "add_generation_prompt": False}
     (output,) = llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template_kwargs=options)
     assert output.prompt == "<|user|>in the end"
+
+
+def test_use_tqdm_may_be_what_makes_the_bar(llm):
+    bars = []
+
+    def make(**options):
+        bars.append(tqdm(**options, file=StringIO()))
+        return bars[-1]
+
+    llm.generate(["the", "in"], GREEDY, use_tqdm=make)
+    llm.chat(CHAT, GREEDY, use_tqdm=make)
+    llm.score([[7], [8]], [[8], [9]], use_tqdm=make)
+    assert [(bar.n, bar.total) for bar in bars] == [(2, 2), (1, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("call", ["generate", "chat"])

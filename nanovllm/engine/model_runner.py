@@ -113,7 +113,8 @@ class ModelRunner:
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
-        self.max_model_len = min(config.max_model_len, hf_config.max_position_embeddings)
+        limit = hf_config.max_position_embeddings
+        self.max_model_len = min(config.max_model_len or limit, limit)
         self.vocab_size = hf_config.vocab_size
         self.max_blocks = -(-self.max_model_len // self.block_size)  # of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
