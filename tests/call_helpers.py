@@ -46,7 +46,9 @@ def make_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_folder(folder: Path, *, tokenizer: bool = True, chat: bool = True) -> Path:
+def make_folder(
+    folder: Path, *, tokenizer: bool = True, chat: bool = True, head_dim: int = 16
+) -> Path:
     config = Qwen3Config(
         vocab_size=263,
         hidden_size=32,
@@ -54,7 +56,7 @@ def make_folder(folder: Path, *, tokenizer: bool = True, chat: bool = True) -> P
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         eos_token_id=None,
