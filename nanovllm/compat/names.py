@@ -1,11 +1,15 @@
-"""Names of vLLM that are none here, and what to do instead.
+"""Names of vLLM that are none here, and what to do instead; of transformers, too.
 
-Its documentation of releases up to 0.31 has them, and scripts of older ones. A value that asks for
-nothing, or for what is done anyway, may stay: None, and what stands after a remedy. Any other is
-refused, with the remedy. DEFAULTS has values that mean the default there, of names that are here.
+vLLM's documentation of releases up to 0.31 has them, and scripts of older ones. A value that asks
+for nothing, or for what is done anyway, may stay: None, and what stands after a remedy. Any other
+is refused, with the remedy. DEFAULTS has values that mean the default there, of names that are
+here.
 """
 
+from dataclasses import fields
+
 from nanovllm.checks import Foreign
+from nanovllm.sampling_params import SamplingParams
 
 ONLY_TEXT = Foreign(
     "leave it out, only text goes in", (None, {}, False, 0, {"image": 0}, {"image": 0, "video": 0})
@@ -217,6 +221,47 @@ PARAMETERS = {
     "truncation_side": Foreign("shorten what encode returns, and give these token ids"),
     "use_beam_search": NO_BEAMS,
 }
+OF_TRANSFORMERS = {  # its generate's, and its GenerationConfig's
+    "bad_words_ids": Foreign("use bad_words"),
+    "do_sample": Foreign("use temperature, which is 0 for the likeliest token", (None, True)),
+    "eos_token_id": Foreign("use stop_token_ids"),
+    "logits_processor": Foreign("use logits_processors"),
+    "max_length": Foreign("use max_tokens, which counts the output alone"),
+    "max_new_tokens": Foreign("use max_tokens", same_as="max_tokens"),
+    "min_length": Foreign("use min_tokens, which counts the output alone", (None, 0)),
+    "min_new_tokens": Foreign("use min_tokens", (None, 0), same_as="min_tokens"),
+    "no_repeat_ngram_size": Foreign("use repetition_penalty or logits_processors", (None, 0)),
+    "num_beams": NO_BEAMS,
+    "num_return_sequences": Foreign("use n", (None, 1), same_as="n"),
+    "output_logits": Foreign("use logprobs", (None, False)),
+    "output_scores": Foreign("use logprobs", (None, False)),
+    "pad_token_id": Foreign("leave it out, nothing is padded"),
+    "return_dict_in_generate": Foreign("leave it out, dicts are returned", (None, True)),
+    "stop_strings": Foreign("use stop", same_as="stop"),
+    "streamer": Foreign("use stream"),
+    "use_cache": Foreign("leave it out, keys and values are always cached", (None, True)),
+}
+OF_PRETRAINED = {  # its from_pretrained's
+    "attn_implementation": Foreign("use attention_backend"),
+    "cache_dir": Foreign("set the variable HF_HOME"),
+    "device_map": Foreign("use device, or tensor_parallel_size for several GPUs"),
+    "load_in_4bit": Foreign(QUANTISED.remedy, (None, False)),
+    "load_in_8bit": Foreign(QUANTISED.remedy, (None, False)),
+    "local_files_only": Foreign("set the variable HF_HUB_OFFLINE", (None, False)),
+    "low_cpu_mem_usage": Foreign("leave it out, it is so", (None, True)),
+    "token": Foreign("set the variable HF_TOKEN", (None, False)),
+    "torch_dtype": Foreign("use dtype", same_as="dtype"),
+    "use_safetensors": Foreign("leave it out, safetensors are read", (None, True)),
+}
+# What SamplingParams takes, given elsewhere.
+OF_PARAMS = {
+    field.name: Foreign(f"give SamplingParams({field.name}=...)", ())
+    for field in fields(SamplingParams)
+}
+IN_CALL = OF_PARAMS | {
+    name: Foreign(f"in SamplingParams, {foreign.remedy}", ())
+    for name, foreign in OF_TRANSFORMERS.items()
+}
 IN_GENERATE = {
     "guided_options_request": Foreign("give SamplingParams(structured_outputs=...)"),
     "lora_request": NO_LORA,
@@ -265,10 +310,10 @@ IN_LINE |= {
     for kind in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
 }
 FOREIGN = {
-    "LLM": OPTIONS,
-    "SamplingParams": PARAMETERS,
-    "generate": IN_GENERATE,
-    "chat": IN_CHAT,
+    "LLM": OF_PARAMS | OF_PRETRAINED | OPTIONS,
+    "SamplingParams": OF_TRANSFORMERS | PARAMETERS,
+    "generate": IN_CALL | IN_GENERATE,
+    "chat": IN_CALL | IN_CHAT,
     "prompt": IN_PROMPT,
     "StructuredOutputsParams": IN_FORM,
     "wake_up": IN_WAKE_UP,
