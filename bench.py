@@ -738,15 +738,17 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     others = [name for name in ENGINES if name != "nanovllm"]
-    add("--engine", choices=ENGINES, default="nanovllm")
+    add("--engine", choices=ENGINES, default="nanovllm", help="measure this one")
     add("--compare", choices=others, help="run this engine too")
     add("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
     help = "one or several, separated by commas; default: bench on a GPU, laptop without one"
     add("--workload", help=help)
     add("--requests", metavar="N", type=int, help="run the first N requests of each workload alone")
-    add("--repeat", type=int, default=2)
-    add("--max-model-len", type=int, default=4096)
-    add("--tensor-parallel-size", type=int, default=1)
+    add("--repeat", metavar="N", type=int, default=2, help="runs of each workload; default: 2")
+    help = "the longest prompt and output together; default: 4096"
+    add("--max-model-len", metavar="N", type=int, default=4096, help=help)
+    help = "GPUs, or ranks on a CPU, to split the model over; default: 1"
+    add("--tensor-parallel-size", metavar="N", type=int, default=1, help=help)
     help = f"options of the engine's LLM instead of its defaults, as JSON such as {EXAMPLE}"
     add("--options", default="{}", help=help)
     add("--json", metavar="FILE", help="write the measurements there")

@@ -56,6 +56,11 @@ def work():
     }
 
 
+def test_every_option_says_what_it_does():
+    actions = bench.make_parser()._actions
+    assert len(actions) > 10 and all(action.help for action in actions)
+
+
 def test_workloads_are_what_they_were_to_the_token(work):
     found = {
         name: (len(w), sum(len(prompt) for prompt, _ in w), sum(n for _, n in w))
