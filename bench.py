@@ -454,17 +454,18 @@ def num_output_tokens(work: Work, name: str) -> int:
 
 def find_policy(name: str):
     """A new policy: by a name of the library's, or as "module:Class"."""
+    from nanovllm.compose import choose_policy
     from nanovllm.policies import POLICIES
 
     if name in POLICIES:
         return POLICIES[name]()
     module, _, attribute = name.partition(":")
     try:
-        return getattr(import_module(module), attribute)()
-    except (ImportError, AttributeError, ValueError) as error:
+        return choose_policy(getattr(import_module(module), attribute)())
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
             f"--policy {name}: the policies are {', '.join(POLICIES)}, or give your own as "
-            "module:Class, such as my_file:MyPolicy of a my_file.py that Python finds"
+            f"module:Class, such as my_file:MyPolicy of a my_file.py that Python finds ({error})"
         ) from error
 
 
@@ -794,6 +795,8 @@ def check(args: argparse.Namespace) -> None:
     for path in (args.json, args.plot, args.trace):
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} is in no folder that exists")
+        if path and Path(path).is_dir():
+            raise ValueError(f"{path} is a folder: name a file in it")
     if args.trace and "," in args.workload:
         raise ValueError(f"--trace is of one workload, and --workload is {args.workload}: name one")
     if args.plot or args.trace:
@@ -824,10 +827,10 @@ def main() -> None:
         check(args)
         how = compare if args.compare else compare_policies if args.policy else measure
         rows = how(args)
-    except (ValueError, TypeError) as error:
+        if args.json:
+            Path(args.json).write_text(json.dumps(rows, indent=1))
+    except (ValueError, TypeError, OSError) as error:  # such as a full disk's
         parser.error(str(error))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

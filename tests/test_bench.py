@@ -317,6 +317,9 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
         (["--requests", "0"], "--requests is 0"),
         (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
         (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
+        (["--policy", "os:path"], "--policy os:path: the policies are"),
+        (["--policy", "json:JSONDecoder"], "which has no method"),
+        (["--json", "."], ". is a folder: name a file in it"),
         (
             ["--policy", "fcfs", "--compare", "vllm"],
             "--policy compares nanovllm with itself: leave",
