@@ -587,6 +587,16 @@ def test_chat_template_kwargs_that_are_no_dict_are_refused_by_name(llm, options)
 
 
 @pytest.mark.parametrize(
+    "options", [{"truncation": True, "max_length": 4}, {"return_tensors": "pt"}, {"tokenize": True}]
+)
+def test_chat_template_kwargs_that_say_how_to_make_tokens_are_refused(llm, options):
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=f"kwargs has '{next(iter(options))}', .* leave it out"):
+        llm.encode_chat(chat, options)
+    assert llm.encode_chat(chat, dict.fromkeys(options, False)) == llm.encode_chat(chat)
+
+
+@pytest.mark.parametrize(
     "messages, error, match",
     [
         ([{"role": "user", "content": [{"type": "image"}]}], TypeError, "holds {'type': 'image'}"),

@@ -8,6 +8,11 @@ from nanovllm.text.time_limit import run_limited
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# What transformers' apply_chat_template takes for the tokens, which it does not make here.
+OF_TOKENS = (
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
 CHAT_SECONDS = 30.0  # for a chat template to write one conversation: most take a millisecond
 
 
@@ -16,9 +21,17 @@ def write_chats(
 ) -> list[str]:
     """Each conversation, up to where the assistant's turn begins. `options` go to the template.
 
-    Raises TypeError for a message that holds more than text; ValueError for a conversation that
-    the template refuses, or with which it is not done after CHAT_SECONDS.
+    Raises TypeError for a message that holds more than text; ValueError for an option that is none
+    of a template's, and for a conversation that the template refuses, or with which it is not done
+    after CHAT_SECONDS.
     """
+    for name in OF_TOKENS:
+        if options.get(name):
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, {shown(options[name])}, which says what to "
+                "make of the text: leave it out, and give generate what you make of the token ids "
+                "of encode_chat"
+            )
     chats = [[in_one(f"messages[{i}]", one) for one in chat] for i, chat in enumerate(chats)]
     options = {"add_generation_prompt": True, **options, "tokenize": False}
     texts: list[str] = []
