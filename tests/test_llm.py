@@ -30,6 +30,20 @@ def words(token_ids):
     return " ".join(map(str, token_ids))
 
 
+def test_a_folder_that_was_named_from_here_is_read_from_elsewhere(
+    make_llm, checkpoint, tmp_path, monkeypatch
+):
+    """What is read later: transformers' tokenizer, and the weights after a deep sleep."""
+    save_tokenizer(shutil.copytree(checkpoint.folder, tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+    llm = make_llm("model")
+    monkeypatch.chdir("/")
+    assert llm.get_tokenizer().decode(PROMPT) == words(PROMPT)
+    llm.sleep(level=2)
+    llm.wake_up()
+    assert_greedy(llm, checkpoint)
+
+
 def test_text_goes_in_and_comes_out(text_llm, checkpoint):
     outputs = text_llm.generate([words(prompt) for prompt in PROMPTS], greedy(9), use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs):

@@ -13,13 +13,14 @@ NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 def resolve_model_folder(model: str) -> Path:
     """The folder of `model`: itself if it is one, else a download of the hub's repository of that
-    name.
+    name. Absolute: it is read later, too, when this process may have gone to another folder.
 
     Raises ValueError if there is no such folder or repository, or if opening the folder's files
     could block.
     """
     folder = find_folder(model)
     try:
+        folder = folder.absolute()
         check_regular_files(folder)
     except OSError as error:
         raise ValueError(
