@@ -368,6 +368,19 @@ def test_a_folder_that_is_not_there_is_refused_before_the_model_is_loaded(checkp
         LLM(checkpoint.folder, trace=tmp_path / "nowhere" / "run.html", start_timeout=1)
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(checkpoint, tmp_path):
+    (tmp_path / "run.html").mkdir()
+    with pytest.raises(ValueError, match="trace is .*run.html', which is a folder: name a file in"):
+        LLM(checkpoint.folder, trace=tmp_path / "run.html")
+    assert len(list(tmp_path.iterdir())) == 1, "nothing is left of the attempt"
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs a folder that root cannot write to")
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(checkpoint):
+    with pytest.raises(ValueError, match="trace is '/proc/run.jsonl', which cannot be written: "):
+        LLM(checkpoint.folder, trace="/proc/run.jsonl")
+
+
 def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     common = list(range(40))
     small = [([*common, 50, 51], 5), ([*common, 52], 3)]

@@ -20,9 +20,25 @@ def write(events: Iterable[Event], path: str | Path) -> None:
     """A page if `path` ends in .html, else JSON lines."""
     text = make_page(events) if str(path).endswith(".html") else make_jsonl(events)
     # At once: whoever looks at the path sees no half of a file.
-    part = Path(f"{path}.part")
+    part = part_of(path)
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def check_writable(path: str) -> None:
+    """Raise ValueError for what `write` could not write: now, rather than after a long run."""
+    try:
+        part_of(path).touch()
+        part_of(path).unlink()
+    except OSError as error:
+        raise ValueError(f"trace is {path!r}, which cannot be written: {error}") from error
+    if Path(path).is_dir():
+        raise ValueError(f"trace is {path!r}, which is a folder: name a file in it")
+
+
+def part_of(path: str | Path) -> Path:
+    """What a file is called until it is complete."""
+    return Path(f"{path}.part")
 
 
 def make_jsonl(events: Iterable[Event]) -> str:

@@ -41,7 +41,7 @@ from nanovllm.trace.events import (
     Run,
     Started,
 )
-from nanovllm.trace.files import write
+from nanovllm.trace.files import check_writable, write
 from nanovllm.trace.replay import Replay
 
 
@@ -54,6 +54,7 @@ class Recorder:
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise ValueError(f"trace is {path!r}, but there is no folder {folder}: make it first")
+        check_writable(path)
         self.path = os.path.abspath(path)
         self.events: list[Event] = []
         self._pid = os.getpid()
