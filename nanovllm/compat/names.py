@@ -304,7 +304,7 @@ IN_WAKE_UP = {
     "tags": Foreign("leave it out, the weights and the KV cache come back together"),
 }
 # What its server takes beside OpenAI's fields, in the lines of a job.
-IN_LINE = PARAMETERS | {"tools": Foreign(IN_TEMPLATE, (None, []))}
+IN_LINE = OF_TRANSFORMERS | PARAMETERS | {"tools": Foreign(IN_TEMPLATE, (None, []))}
 IN_LINE |= {
     f"guided_{kind}": Foreign("use structured_outputs")
     for kind in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
