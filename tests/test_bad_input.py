@@ -413,7 +413,7 @@ BROKEN_FOLDERS = {
     ),
     "quantized": (
         lambda f: change_config(f, quantization_config={"quant_method": "fp8"}),
-        "quantization_config is set: choose",
+        "quantization_config is set, with quant_method 'fp8', .* choose",
     ),
     "activation-of-no-name": (
         lambda f: change_config(f, hidden_act={"silu": 1}),
