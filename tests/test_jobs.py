@@ -601,6 +601,11 @@ def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
     assert status == 2 and word in capsys.readouterr().err
 
 
+def test_stdin_as_the_input_is_refused(model, tmp_path, capsys):
+    assert main(arguments(Path("-"), tmp_path / "out.jsonl", model)) == 2
+    assert "the input is -: name a file, as it is read more than once" in capsys.readouterr().err
+
+
 def test_stdout_as_the_output_is_refused(model, tmp_path, monkeypatch, capsys):
     """A file of that name would hide from whoever looks for it in a pipe."""
     monkeypatch.chdir(tmp_path)

@@ -164,6 +164,8 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
 def check_paths(job: Job) -> None:
     if job.output.is_dir():
         raise RefusedError(f"the output is {job.output}, which is a folder: name a file in it")
+    if job.input == Path("-"):
+        raise RefusedError("the input is -: name a file, as it is read more than once")
     if job.output == Path("-"):
         raise RefusedError("the output is -: name a file, results are not written to stdout")
     if job.output.suffix.lower() in COMPRESSED:
