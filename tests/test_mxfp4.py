@@ -171,6 +171,26 @@ def test_other_methods_and_other_families_are_refused_by_name(packed, method, ki
         find_model(config)
 
 
+def test_experts_that_lie_both_in_mxfp4_and_as_they_are_are_refused(packed):
+    name = "model.layers.0.mlp.experts.down_proj"
+    rewrite(packed, tensors_of(packed) | {name: torch.zeros(3, 96, 64)})
+    with pytest.raises(ValueError, match=rf"has {name} in MXFP4, .* as it is: remove the wrong"):
+        load(packed)
+
+
+def test_blocks_of_what_is_no_expert_are_left_over(packed):
+    tensors = tensors_of(packed)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        del tensors[name]
+        tensors[f"{name}_blocks"] = torch.zeros(1, 67, 2, 16, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.zeros(1, 67, 2, dtype=torch.uint8)
+    rewrite(packed, tensors)
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match="no file has model.embed_tokens.weight"):
+        load(packed)
+
+
 def test_blocks_without_scales_are_named(packed):
     tensors = tensors_of(packed)
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]

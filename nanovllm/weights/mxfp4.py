@@ -18,7 +18,7 @@ SCALES = [2.0 ** (i - 127) for i in range(255)] + [float("nan")]
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks [..., N, 16], two numbers a byte with the first in its low half, and scales [..., N],
-    all uint8 -> [..., 32 N] in bfloat16, which holds each exactly.
+    all uint8 -> [..., 32 N] in bfloat16, which holds each exactly, up to scales of 2^125.
     """
     options: dict[str, Any] = dict(dtype=torch.bfloat16, device=blocks.device)
     pairs = torch.tensor([[ELEMENTS[i % 16], ELEMENTS[i // 16]] for i in range(256)], **options)
@@ -54,7 +54,8 @@ def join_blocks(checkpoint: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, 
     """The tensors of a checkpoint by name, each with its file; those that it holds in MXFP4, as
     two tensors each, are one.
     """
-    for name in [name.removesuffix("_blocks") for name in checkpoint if name.endswith("_blocks")]:
+    names = [name.removesuffix("_blocks") for name in checkpoint if name.endswith("_blocks")]
+    for name in (name for name in names if ".experts." in name):
         path, blocks = checkpoint[f"{name}_blocks"]
         _, scales = checkpoint.get(f"{name}_scales", (None, None))
         if scales is None or {blocks.get_dtype(), scales.get_dtype()} != {"U8"}:
@@ -64,6 +65,10 @@ def join_blocks(checkpoint: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, 
                 f"{path}: {name}_blocks has shape {blocks.get_shape()}, {name}_scales "
                 f"{scales.get_shape()}: in MXFP4 it must be one scale for 16 bytes; download the "
                 "model again"
+            )
+        if name in checkpoint:
+            raise ValueError(
+                f"{path} has {name} in MXFP4, {checkpoint[name][0]} as it is: remove the wrong one"
             )
         del checkpoint[f"{name}_blocks"], checkpoint[f"{name}_scales"]
         checkpoint[name] = path, Mxfp4Tensor(blocks, scales)
