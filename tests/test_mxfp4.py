@@ -171,6 +171,13 @@ def test_other_methods_and_other_families_are_refused_by_name(packed, method, ki
         find_model(config)
 
 
+@pytest.mark.parametrize("value", ["mxfp4", "", ["mxfp4"], 0])
+def test_a_quantization_that_is_no_object_is_named(packed, value):
+    set_quantization(packed, value)
+    with pytest.raises(ValueError, match="quantization_config is .*: it must be an object"):
+        load_hf_config(packed)
+
+
 def test_experts_that_lie_both_in_mxfp4_and_as_they_are_are_refused(packed):
     name = "model.layers.0.mlp.experts.down_proj"
     rewrite(packed, tensors_of(packed) | {name: torch.zeros(3, 96, 64)})

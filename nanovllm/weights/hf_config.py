@@ -45,6 +45,11 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
             f"{folder} has no config.json: give the folder of a Hugging Face model{hint}"
         )
     values = read_json(path)
+    quantization = values.get("quantization_config")
+    if not isinstance(quantization, dict | None):
+        raise ValueError(
+            f"{path}: quantization_config is {quantization!r}: it must be an object, or be left out"
+        )
     if says_all(values):
         return SimpleNamespace(**values)
     model_type = values.get("model_type")
