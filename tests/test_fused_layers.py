@@ -164,6 +164,13 @@ class DoubledExperts(Experts):
         return 2 * super().forward(x, weights, experts)
 
 
+class NegatedExperts(Experts):
+    """The same, of each expert."""
+
+    def run(self, expert, x):
+        return -super().run(expert, x)
+
+
 class PostNormLayer(DecoderLayer):
     """A layer as some family may have it."""
 
@@ -179,9 +186,9 @@ def test_what_a_family_does_in_its_own_way_is_left_as_it_is(folder):
         for i, layer in enumerate(model.model.layers):
             if i == 1:
                 layer.__class__ = PostNormLayer
-            elif isinstance(layer.mlp, MixtureOfExperts):
+            if isinstance(layer.mlp, MixtureOfExperts):
                 layer.mlp.experts.gating = torch.mul if i == 0 else swiglu
-                layer.mlp.experts.__class__ = Experts if i == 0 else DoubledExperts
+                layer.mlp.experts.__class__ = (Experts, NegatedExperts, DoubledExperts)[i]
         for module in model.modules():
             if type(module) is RMSNorm and module.weight.shape == (32,):
                 module.__class__ = ShiftedNorm

@@ -195,9 +195,9 @@ class FusedGatedMLP(GatedMLP):
 class FusedMixtureOfExperts(MixtureOfExperts):
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
-        experts = plain.experts
-        is_known = experts.gating is swiglu or type(experts.gating) is ClampedSwiGLU
-        return is_known and type(experts).forward is Experts.forward
+        kind, gating = type(plain.experts), plain.experts.gating
+        is_known = gating is swiglu or type(gating) is ClampedSwiGLU
+        return is_known and kind.forward is Experts.forward and kind.run is Experts.run
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
