@@ -201,7 +201,7 @@ def as_bytes(tensor: Tensor) -> np.ndarray:
 
 def to_cpu(tensor: Tensor) -> Tensor:
     """From a GPU, to pinned memory: other memory is copied to by way of that, and comes page by
-    page. PyTorch keeps it for the next tensor of this size.
+    page. PyTorch rounds its size up to a power of 2, and keeps it for the next tensor of this size.
     """
     if not tensor.is_cuda:
         return tensor.cpu()
