@@ -273,9 +273,10 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Lend the device's memory to others: the KV cache's and the weights'.
 
-        `level`: 1 keeps the weights, in the CPU's memory. 2 forgets them: `wake_up` reads the model
-        folder again, unless `update_weights` has brought new ones. Calls that run requests
-        raise AsleepError until `wake_up`. No request may be unfinished.
+        `level`: 1 keeps the weights in the CPU's memory. Those of a GPU take up to twice their
+        size there, which stays taken for the next time. 2 forgets them: `wake_up` reads the model
+        folder again, unless `update_weights` has brought new ones. Calls that run requests raise
+        AsleepError until `wake_up`. No request may be unfinished.
         """
         trainer().sleep(self._session, level)
 

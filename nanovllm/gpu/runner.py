@@ -324,7 +324,8 @@ class CUDAModelRunner(ModelRunner):
             self._run_padded_decode(size, shares)
 
         def run() -> tuple[Tensor, ...]:
-            return self._run_padded_decode(size, shares)[:-1]  # its tensors: no prompt is scored
+            output = self._run_padded_decode(size, shares)
+            return output.tokens, output.logits, output.positions, output.slots
 
         self.graphs.capture(("decode", size, shares), run)
 

@@ -87,7 +87,7 @@ class Experts(nn.Module):
         super().__init__()
         self.intermediate_size = intermediate_size
         self.group = group
-        shard = group.shard(intermediate_size, "the experts' intermediate size")
+        shard = group.shard(intermediate_size, "moe_intermediate_size, or intermediate_size,")
         self.gate_up_proj = empty_parameter(num_experts, 2 * shard, hidden_size)
         self.down_proj = empty_parameter(num_experts, hidden_size, shard)
         self.gate_up_bias = empty_parameter(num_experts, 2 * shard) if bias else None
