@@ -19,12 +19,12 @@ class InvalidLogitsError(FloatingPointError):
             "or check the checkpoint's weights"
         )
         if first.constraint is not None or first.params.edits_logits:
-            too_complex = first.params.structured_outputs is not None
+            has_form = first.params.structured_outputs is not None
             also = ", or the form in structured_outputs is too complex: simplify it"
             problem = (
                 f"has no token to go on with {where}: its constraints (such as bad_words, "
                 "allowed_token_ids, logits_processors) bar them all, so loosen them"
-                f"{also if too_complex else ''}; or the model computed NaN or infinite logits"
+                f"{also if has_form else ''}; or the model computed NaN or infinite logits"
             )
         begin = ", ".join(map(str, first.token_ids[: min(8, first.num_prompt_tokens)]))
         dots = ", ..." if first.num_prompt_tokens > 8 else ""

@@ -101,8 +101,9 @@ def _tile(inputs: int) -> tuple[int, int]:
 
 
 def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
-    """Where cuBLASLt picks better kernels: up to a fifth faster in 8B shapes, on an H200. With
-    fewer outputs, it is 2 to 8 % slower.
+    """Where cuBLASLt picks better kernels: up to a fifth faster in 8B shapes, on an H200. Of 12
+    shapes with fewer outputs and 12 numbers of rows each, it was 4 to 8 % slower on average in the
+    7 of up to 1,536 outputs, and from 3 % faster to 4 % slower in the others.
 
     PyTorch leaves a product to it where there is a bias to add.
     """
