@@ -8,6 +8,7 @@ result is deterministic.
 """
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,24 +36,7 @@ def linear(
         if spare is not None and x.shape[0] > MAX_ROWS and bias is None:
             return torch.mm(x, weight.t(), out=spare)
         return F.linear(x, weight, bias)
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_n, block_k = _tile(inputs)
-    _skinny_linear_kernel[(triton.cdiv(outputs, block_n),)](
-        x,
-        weight,
-        bias,
-        out,
-        outputs,
-        inputs,
-        rows,
-        block_n,
-        block_k,
-        bias is not None,
-        num_warps=4,
-        **overlap(x),
-    )
-    return out
+    return _multiply(_skinny_linear_kernel, x, weight.shape[0], weight, bias, bias is not None)
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
@@ -60,21 +44,21 @@ def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
 
     weight [2 N, K] holds gate and then up, and must not be written by a running kernel.
     """
-    rows, (outputs, inputs) = x.shape[0], weight.shape
-    outputs //= 2
+    gates, ups = weight.chunk(2)
+    return _multiply(_skinny_gated_linear_kernel, x, len(gates), gates, ups, gelu)
+
+
+def _multiply(
+    kernel: Any, x: Tensor, outputs: int, weight: Tensor, other: Tensor | None, option: bool
+) -> Tensor:
+    """What one of the two kernels makes of x [M, K], `weight` and `other`: [M, outputs]."""
+    rows, inputs = x.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_n, block_k = _tile(inputs)
-    _skinny_gated_linear_kernel[(triton.cdiv(outputs, block_n),)](
-        x,
-        weight[:outputs],
-        weight[outputs:],
-        out,
-        outputs,
-        inputs,
-        rows,
-        block_n,
-        block_k,
-        gelu,
+    block_k = triton.next_power_of_2(inputs)
+    block_n = max(1, WEIGHTS_PER_PROGRAM // block_k)
+    kernel[(triton.cdiv(outputs, block_n),)](
+        *(x, weight, other, out),
+        *(outputs, inputs, rows, block_n, block_k, option),
         num_warps=4,
         **overlap(x),
     )
@@ -92,12 +76,6 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
     return (
         rows == 1 or rows == 2 and inputs <= 4096 or rows in (3, 4) and outputs * inputs <= 1 << 23
     ) and (x.is_contiguous() and weight.is_contiguous())
-
-
-def _tile(inputs: int) -> tuple[int, int]:
-    """Outputs and inputs of a program."""
-    block_k = triton.next_power_of_2(inputs)
-    return max(1, WEIGHTS_PER_PROGRAM // block_k), block_k
 
 
 def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
