@@ -14,7 +14,6 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 # vLLM's names that are not done here, and what to do instead.
 REFUSED = {
     "structural_tag": "write a grammar of the text with its tags",
-    "disable_additional_properties": 'write "additionalProperties": false into the schema',
 }
 
 
@@ -23,7 +22,8 @@ REFUSED = {
 class StructuredOutputsParams:
     """What the whole text of an output must be. Names and meanings are vLLM's. Exactly one of:
 
-    json: JSON that a schema describes: a dict, or its text. Properties come in the schema's order.
+    json: JSON that a schema describes: a dict, its text, or a class of pydantic's, which is kept as
+        the schema that its model_json_schema() returns. Properties come in the schema's order.
         Of a format the shape is right: a date may be February 31. A keyword that cannot be held to
         is refused, unless the schema has "x-guidance": {"lenient": true}.
     regex: what the regular expression matches as a whole; without look-around, back-references and
@@ -35,13 +35,16 @@ class StructuredOutputsParams:
 
     For json and json_object:
 
-    disable_any_whitespace: none between the parts of the JSON, rather than as much as is sampled.
-    whitespace_pattern: a regular expression of what may stand there.
+    disable_any_whitespace: none between the parts of the JSON. Otherwise a line break may stand
+        there, and then up to 20 blanks.
+    whitespace_pattern: a regular expression of what may stand there instead.
+    disable_additional_properties: no property may come beside those that an object's schema lists,
+        where it does not say otherwise by additionalProperties.
 
     A wrong type raises TypeError, a wrong value ValueError.
     """
 
-    json: str | dict[str, Any] | None = None  # kept as text
+    json: str | dict[str, Any] | type | None = None  # kept as text
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None  # kept as a tuple
     grammar: str | None = None
@@ -76,7 +79,8 @@ class StructuredOutputsParams:
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} is {shown(value)}: use a string")
         check_choice(self, "json_object", (True, False, None))
-        check_choice(self, "disable_any_whitespace", (True, False))
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_choice(self, name, (True, False))
         if self.json is not None:
             keep(self, "json", _schema_text(self.json))
         if self.choice is not None:
@@ -103,12 +107,11 @@ def check_form(params: Any) -> None:
     """Put a StructuredOutputsParams into the place of what was given to SamplingParams."""
     form = StructuredOutputsParams.of(params.structured_outputs)
     keep(params, "structured_outputs", form)
-    for name in ("ignore_eos", "min_tokens"):
-        if value := getattr(params, name):
-            raise ValueError(
-                f"{name} is {value} beside structured_outputs, which says where an output ends: "
-                "leave one of them out"
-            )
+    if params.ignore_eos:
+        raise ValueError(
+            "ignore_eos is True beside structured_outputs, which says where an output ends: "
+            "leave one of them out"
+        )
 
 
 def check_form_compiles(name: str, params: Any, constraints: Any) -> None:
@@ -123,11 +126,20 @@ def check_form_compiles(name: str, params: Any, constraints: Any) -> None:
 
 def _schema_text(given: Any) -> str:
     """A schema as JSON."""
-    if not isinstance(given, (str, dict)):
+    make = getattr(given, "model_json_schema", None)  # pydantic's classes have it
+    if not isinstance(given, (str, dict)) and not callable(make):
         raise TypeError(
-            f"json is {shown(given)}: use a JSON schema as a dict or as text, such as what "
-            "pydantic's model_json_schema() returns"
+            f"json is {shown(given)}: use a JSON schema as a dict or as text, or a class of "
+            "pydantic's"
         )
+    if callable(make):
+        try:
+            given = make()
+        except Exception as error:  # pydantic has errors of its own
+            raise ValueError(
+                f"json is {shown(given)}, of which pydantic makes no JSON schema ({error}): change "
+                "the class, or give a schema"
+            ) from error
     try:
         schema = json.loads(given) if isinstance(given, str) else given
         text = json.dumps(schema, allow_nan=False)
