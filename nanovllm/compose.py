@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.checks import DEFAULTS, FOREIGN, shown
+from nanovllm.checks import ATTRIBUTES, DEFAULTS, FOREIGN, shown
 from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
@@ -67,7 +67,7 @@ def make_constraints(engine: LLMEngine, tokenizer: Any) -> Any:
     forms = None
     if structured is not None:
         forms = structured.Grammars(tokenizer, engine.vocab_size, engine.stop_ids)
-    return constraints.Constraints(engine.vocab_size, forms)
+    return constraints.Constraints(engine.vocab_size, engine.stop_ids, forms)
 
 
 def choose_policy(given: Any) -> SchedulingPolicy:
@@ -210,3 +210,4 @@ def room(name: str) -> Any:
 if names := room("compat.names"):
     FOREIGN.update(names.FOREIGN)
     DEFAULTS.update(names.DEFAULTS)
+    ATTRIBUTES.update(names.ATTRIBUTES)

@@ -185,5 +185,9 @@ class Sequence:
             return None
         if params.logits_processors:  # the host's alone: functions do not go to other processes
             params = replace(params, logits_processors=())
+        if (
+            params.structured_outputs is not None and params.min_tokens
+        ):  # the host knows when the form is complete
+            params = replace(params, min_tokens=0)
         counted = self.token_ids.copy() if params.penalizes else []
         return SamplingMetadata(params, self.stop_ids, self.num_prompt_tokens, counted, waits)

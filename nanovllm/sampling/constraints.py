@@ -41,6 +41,9 @@ class Form(Protocol):
     def is_complete(self, token_ids: list[int]) -> bool:
         """Whether the output ends with `token_ids`, for nothing may follow."""
 
+    def may_end(self, token_ids: list[int]) -> bool:
+        """Whether the output may end with `token_ids`."""
+
 
 class Forms(Protocol):
     """Makes forms, and says what they allow: of all rows at once, for each may take long."""
@@ -57,6 +60,28 @@ class Forms(Protocol):
         masks [R, W] int32, C-contiguous: of these rows nothing is kept. Outputs grow as those of a
         LogitsConstraint do.
         """
+
+
+class LeastLength:
+    """Bars the tokens that would end an output of a form before it has `min_tokens`, unless the
+    form lets it end and nothing else may follow.
+    """
+
+    def __init__(
+        self, form: Form, min_tokens: int, stop_ids: frozenset[int], vocab_size: int
+    ) -> None:
+        self._form, self._min_tokens = form, min_tokens
+        ends = np.zeros(num_words(vocab_size) * 32, dtype=bool)
+        ends[[*stop_ids]] = True
+        ends[vocab_size:] = True  # these bits have no meaning
+        self._ends = np.packbits(ends, bitorder="little").view(np.int32)
+
+    def fill(self, token_ids: list[int], mask: np.ndarray) -> None:
+        if len(token_ids) >= self._min_tokens:
+            return
+        going_on = mask & ~self._ends
+        if going_on.any() or not self._form.may_end(token_ids):
+            mask[:] = going_on
 
 
 class SequenceConstraint(NamedTuple):
@@ -89,9 +114,14 @@ class BadWords:
 class Constraints:
     """Makes the constraints that requests ask for, and asks them step by step."""
 
-    def __init__(self, vocab_size: int, forms: Forms | None = None) -> None:
-        """`forms`: what holds outputs to their forms; None: nothing can."""
+    def __init__(
+        self, vocab_size: int, stop_ids: frozenset[int] = frozenset(), forms: Forms | None = None
+    ) -> None:
+        """`stop_ids`: the model's, which end every output. `forms`: what holds outputs to their
+        forms; None: nothing can.
+        """
         self.vocab_size = vocab_size
+        self.stop_ids = stop_ids
         self.forms = forms
         self._masks = np.empty((0, num_words(vocab_size)), dtype=np.int32)
 
@@ -111,6 +141,9 @@ class Constraints:
             form = self.forms.matcher(asked)
         if words := [word for word in params.barred_sequences if len(word) > 1]:
             masks.append(BadWords(words))
+        if form is not None and params.min_tokens:  # the last: it must know what the others leave
+            stop_ids = self.stop_ids.union(params.stop_token_ids or ())
+            masks.append(LeastLength(form, params.min_tokens, stop_ids, self.vocab_size))
         if form is None and not masks and not params.logits_processors:
             return None
         return SequenceConstraint(form, tuple(masks), tuple(params.logits_processors or ()))
