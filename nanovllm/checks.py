@@ -10,6 +10,8 @@ import reprlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 Named = TypeVar("Named", bound=Callable[..., Any])
 ABOVE_ZERO = math.ulp(0.0)  # the least number above 0
 
@@ -32,8 +34,18 @@ def as_number(value: Any) -> Any:
     return value if isinstance(value, numbers.Rational) else float(value)
 
 
+def as_list(given: Any) -> Any:
+    """What a NumPy array of integers holds, if it has one dimension, as a list. Anything else is
+    returned as it is.
+    """
+    if isinstance(given, np.ndarray) and given.ndim == 1 and given.dtype.kind in "iu":
+        return given.tolist()
+    return given
+
+
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
     """The integers of a list that an error calls `name`. Raises TypeError for anything else."""
+    given = as_list(given)
     ids = [as_integer(token) for token in given] if isinstance(given, (list, tuple)) else [None]
     found = tuple([token for token in ids if token is not None])
     if len(found) < len(ids):
@@ -107,11 +119,13 @@ class Foreign(NamedTuple):
     remedy: str  # what to do instead
     harmless: tuple[Any, ...] = (None,)  # values that ask for nothing, or for what is done anyway
     same_as: str = ""  # another name: this one's value is harmless, too, if it is that one's
+    means: tuple[Any, str, Any] | None = None  # a value, and the known name and value it stands for
 
 
-# By what they are given to, and by name. A room may fill both.
+# By what they are given to, and by name. A room may fill them.
 FOREIGN: dict[str, dict[str, Foreign]] = {}
 DEFAULTS: dict[str, dict[str, tuple[Any, ...]]] = {}  # of known names, values that mean the default
+ATTRIBUTES: dict[str, dict[str, str]] = {}  # by class: attributes elsewhere, and what to do instead
 
 
 def refuse_unknown_names(
@@ -134,10 +148,21 @@ def refuse_unknown_names(
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the {kind}s are {', '.join(known)}"
             raise TypeError(f"{said}: {hint}")
+        if foreign.means is not None:
+            its_value, other, meant = foreign.means
+            if is_one_of(value, (its_value,)) and is_one_of(values.get(other, meant), (meant,)):
+                kept[other] = meant
+                continue
         same = (values[foreign.same_as],) if foreign.same_as in values else ()
         if not is_one_of(value, foreign.harmless + same):
             raise TypeError(f"{said}, given {shown(value)}: {foreign.remedy}")
     return kept
+
+
+def no_attribute(owner: str, name: str) -> AttributeError:
+    """What an object of the class `owner` raises for an attribute that it does not have."""
+    remedy = ATTRIBUTES.get(owner, {}).get(name)
+    return AttributeError(f"{owner} has no attribute {name!r}{f': {remedy}' if remedy else ''}")
 
 
 def name_the_nearest(kind: str) -> Callable[[Named], Named]:

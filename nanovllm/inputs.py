@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.checks import as_integer, check_vocabulary, refuse_unknown_names, shown
+from nanovllm.checks import (
+    as_integer,
+    as_list,
+    check_vocabulary,
+    refuse_unknown_names,
+    shown,
+)
 from nanovllm.config import Config
 from nanovllm.constraint_checks import resolve_constraints
 from nanovllm.engine.llm_engine import LLMEngine
@@ -82,8 +88,6 @@ class Inputs:
             room = self.max_model_len - len(token_ids)
             params = replace(params, max_tokens=max(room, params.min_tokens))
         self._check_room(name, len(token_ids), params)
-        if params.n > 1:
-            self._check_completions(name, len(token_ids), params)
         return token_ids, params, text
 
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
@@ -165,30 +169,10 @@ class Inputs:
                 "or raise num_kvcache_blocks or gpu_memory_utilization"
             )
 
-    def _check_completions(self, name: str, length: int, params: SamplingParams) -> None:
-        """All n completions begin at once. They share the blocks that the prompt fills; of one that
-        it fills in part, each has its own.
-        """
-        for option in ("max_num_seqs", "max_num_batched_tokens"):
-            if params.n > getattr(self.config, option):
-                raise ValueError(
-                    f"n is {params.n} for {name}, {option} is {getattr(self.config, option)}: "
-                    "lower the one or raise the other"
-                )
-        if params.max_tokens == 0:
-            length = max(1, length - 1)  # the last token is not computed
-        full, tail = divmod(length, self.config.kvcache_block_size)
-        needed = full + (params.n if tail else 0)
-        if needed > self.num_blocks:
-            raise ValueError(
-                f"n is {params.n} for {name}, which takes {needed} KV blocks to begin with, and "
-                f"there are {self.num_blocks}: "
-                "lower n, or raise num_kvcache_blocks or gpu_memory_utilization"
-            )
-
 
 def _split_prompts(prompts: Any) -> list[Any]:
     """One prompt or several -> a list of prompts."""
+    prompts = as_list(prompts)
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -209,7 +193,7 @@ def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
     if not isinstance(prompt, dict):
         return None, prompt
     known = refuse_unknown_names("prompt", "key", prompt, PROMPT_KEYS, name)
-    given = {key: value for key, value in known.items() if value is not None}
+    given = {key: as_list(value) for key, value in known.items() if value is not None}
     if not given or not all(isinstance(value, PROMPT_KEYS[key]) for key, value in given.items()):
         raise TypeError(
             f"{name} is {shown(prompt)}: give a str as 'prompt', or a list of token ids as "
@@ -243,6 +227,7 @@ def _spread(params: Any, count: int) -> list[SamplingParams]:
 
 def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
     """The ids as a list of int, all of them in the vocabulary."""
+    ids = as_list(ids)
     if not isinstance(ids, (list, tuple)):
         raise TypeError(
             f"{name} is a {type(ids).__name__}: give a str, a list of token ids, or a dict with "

@@ -63,13 +63,14 @@ class SamplingParams:
     min_p: sample from tokens at least this fraction as likely as the likeliest.
     max_tokens: the most tokens of the output; None: as many as max_model_len leaves room for; 0,
         for who asks for prompt_logprobs alone: nothing is sampled.
-    min_tokens: the fewest; nothing ends the output before.
+    min_tokens: the fewest; nothing ends the output before, but that its form is complete.
     ignore_eos: go on past end-of-sequence.
     stop: a string or strings that end the output, whose text is cut before the first of them.
         token_ids keeps every token that was sampled.
     stop_token_ids: tokens that end the output, as end-of-sequence does.
     seed: the same tokens in any batch; completion i of n uses seed + i. None: the LLM's own noise.
-    n: completions of the prompt, which is computed once.
+    n: completions of the prompt, which is computed once. Of more than the LLM runs at a time, the
+        others wait, and find the prompt in the prefix cache.
     logprobs: report, for each token, its log-probability and those of this many likeliest, by the
         model's own logits.
     prompt_logprobs: report the same for each token of the prompt but the first.
@@ -158,6 +159,10 @@ class SamplingParams:
         # Frozen, so the caller's list must not change it.
         keep(self, "stop", tuple(stop))
         keep(self, "stop_token_ids", ids)
+
+    def clone(self) -> "SamplingParams":
+        """Return this object, since nothing changes it. `dataclasses.replace` makes another one."""
+        return self
 
     @property
     def barred_sequences(self) -> list[tuple[int, ...]]:

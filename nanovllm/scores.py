@@ -9,7 +9,9 @@ import math
 from collections import deque
 from typing import Any, NamedTuple
 
-from nanovllm.checks import shown
+import numpy as np
+
+from nanovllm.checks import as_list, shown
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Inputs
 from nanovllm.outputs import split_records
@@ -87,7 +89,7 @@ def is_list(continuations: Any) -> bool:
     """Whether this is a list of continuations; one alone is text, or a list of token ids."""
     if not isinstance(continuations, (list, tuple)):
         return False
-    return any([isinstance(one, (str, list, tuple)) for one in continuations])
+    return any([isinstance(one, (str, list, tuple, np.ndarray)) for one in continuations])
 
 
 def _encode(inputs: Inputs, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -118,6 +120,7 @@ def _check(
     """`given`: what the two are made of."""
     if isinstance(context, str) or isinstance(continuation, str):
         raise TypeError(f"{name}: one is text, the other is not: give both as text, or token ids")
+    context, continuation = as_list(context), as_list(continuation)
     for what, part in (("context", context), ("continuation", continuation)):
         if not isinstance(part, (list, tuple)):
             raise TypeError(

@@ -229,16 +229,40 @@ def test_a_prompt_longer_than_the_model_takes_is_told_so(make_llm, checkpoint, t
         llm.generate([[1] * 20], use_tqdm=False)
 
 
-def test_an_n_that_does_not_fit_names_the_option_that_is_too_low(make_llm):
-    for option, other in (
-        ("max_num_seqs", "max_num_batched_tokens"),
-        ("max_num_batched_tokens", "max_num_seqs"),
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
+def test_arrays_of_integers_are_token_ids_wherever_lists_are(llm, checkpoint, dtype):
+    given, ids = np.array(GOOD, dtype=dtype), [3, 5, 7]
+    params = greedy(5)
+    expected = checkpoint.expected(GOOD, 5)
+    both = [given, GOOD, {"prompt_token_ids": given}, given[:2]]
+    for prompts in (given, [given], both, tuple(both), {"prompt_token_ids": given}):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert outputs[0]["prompt_token_ids"] == GOOD and outputs[0]["token_ids"] == expected
+        json.dumps(outputs)  # of Python's own types alone
+    assert outputs == llm.generate(GOOD, params, use_tqdm=False)
+    llm.abort(llm.add_request(given, params))
+    assert [piece[2] for piece in llm.stream(given, params)] == [[token] for token in expected]
+    array = np.array(ids, dtype=dtype)
+    assert SamplingParams(
+        stop_token_ids=array, allowed_token_ids=array, bad_words=[array, "a"]
+    ) == SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, bad_words=[ids, "a"])
+    one = llm.score([GOOD], [ids])
+    assert llm.score([given], [array]) == llm.score([GOOD], [array]) == one
+    assert llm.score([given], [[array, ids]]) == [one * 2]
+
+
+@pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 2), int), np.ones(2, bool)])
+def test_other_arrays_are_refused(llm, array):
+    for call in (
+        lambda: llm.generate(array),
+        lambda: llm.generate([array]),
+        lambda: llm.generate({"prompt_token_ids": array}),
+        lambda: llm.score([GOOD], [array]),
+        lambda: SamplingParams(stop_token_ids=array),
+        lambda: SamplingParams(allowed_token_ids=array),
     ):
-        llm = make_llm(**{option: 2, other: 4})
-        with pytest.raises(
-            ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower the one or raise the"
-        ):
-            llm.generate([GOOD], SamplingParams(n=3), use_tqdm=False)
+        with pytest.raises(TypeError, match="list of|is a ndarray: give|token ids are integers"):
+            call()
 
 
 def test_numpy_integers_are_integers(llm, checkpoint):

@@ -114,16 +114,28 @@ class LLMEngine:
             self._make_sequence(prompt, params, i, interactive) for i in range(params.n)
         ]
         seq.prompt_text = text
-        seq.siblings = seq.forks = tuple(siblings)
+        seq.siblings = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq
+        num_forks = self._most_at_once(seq) - 1
+        seq.forks = tuple(siblings[:num_forks])
         if params.prompt_logprobs is not None:
             seq.scores = PromptScores(prompt, params.prompt_logprobs, score_from)
         if params.max_tokens:
             for one in seq.completions:
                 self._follow(one, streams)
-        self.scheduler.add(seq)
+        # The others wait as requests do, and find the prompt in the prefix cache.
+        for one in (seq, *siblings[num_forks:]):
+            self.scheduler.add(one)
         return seq
+
+    def _most_at_once(self, seq: Sequence) -> int:
+        """How many completions of a sequence's prompt can begin together: each needs a batch slot,
+        and a block of its own after those that the prompt fills, which they share.
+        """
+        blocks = self.scheduler.blocks
+        num_left = blocks.num_blocks - seq.num_tokens // blocks.block_size
+        return min(self.scheduler.max_num_seqs, max(1, num_left))
 
     def _make_sequence(
         self, prompt: list[int], params: SamplingParams, completion: int, interactive: bool
@@ -210,6 +222,8 @@ class LLMEngine:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
             self._stop(self.detokenizer.update(sampled), ended)
+        for seq in ended:  # the caller may keep it for long, and what holds it to a form is large
+            seq.constraint = None
         if launched.has_prefills or ended:
             self._record_commit(sampled if launched.has_prefills else [], ended)
         self._drop_surplus_step()
@@ -261,8 +275,9 @@ class LLMEngine:
         """End what has not ended of a request's completions."""
         for seq in request.unfinished:
             self.scheduler.abort(seq)
-        if self.detokenizer is not None:
-            for seq in request.completions:
+        for seq in request.completions:
+            seq.constraint = None
+            if self.detokenizer is not None:
                 self.detokenizer.remove(seq)
         self._drop_surplus_step()
 
@@ -289,7 +304,7 @@ class LLMEngine:
         place. Another interrupt may come in here.
         """
         for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
-            seq.status, seq.finish_reason = Status.FINISHED, "abort"
+            seq.status, seq.finish_reason, seq.constraint = Status.FINISHED, "abort", None
         self.scheduler, self._in_flight = self._make_scheduler(), None
         if self.detokenizer is not None:
             self.detokenizer.clear()
