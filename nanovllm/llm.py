@@ -5,7 +5,7 @@ from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanovllm.checks import name_the_nearest, shown
+from nanovllm.checks import name_the_nearest, no_attribute, shown
 from nanovllm.compose import (
     build_engine,
     choose_view,
@@ -288,6 +288,11 @@ class LLM:
         """
         trainer().wake_up(self._session)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all earlier requests. Returns True. No request may be unfinished."""
+        trainer().reset_prefix_cache(self._session)
+        return True
+
     @property
     def engine(self) -> LLMEngine | None:
         """What runs the requests: for those who look inside. None once this is closed."""
@@ -317,6 +322,11 @@ class LLM:
         does nothing: the memory is its parent's.
         """
         self._session.close()
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("LLM", name)
 
     def __enter__(self) -> "LLM":
         return self

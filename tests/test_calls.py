@@ -579,6 +579,19 @@ def test_a_messages_parts_of_text_are_put_together(llm):
     assert split[0]["content"] == parts  # the caller's
 
 
+@pytest.mark.parametrize("content", [dict(content=None), dict()], ids=["none", "left-out"])
+def test_an_assistant_that_calls_a_tool_needs_no_content(llm, content):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], **content}
+    chat = [{"role": "user", "content": "in"}, call]
+    adds = "{% for m in messages %}{{ m.role + ':' + m['content'] + ' ' }}{% endfor %}"
+    writes = "{% for m in messages %}{{ m.content | trim }} {% endfor %}"
+    for template, text in {adds: "user:in assistant: ", writes: "in  "}.items():
+        written = llm.encode_chat(chat, {"chat_template": template})
+        assert written == llm.encode([text])
+    assert llm.encode_chat(chat) == llm.encode(["<|user|>in<|assistant|><|assistant|>"])
+    assert chat[1] is call and call.get("content") is None  # the caller's
+
+
 @pytest.mark.parametrize("options", [["enable_thinking"], "no thinking", 5, True])
 def test_chat_template_kwargs_that_are_no_dict_are_refused_by_name(llm, options):
     for call in (llm.chat, llm.stream_chat, llm.encode_chat):

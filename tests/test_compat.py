@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
+from nanovllm.compat.names import ATTRIBUTES, FOREIGN
 from nanovllm.compat.names import DEFAULTS as SAME_AS_LEFT_OUT
-from nanovllm.compat.names import FOREIGN
 from nanovllm.config import Config
 from nanovllm.jobs.formats import Defaults, NativeFormat, Request
 from nanovllm.jobs.openai_batch import OpenAIFormat
@@ -57,7 +57,8 @@ sampling_params = SamplingParams(temperature=0.0, top_p=0.95, max_tokens=12)
 def main():
     llm = LLM(
         model=MODEL,
-        trust_remote_code=False,
+        trust_remote_code=True,
+        disable_custom_all_reduce=True,
         tensor_parallel_size=1,
         dtype="float32",
         gpu_memory_utilization=0.9,
@@ -463,6 +464,18 @@ def test_a_harmless_value_is_told_from_one_that_equals_it():
             Config.from_options("a folder", {"trust_remote_code": value})
 
 
+def test_disable_custom_all_reduce_stands_for_symmetric_memory():
+    for own in ({}, {"symmetric_memory": False}):
+        given = {"disable_custom_all_reduce": True, **own}
+        assert Config.from_options("a", given) == Config("a", symmetric_memory=False)
+        given = dict(reversed(given.items()))
+        assert Config.from_options("a", given) == Config("a", symmetric_memory=False)
+    for value in (1, "True", True):
+        given = {"disable_custom_all_reduce": value, "symmetric_memory": True}
+        with pytest.raises(TypeError, match="'disable_custom_all_reduce', given .*: use symmetr"):
+            Config.from_options("a", given)
+
+
 OWN_NAMES = {
     "LLM": {field.name for field in fields(Config)},
     "SamplingParams": {field.name for field in fields(SamplingParams)},
@@ -511,6 +524,44 @@ def test_an_unknown_argument_names_the_nearest(llm, call):
         getattr(llm, call)("the", use_tdqm=False)
 
 
+def test_attributes_of_vllm_that_mean_something_here_are_there(llm):
+    (output,) = llm.generate("the", RICH, use_tqdm=False)
+    assert output.lora_request is None and output.outputs[0].lora_request is None
+    assert all([completion.finished() is True for completion in output.outputs])
+    assert GREEDY.clone() == GREEDY
+    # What is forgotten is computed again.
+    prompt = [7] * 40
+    held = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert held[1] > 0 and llm.reset_prefix_cache() is True
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    request = llm.add_request("the", GREEDY)
+    with pytest.raises(ValueError, match="reset_prefix_cache was called while requests are unfin"):
+        llm.reset_prefix_cache()
+    llm.abort(request)
+    llm.sleep()
+    assert llm.reset_prefix_cache()
+    llm.wake_up()
+
+
+@pytest.mark.parametrize(
+    "owner, name", [(owner, name) for owner, names in ATTRIBUTES.items() for name in names]
+)
+def test_attributes_of_vllm_that_are_not_here_say_what_to_do_instead(llm, owner, name):
+    (output,) = llm.generate("the", GREEDY, use_tqdm=False)
+    one = {"LLM": llm, "RequestOutput": output}[owner]
+    with pytest.raises(AttributeError) as raised:
+        getattr(one, name)
+    assert str(raised.value) == f"{owner} has no attribute '{name}': {ATTRIBUTES[owner][name]}"
+    assert not hasattr(one, name) and getattr(one, name, 5) == 5
+
+
+def test_an_unknown_attribute_is_an_attribute_error(llm):
+    (output,) = llm.generate("the", GREEDY, use_tqdm=False)
+    for one, name in ((llm, "LLM"), (output, "RequestOutput"), (output.outputs[0], "Completion")):
+        with pytest.raises(AttributeError, match=f"^{name}.* has no attribute 'other'$"):
+            getattr(one, "other")  # noqa: B009
+
+
 # The table of the guide
 
 GUIDE = (Path(nanovllm.__file__).parent / "GUIDE.md").read_text()
@@ -543,8 +594,10 @@ def test_the_attributes_and_methods_that_the_table_names_are_there(llm):
     owners = {"outputs": output, "of these `outputs`": output.outputs[0], "methods": llm}
     assert ROWS.keys() == OWNERS.keys() | owners.keys()
     for row, owner in owners.items():
-        names = ROWS[row][0]
+        names, *others = ROWS[row]
+        refused = [name for cell in others for name in cell]
         assert len(names) > 2 and all(hasattr(owner, name) for name in names)
+        assert set(refused) <= ATTRIBUTES.get(type(owner).__name__, {}).keys()
 
 
 @pytest.mark.parametrize("name", ["beam_search", "embed", "classify", "reward", "collective_rpc"])

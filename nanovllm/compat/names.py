@@ -2,8 +2,8 @@
 
 vLLM's documentation of releases up to 0.31 has them, and scripts of older ones. A value that asks
 for nothing, or for what is done anyway, may stay: None, and what stands after a remedy. Any other
-is refused, with the remedy. DEFAULTS has values that mean the default there, of names that are
-here.
+is refused, with the remedy. ATTRIBUTES are those of objects. DEFAULTS has values that mean the
+default there, of names that are here.
 """
 
 from dataclasses import fields
@@ -67,7 +67,9 @@ OPTIONS = {
     "disable_async_output_proc": Foreign("use overlap=False", (None, False)),
     "disable_cascade_attn": Foreign("leave it out, attention chooses", (None, False)),
     "disable_chunked_mm_input": ONLY_TEXT,
-    "disable_custom_all_reduce": Foreign("use symmetric_memory=False", (None, False)),
+    "disable_custom_all_reduce": Foreign(
+        "use symmetric_memory=False", (None, False), means=(True, "symmetric_memory", False)
+    ),
     "disable_hybrid_kv_cache_manager": Foreign(
         "leave it out, there is one kind of blocks", (None, True, False)
     ),
@@ -189,7 +191,7 @@ OPTIONS = {
     "tokenizer_pool_size": Foreign("leave it out, one tokenizer uses all cores", (None, 0)),
     "tokenizer_revision": REVISION,
     "trust_remote_code": Foreign(
-        "leave it out, no code of a model folder is ever run", (None, False)
+        "leave it out, no code of a model folder is ever run", (None, True, False)
     ),
     "use_tqdm_on_load": Foreign("leave it out, loading shows no progress", (None, False)),
     "use_v2_block_manager": Foreign("leave it out, there is one kind of blocks", (None, True)),
@@ -319,6 +321,18 @@ FOREIGN = {
     "wake_up": IN_WAKE_UP,
     "a line": IN_LINE,
     "body": IN_LINE,
+}
+# Attributes of its objects that scripts read.
+ATTRIBUTES = {
+    "LLM": {
+        "llm_engine": "use max_model_len, get_tokenizer(), or add_request and step; engine is what "
+        "runs the requests here",
+        "get_default_sampling_params": "use SamplingParams(), generation_config.json is not read",
+        "get_metrics": "use metrics()",
+        "start_profile": "use LLM(trace=...)",
+        "stop_profile": "use LLM(trace=...)",
+    },
+    "RequestOutput": {"metrics": "use llm.metrics(), or llm.on_step for the time of each step"},
 }
 DEFAULTS = {
     "LLM": {

@@ -6,8 +6,9 @@ Attributes are made of the dict when they are read, so they cost nothing else.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
+from nanovllm.checks import no_attribute
 from nanovllm.compat.logprobs import Logprob, Texts, TokenTexts, with_ranks
 from nanovllm.engine.sequence import Sequence
 
@@ -24,6 +25,10 @@ class Output(dict[str, Any]):
 
     _texts: Texts  # of tokens
     _counts: dict[str, int | None]  # item -> how many likeliest tokens it was asked for; None: none
+    lora_request = None  # no adapter is ever used
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(type(self).__name__, name)
 
     def _ranked(self, name: str) -> list[dict[int, Logprob] | None] | None:
         rows, count = self.get(name), self._counts[name] or 0
@@ -58,6 +63,10 @@ class CompletionOutput(Output):
     def __init__(self, values: dict[str, Any], request: "RequestOutput", index: int) -> None:
         super().__init__(values)
         self.index, self._texts, self._counts = index, request._texts, request._counts
+
+    def finished(self) -> bool:
+        """Whether it has ended, as all have that a call returns."""
+        return True
 
 
 class RequestOutput(Output):

@@ -56,9 +56,12 @@ def write_chats(
 
 def in_one(name: str, message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is text: its parts, as OpenAI's API takes them, are put together.
-    Many templates know no parts, and would write a list as Python does.
+    Many templates know no parts, and would write a list as Python does. An assistant that calls a
+    tool needs no content: it is empty then, since many templates add it to a text.
     """
     parts = message.get("content")
+    if parts is None and message.get("role") == "assistant":
+        return {**message, "content": ""}
     if not isinstance(parts, list):
         return message
     for part in parts:

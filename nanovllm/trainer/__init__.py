@@ -31,6 +31,12 @@ def wake_up(session: Session) -> None:
         memory.wake_up(engine)
 
 
+def reset_prefix_cache(session: Session) -> None:
+    """See `LLM.reset_prefix_cache`."""
+    with idle(session, "reset_prefix_cache") as engine:
+        engine.reset()
+
+
 @contextmanager
 def idle(session: Session, call: str) -> Iterator[LLMEngine]:
     """The engine, with the lock held. Raises ValueError, which names the `call`, if a request is
