@@ -417,7 +417,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 def end_trace(llm, path: Path) -> dict:
     """Write a trace, and print what its run was like; returns the figures."""
-    from nanovllm.trace.summary import Summary
+    from nanovllm.features.trace.summary import Summary
 
     summary = Summary(llm.engine.recorder.events)
     llm.close()
@@ -454,8 +454,8 @@ def num_output_tokens(work: Work, name: str) -> int:
 
 def find_policy(name: str):
     """A new policy: by a name of the library's, or as "module:Class"."""
-    from nanovllm.compose import choose_policy
-    from nanovllm.policies import POLICIES
+    from nanovllm.build import choose_policy
+    from nanovllm.features.policies import POLICIES
 
     if name in POLICIES:
         return POLICIES[name]()
@@ -699,7 +699,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.policies.throughput import ThroughputPolicy
+    from nanovllm.features.policies.throughput import ThroughputPolicy
 
     for count in counts:
         blocks = BlockManager(count * 8, 256)

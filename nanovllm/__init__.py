@@ -9,8 +9,8 @@ _begin = perf_counter()
 
 from pathlib import Path
 
+from nanovllm.frontend.log import count_import
 from nanovllm.llm import LLM
-from nanovllm.log import count_import
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 

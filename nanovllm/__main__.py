@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from nanovllm.jobs.command import add_command
+from nanovllm.apps.jobs.command import add_command
 
 
 def main(argv: list[str] | None = None) -> int:

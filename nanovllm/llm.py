@@ -5,33 +5,36 @@ from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanovllm.checks import name_the_nearest, shown
-from nanovllm.compose import (
-    build_engine,
-    choose_view,
-    collect_rarely,
-    describe_device,
-    prepare_process,
-    share_cores,
-    trainer,
-)
+from nanovllm.backends.cpu.forked import keep_clear_of_lost_threads
+from nanovllm.backends.cpu.garbage import full_collections_are_rare
+from nanovllm.backends.cuda.device import describe_device
+from nanovllm.build import build_engine, share_cores
+from nanovllm.checks import DEFAULTS, FOREIGN, name_the_nearest, shown
+from nanovllm.compat.names import DEFAULTS as FOREIGN_DEFAULTS
+from nanovllm.compat.names import FOREIGN as FOREIGN_NAMES
+from nanovllm.compat.outputs import make_view
 from nanovllm.config import Config
-from nanovllm.conversations import encode_conversations
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
-from nanovllm.inputs import Inputs, Request
-from nanovllm.log import say_ready, show_unless_configured
-from nanovllm.outputs import make_outputs
-from nanovllm.progress import Shown, progress
+from nanovllm.features.weight_updates.new_weights import update_weights
+from nanovllm.features.weight_updates.sleep import sleep, wake_up
+from nanovllm.frontend.conversations import encode_conversations
+from nanovllm.frontend.inputs import Inputs, Request
+from nanovllm.frontend.log import say_ready, show_unless_configured
+from nanovllm.frontend.outputs import make_outputs
+from nanovllm.frontend.progress import Shown, progress
+from nanovllm.frontend.score import score
+from nanovllm.frontend.session import Session
+from nanovllm.frontend.stream import Piece, stream
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scores import score
-from nanovllm.session import Session
-from nanovllm.streams import Piece, stream
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+FOREIGN.update(FOREIGN_NAMES)
+DEFAULTS.update(FOREIGN_DEFAULTS)
 
 Prompt = str | list[int] | dict[str, Any]
 Prompts = Prompt | list[str] | list[list[int]] | list[dict[str, Any]] | list[Prompt]
@@ -61,7 +64,7 @@ class LLM:
 
     def __init__(self, model: str | PathLike, **options: Any) -> None:
         begin = perf_counter()
-        prepare_process()
+        keep_clear_of_lost_threads()
         config = Config.from_options(model, options)
         show_unless_configured()
         engine, self._tokenizer = build_engine(config)
@@ -69,8 +72,8 @@ class LLM:
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = info.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
-        self._view = choose_view(self._tokenizer)
-        self._session = Session(engine, collect_rarely(), share_cores(engine, config))
+        self._view = make_view(self._tokenizer)
+        self._session = Session(engine, full_collections_are_rare, share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, perf_counter() - begin)
 
@@ -268,7 +271,8 @@ class LLM:
 
         No request may be unfinished. An LLM that is asleep takes them too.
         """
-        trainer().update_weights(self._session, weights)
+        with self._session.idle("update_weights") as engine, self._session.busy():
+            update_weights(engine, weights)
 
     def sleep(self, level: int = 1) -> None:
         """Lend the device's memory to others: the KV cache's and the weights'.
@@ -278,7 +282,8 @@ class LLM:
         folder again, unless `update_weights` has brought new ones. Calls that run requests raise
         AsleepError until `wake_up`. No request may be unfinished.
         """
-        trainer().sleep(self._session, level)
+        with self._session.idle("sleep") as engine:
+            sleep(engine, level)
 
     @name_the_nearest("argument")
     def wake_up(self) -> None:
@@ -286,7 +291,8 @@ class LLM:
 
         An error, such as too little memory, leaves the LLM asleep: call this again.
         """
-        trainer().wake_up(self._session)
+        with self._session.idle("wake_up") as engine:
+            wake_up(engine)
 
     @property
     def engine(self) -> LLMEngine | None:

@@ -24,7 +24,7 @@ def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
     `action`: "kill" itself, "raise" a RuntimeError, "raise EOFError", or "hang".
     """
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", FaultyRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", FaultyRunner)
 
 
 class FaultyRunner(ModelRunner):

@@ -9,10 +9,10 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import StepOutput
+from nanovllm.features.sampling.resampler import Resampler
+from nanovllm.frontend.outputs import read_logprobs
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
-from nanovllm.outputs import read_logprobs
-from nanovllm.sampling.resampler import Resampler
 from nanovllm.sampling_params import SamplingMetadata
 
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 import plain_layers as plain
 from process_helpers import SECONDS
 
-from nanovllm.kernels.triton import allreduce_norm
-from nanovllm.kernels.triton.allreduce_norm import SharedRows
+from nanovllm.backends.cuda.triton import allreduce_norm
+from nanovllm.backends.cuda.triton.allreduce_norm import SharedRows
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

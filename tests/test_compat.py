@@ -20,13 +20,13 @@ from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.apps.jobs.formats import Defaults, NativeFormat, Request
+from nanovllm.apps.jobs.openai_batch import OpenAIFormat
+from nanovllm.apps.jobs.worker import Worker
 from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
 from nanovllm.compat.names import DEFAULTS as SAME_AS_LEFT_OUT
 from nanovllm.compat.names import FOREIGN
 from nanovllm.config import Config
-from nanovllm.jobs.formats import Defaults, NativeFormat, Request
-from nanovllm.jobs.openai_batch import OpenAIFormat
-from nanovllm.jobs.worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 CHAT = [{"role": "user", "content": "in the end"}]
@@ -513,7 +513,7 @@ def test_an_unknown_argument_names_the_nearest(llm, call):
 
 # The table of the guide
 
-GUIDE = (Path(nanovllm.__file__).parent / "GUIDE.md").read_text()
+GUIDE = (Path(nanovllm.__file__).parent / "docs" / "guide.md").read_text()
 TABLE = GUIDE.split("| of vLLM | here | refused, with what to do instead |\n")[1].split("\n\n")[0]
 ROWS = {
     name: [re.findall(r"`(\w+)`", cell) for cell in cells]

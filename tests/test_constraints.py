@@ -21,13 +21,13 @@ from call_helpers import (
 )
 from sampling_helpers import Draws, process, random_params
 
-from nanovllm import SamplingParams, compose
+from nanovllm import SamplingParams
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.errors import InvalidLogitsError
+from nanovllm.features.sampling.constraints import BadWords, SequenceConstraint
+from nanovllm.features.sampling.logits_edits import static_mask
+from nanovllm.features.sampling.resampler import Resampler
 from nanovllm.layers.sampler import sample
-from nanovllm.sampling.constraints import BadWords, SequenceConstraint
-from nanovllm.sampling.logits_edits import static_mask
-from nanovllm.sampling.resampler import Resampler
 from nanovllm.sampling_params import SamplingMetadata
 
 pytestmark = pytest.mark.usefixtures("empty_afterwards")
@@ -486,8 +486,8 @@ class Waiting:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels_and_the_plain_sampler_agree_on_edited_and_waiting_rows():
     pytest.importorskip("triton")
-    from nanovllm.gpu.resampler import CUDAResampler
-    from nanovllm.kernels.triton.sampling import sample as kernel
+    from nanovllm.backends.cuda.resampler import CUDAResampler
+    from nanovllm.backends.cuda.triton.sampling import sample as kernel
 
     r, rows, vocab = random.Random(2), 24, 300
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
@@ -698,33 +698,3 @@ def test_what_constrains_is_frozen_hashable_and_read_from_json():
     assert again == params and hash(again) == hash(params)
     nothing = dict(logit_bias={}, bad_words=[], logits_processors=None, skip_special_tokens=False)
     assert SamplingParams(**nothing).is_plain
-
-
-def test_without_its_room_what_it_would_serve_is_refused_before_anything_is_queued(
-    folder, monkeypatch
-):
-    """And without a word to the requests that run, which are served."""
-    room = compose.room
-    monkeypatch.setattr(
-        compose, "room", lambda name: None if name.startswith("sampling") else room(name)
-    )
-    served = dict(temperature=0.5, seed=1, n=2, max_tokens=3, stop=["q"], stop_token_ids=[7])
-    served |= dict(ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True)
-    refused = dict(top_k=2, top_p=0.5, min_p=0.1, min_tokens=1, logprobs=0, prompt_logprobs=0)
-    refused |= dict(repetition_penalty=2, presence_penalty=1, frequency_penalty=1)
-    refused |= dict(logit_bias={1: 1}, allowed_token_ids=[1], bad_words=["a"])
-    refused |= dict(logits_processors=[lambda ids, logits: logits])
-    refused |= dict(structured_outputs={"choice": ["a"]})
-    assert not {*served} & {*refused}
-    others = {"temperature", "priority"}
-    assert {*served} | {*refused} | others == {*SamplingParams.__dataclass_fields__} - {"_"}
-    with make_llm(folder) as llm:
-        llm.add_request([1], SamplingParams(**served))
-        said = "asks for what needs nanovllm/sampling, which is not there"
-        for name, value in refused.items():
-            with pytest.raises(ValueError, match=rf"sampling_params\[1\] {said}"):
-                generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(**{name: value})])
-        with pytest.raises(ValueError, match=f"score {said}"):
-            llm.score([[1]], [[2]])
-        outputs = [output for _ in range(3) for output in llm.step()]
-        assert len(outputs) == 1 and len(outputs[0]["completions"]) == 2

@@ -11,7 +11,7 @@ import torch
 from engine_helpers import PROMPTS, assert_greedy, greedy
 
 from nanovllm import LLM
-from nanovllm.cpu import cpp_ops, layers
+from nanovllm.backends.cpu import cpp_ops, layers
 from nanovllm.layers.attention import AttentionOptions
 
 KERNELS = ["auto", "plain"]

@@ -32,12 +32,12 @@ from transformers import (
 
 pytest.importorskip("triton")
 
-from nanovllm.cpu.layers import speed_up
-from nanovllm.gpu import fused_layers, overlapped_decoder
-from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend
-from nanovllm.kernels.compile import compile_layers
-from nanovllm.kernels.triton import attention
+from nanovllm.backends.compile import compile_layers
+from nanovllm.backends.cpu.layers import use_cpu_layers
+from nanovllm.backends.cuda import fused_layers, overlapped_decoder
+from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
+from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, fuse
+from nanovllm.backends.cuda.triton import attention
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
@@ -146,7 +146,7 @@ def test_a_fused_layer_runs_by_itself_in_a_decoder_that_is_not_fused(folder):
 
 def test_a_model_sped_up_for_the_cpu_computes_what_the_plain_one_does(folder):
     plain, fast = load(folder), load(folder)
-    speed_up(fast)
+    use_cpu_layers(fast)
     torch.testing.assert_close(run(fast), run(plain), rtol=1e-4, atol=1e-4)
 
 

@@ -14,7 +14,7 @@ from engine_helpers import assert_greedy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.attention_backends import select_attention_backend
+from nanovllm.backends.cuda.attention_backends import select_attention_backend
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,10 +14,10 @@ pytest.importorskip("llguidance", reason='pip install -e ".[structured]"')
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import TINY_MODEL
-from nanovllm.structured import grammars
-from nanovllm.structured.grammars import Grammars, Matcher
+from nanovllm.features.sampling import grammars
+from nanovllm.features.sampling.grammars import Grammars, Matcher
+from nanovllm.frontend.tokenizer import load_tokenizer
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.text import load_tokenizer
 
 TOKENIZER = load_tokenizer(TINY_MODEL)
 EOS, LAST = 0, 4095  # of the tiny model's vocabulary

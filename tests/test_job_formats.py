@@ -11,7 +11,7 @@ from job_helpers import arguments, as_job, journal_of, read_lines, run_stub, sto
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.jobs.formats import RESULT, seed_of
+from nanovllm.apps.jobs.formats import RESULT, seed_of
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 TALK = [{"role": "user", "content": "the in the"}]
@@ -376,7 +376,7 @@ def test_a_job_on_parquet_goes_on_where_it_was_stopped(parquet, table, model, tm
 
 
 def test_parquet_has_a_column_for_each_field_of_a_result(parquet):
-    from nanovllm.jobs import parquet as rows
+    from nanovllm.apps.jobs import parquet as rows
 
     assert {"line", *(name for name, _ in rows.RESULT)} == {*RESULT}
 
@@ -428,8 +428,8 @@ def test_what_parquet_cannot_be_is_refused(parquet, table, model, tmp_path, caps
 
 def test_without_pyarrow_it_says_what_to_install(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.jobs.parquet", raising=False)
-    monkeypatch.delattr("nanovllm.jobs.parquet", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm.apps.jobs.parquet", raising=False)
+    monkeypatch.delattr("nanovllm.apps.jobs.parquet", raising=False)
     (tmp_path / "in.parquet").write_text("x")
     assert main(arguments(tmp_path / "in.parquet", tmp_path / "out.jsonl", model)) == 2
     assert "nanovllm[parquet]" in capsys.readouterr().err

@@ -41,10 +41,10 @@ from tqdm.auto import tqdm
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
+from nanovllm.apps.jobs.errors import JobError
+from nanovllm.apps.jobs.job import FREE, run_job
+from nanovllm.apps.jobs.journal import Journal, Result
 from nanovllm.config import Config
-from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.job import FREE, run_job
-from nanovllm.jobs.journal import Journal, Result
 
 TESTS = Path(__file__).parent
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
@@ -145,7 +145,7 @@ def test_every_option_and_sampling_field_is_a_flag(capsys):
 
 def test_flags_reach_the_classes_that_check_them(run, monkeypatch):
     made = {}
-    monkeypatch.setattr("nanovllm.jobs.command.run_job", lambda job, *_: made.update(job=job))
+    monkeypatch.setattr("nanovllm.apps.jobs.command.run_job", lambda job, *_: made.update(job=job))
     flags = "--max_num_seqs 9 --no-enable-prefix-caching --num-kvcache-blocks none --overlap"
     flags += " --dtype float32 --start-timeout 3 --top-k 4 --top_p 0.5 --max-tokens none"
     flags += " --stop a --stop b --stop-token-ids 7 --ignore-eos --seed 3"
@@ -210,7 +210,7 @@ def test_the_engine_is_kept_full_with_a_bounded_queue(model, tmp_path):
 def test_memory_does_not_grow_with_the_number_of_lines(model, tmp_path, monkeypatch):
     """Bytes a line at the peak: of a million lines less than 100 MB."""
 
-    monkeypatch.setattr("nanovllm.jobs.journal.MOST_QUEUED", 64)
+    monkeypatch.setattr("nanovllm.apps.jobs.journal.MOST_QUEUED", 64)
 
     def peak(count: int) -> int:
         source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * count)
@@ -317,8 +317,8 @@ def test_an_empty_input_gives_an_empty_output(run):
 
 
 def test_a_line_that_would_fill_the_memory_is_an_error(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanovllm.jobs.files.LONGEST_LINE", 1000)
-    monkeypatch.setattr("nanovllm.jobs.files.PIECE", 64)
+    monkeypatch.setattr("nanovllm.apps.jobs.files.LONGEST_LINE", 1000)
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 64)
     lines = [{"prompt": "x" * length} for length in (3, 985, 986, 5000, 3)]
     source = write_lines(tmp_path / "in.jsonl", lines)
     assert [len(line) for line in source.read_text().splitlines()][1] == 999
@@ -456,7 +456,7 @@ def test_a_signal_ends_a_job_cleanly_and_says_how_to_go_on(fresh, model, tmp_pat
 def test_a_job_that_is_done_is_not_done_again(run, capsys, monkeypatch):
     _, output = run([{"prompt": "the", "id": "x" * 50_000}], *GREEDY)
     before = output.read_bytes()
-    monkeypatch.setattr("nanovllm.jobs.command.LLM", None)
+    monkeypatch.setattr("nanovllm.apps.jobs.command.LLM", None)
     assert run(None, *GREEDY)[0] == 0
     assert "complete already" in capsys.readouterr().out
     assert output.read_bytes() == before
@@ -476,7 +476,7 @@ def test_the_last_pass_alone_is_repeated_if_it_was_cut_off(model, tmp_path, monk
     job = as_job(source, tmp_path / "out.jsonl", model)
     for name in ("os.replace", "os.fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"nanovllm.jobs.files.{name}", raise_stopped)
+            patch.setattr(f"nanovllm.apps.jobs.files.{name}", raise_stopped)
             with pytest.raises(Stopped):
                 run_stub(job)
         assert not job.output.exists()
@@ -550,7 +550,7 @@ def test_what_may_change_are_options():
 
 
 def test_a_run_that_computed_nothing_binds_nobody(run, monkeypatch):
-    monkeypatch.setattr("nanovllm.jobs.job.compute", raise_stopped)
+    monkeypatch.setattr("nanovllm.apps.jobs.job.compute", raise_stopped)
     with pytest.raises(Stopped):
         run([{"prompt": "the"}], "--max-tokens", "9")
     monkeypatch.undo()

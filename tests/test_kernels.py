@@ -10,14 +10,18 @@ pytest.importorskip("triton")
 
 import plain_layers as plain
 
-from nanovllm.kernels import attention_backends, flash_attention
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND, select_attention_backend
-from nanovllm.kernels.triton import attention as triton_attention
-from nanovllm.kernels.triton import decode_gemm, elementwise, gemv, prefill_gemm
-from nanovllm.kernels.triton import moe as triton_moe
-from nanovllm.kernels.triton import sampling as triton_sampling
-from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
-from nanovllm.kernels.triton.linear import gated_linear, linear, rehearse_gated_linear
+from nanovllm.backends.cuda import attention_backends, flash_attention
+from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
+from nanovllm.backends.cuda.triton import attention as triton_attention
+from nanovllm.backends.cuda.triton import decode_gemm, elementwise, gemv, prefill_gemm
+from nanovllm.backends.cuda.triton import moe as triton_moe
+from nanovllm.backends.cuda.triton import sampling as triton_sampling
+from nanovllm.backends.cuda.triton.dispatch import (
+    TensorDescriptor,
+    arrivals,
+    has_large_shared_memory,
+)
+from nanovllm.backends.cuda.triton.linear import gated_linear, linear, rehearse_gated_linear
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from nanovllm import TINY_MODEL
-from nanovllm.log import parameters
+from nanovllm.frontend.log import parameters
 
 LINE = (
     r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: (?:plain|C\+\+), "

@@ -13,12 +13,12 @@ from transformers import Gemma2Config, Qwen3Config
 
 pytest.importorskip("triton")
 
+from nanovllm.backends.cuda import padded_forward
+from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse, outlined
+from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
+from nanovllm.backends.cuda.triton import attention
 from nanovllm.engine.batch_state import BatchState
-from nanovllm.gpu import padded_forward
-from nanovllm.gpu.fused_layers import FusedDecoder, fuse, outlined
-from nanovllm.gpu.padded_forward import PaddedInputs, sizes_for
-from nanovllm.kernels.attention_backends import AttentionBackend
-from nanovllm.kernels.triton import attention
 from nanovllm.layers.attention import AttentionOptions, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 

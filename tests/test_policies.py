@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
 from test_scheduler import Server, make_scheduler, make_sequence, streams
 
-from nanovllm import LLM, SamplingParams, compose
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import SCHEDULING_POLICIES
 from nanovllm.engine.policy import SchedulingPolicy
-from nanovllm.policies import POLICIES
-from nanovllm.policies.rolling import RollingPolicy
-from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
-from nanovllm.policies.throughput import GROUP_TOKENS, ThroughputPolicy
+from nanovllm.features.policies import POLICIES
+from nanovllm.features.policies.rolling import RollingPolicy
+from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
+from nanovllm.features.policies.throughput import GROUP_TOKENS, ThroughputPolicy
 
 
 def make_server(min_running: int = 8, group_tokens: int = GROUP_TOKENS, **sizes) -> Server:
@@ -335,14 +335,6 @@ class Lacking:
 def test_a_wrong_policy_is_refused_before_a_model_is_looked_for(policy, error, message):
     with pytest.raises(error, match=message):
         LLM("no/such/model", scheduling_policy=policy)
-
-
-def test_without_its_room_the_default_is_first_come_first_served(monkeypatch):
-    monkeypatch.setattr(compose, "room", lambda name: None)
-    for name in ("throughput", "fcfs"):
-        assert type(compose.choose_policy(name)) is SchedulingPolicy
-    with pytest.raises(ValueError, match="'priority', but nanovllm/policies is not there: use"):
-        compose.choose_policy("priority")
 
 
 def test_a_policy_that_fails_leaves_an_empty_usable_llm(make_llm, checkpoint):

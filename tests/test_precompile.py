@@ -14,10 +14,10 @@ triton = pytest.importorskip("triton")
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this release of Triton does not compile in threads", allow_module_level=True)
 
-from nanovllm.gpu.fused_layers import FusedGatedMLP, fuse
-from nanovllm.gpu.precompile import find_uncompiled
-from nanovllm.gpu.runner import CUDAModelRunner
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND
+from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND
+from nanovllm.backends.cuda.fused_layers import FusedGatedMLP, fuse
+from nanovllm.backends.cuda.precompile import find_uncompiled
+from nanovllm.backends.cuda.runner import CUDAModelRunner
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import ParallelGroup
 

@@ -15,10 +15,10 @@ import triton.language as tl
 from sampling_helpers import Draws, random_params
 
 from nanovllm import SamplingParams
+from nanovllm.backends.cuda.resampler import CUDAResampler
+from nanovllm.backends.cuda.triton import resampling as kernels
+from nanovllm.backends.cuda.triton.sampling import sample, scale_of
 from nanovllm.engine.model_runner import StepOutput
-from nanovllm.gpu.resampler import CUDAResampler
-from nanovllm.kernels.triton import resampling as kernels
-from nanovllm.kernels.triton.sampling import sample, scale_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -10,9 +10,9 @@ from call_helpers import END, make_llm
 from sampling_helpers import Draws, draw, process, random_params
 
 from nanovllm import SamplingParams
+from nanovllm.features.sampling.resampler import Resampler, keep_likeliest
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
-from nanovllm.sampling.resampler import Resampler, keep_likeliest
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
 

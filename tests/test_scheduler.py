@@ -24,8 +24,8 @@ from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.policies import POLICIES as NAMED_POLICIES
-from nanovllm.policies.throughput import ThroughputPolicy
+from nanovllm.features.policies import POLICIES as NAMED_POLICIES
+from nanovllm.features.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
 

@@ -18,8 +18,8 @@ from simulated_device import check_empty, output_alone
 from test_scheduler import NO_WINDOW, WINDOWS, Server, make_scheduler, serve, streams
 
 from nanovllm import SamplingParams
-from nanovllm.sampling import prompt_logprobs
-from nanovllm.session import AsleepError
+from nanovllm.engine.errors import AsleepError
+from nanovllm.features.sampling import prompt_logprobs
 
 LONG = PROMPTS[7]  # 70 tokens
 NEAR = 1e-4

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.errors import InvalidLogitsError
-from nanovllm.structured import grammars
-from nanovllm.structured.grammars import Grammars
-from nanovllm.text import load_tokenizer
+from nanovllm.features.sampling import grammars
+from nanovllm.features.sampling.grammars import Grammars
+from nanovllm.frontend.tokenizer import load_tokenizer
 
 PROMPTS = ["import json\n\nexample = ", "class Point:\n", "def main():\n    return ", "x = "]
 REGEX = r"[a-z]{2,8}(, [a-z]{2,8}){0,3}\."

@@ -32,9 +32,9 @@ from transformers import (
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.tensor_parallel.rank_process import open_store_file
+from nanovllm.backends.tensor_parallel.runner import RankError, TensorParallelRunner
 from nanovllm.config import Config
-from nanovllm.distributed.rank_process import open_store_file
-from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks
@@ -346,7 +346,7 @@ def test_no_name_leads_to_the_file_through_which_ranks_meet():
 
 
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", StarvedRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", StarvedRunner)
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
         assert llm.engine.runner.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
@@ -429,11 +429,10 @@ def echo(folder):
 
     def start():
         config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-        runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder)))
+        hf_config = load_hf_config(folder)
+        runners.append(TensorParallelRunner(config, hf_config, str(folder), EchoRunner))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
-        in_thread(start).result(SECONDS)
+    in_thread(start).result(SECONDS)
     yield runners[0]
     runners[0].close()
 
@@ -560,7 +559,7 @@ def test_ranks_end_with_a_script_that_closes_nothing(folder):
 
 def test_an_llm_that_is_forgotten_ends_its_ranks(folder, monkeypatch):
     before = leftovers()
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", EchoRunner)
     llm = LLM(folder, **OPTIONS, tensor_parallel_size=2)
     assert len(set(leftovers()) - set(before)) == 2
     del llm

@@ -21,8 +21,8 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.trace.__main__ import main
-from nanovllm.trace.events import (
+from nanovllm.features.trace.__main__ import main
+from nanovllm.features.trace.events import (
     KINDS,
     Added,
     Committed,
@@ -38,9 +38,9 @@ from nanovllm.trace.events import (
     Run,
     Started,
 )
-from nanovllm.trace.files import PAGE, PLACE, make_page, read_jsonl, write
-from nanovllm.trace.replay import Replay
-from nanovllm.trace.summary import Summary
+from nanovllm.features.trace.files import PAGE, PLACE, make_page, read_jsonl, write
+from nanovllm.features.trace.replay import Replay
+from nanovllm.features.trace.summary import Summary
 
 ROOT = Path(nanovllm.__file__).parent.parent
 TIGHT = dict(num_kvcache_blocks=14, max_num_seqs=6, max_num_batched_tokens=40)
@@ -297,7 +297,7 @@ def test_json_lines_give_the_figures_and_the_page_of_the_run(
     events = trace_of(make_llm, tmp_path)
     names = [str(tmp_path / name) for name in ("run.jsonl", "run.html")]
     for arguments in (names[:1], names):
-        monkeypatch.setattr(sys, "argv", ["nanovllm.trace", *arguments])
+        monkeypatch.setattr(sys, "argv", ["nanovllm.features.trace", *arguments])
         assert not (tmp_path / "run.html").exists()
         main()
         assert capsys.readouterr().out.splitlines() == Summary(events).lines()

@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from nanovllm import LLM
-from nanovllm.session import AsleepError
-from nanovllm.trainer import memory, new_weights
+from nanovllm.engine.errors import AsleepError
+from nanovllm.features.weight_updates import new_weights, sleep
 
 SOME = [PROMPTS[2], PROMPTS[5], PROMPTS[8]]
 NORM = "model.norm.weight"
@@ -511,7 +511,7 @@ def test_an_output_that_nobody_took_is_not_lost(make_llm, checkpoint):
 def test_an_llm_that_woke_up_as_an_interrupt_came_takes_no_memory_twice(make_llm, checkpoint):
     llm = make_llm()
     llm.sleep()
-    memory.restore(llm.engine.runner)  # and nobody was told
+    sleep.restore(llm.engine.runner)  # and nobody was told
     cache = llm.engine.runner.kv_cache
     llm.wake_up()
     assert llm.engine.runner.kv_cache is cache
@@ -593,8 +593,8 @@ def test_fused_layers_and_packed_ones_take_the_weights_of_plain_ones(get_checkpo
     pytest.importorskip("triton")
     from model_helpers import Driver, load
 
-    from nanovllm.gpu.fused_layers import fuse
-    from nanovllm.kernels.attention_backends import PLAIN_BACKEND
+    from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND
+    from nanovllm.backends.cuda.fused_layers import fuse
 
     for name in ("attention-bias", "gemma3"):
         old, new = get_checkpoint(name), get_trained(name)

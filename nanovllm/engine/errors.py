@@ -1,6 +1,20 @@
-"""What can go wrong in a step."""
+"""Errors of an engine: wrong logits in a step, or a call that cannot run now."""
 
 from nanovllm.engine.sequence import Sequence
+
+
+class ClosedError(ValueError):
+    """The LLM was used after `close`, or closed while the call ran."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is closed: make a new one")
+
+
+class AsleepError(ValueError):
+    """The LLM was used between `sleep` and `wake_up`."""
+
+    def __init__(self) -> None:
+        super().__init__("this LLM is asleep: call wake_up first")
 
 
 class InvalidLogitsError(FloatingPointError):

@@ -24,7 +24,6 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
 from nanovllm.models.config_fields import largest_window
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.loader import check_num_layers
 
 
 class Launched(NamedTuple):
@@ -45,26 +44,29 @@ class LLMEngine:
         config: Config,
         hf_config,
         folder: str | Path,
-        make_runner: Callable[..., Any],
+        runner: Any,
         policy: SchedulingPolicy = SchedulingPolicy(),
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        constraints: Constraints | None = None,
+        make_detokenizer: Callable[[], Detokenizer] | None = None,
     ) -> None:
-        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run.
+        """Get ready to run the model in `folder`, whose configuration is `hf_config`.
 
-        `make_runner`: a class of runners, such as ModelRunner, or a function like one.
+        Args:
+            runner: what holds the model; a ModelRunner, or what has its interface.
+            stop_ids: tokens that end a request when they are sampled.
+            constraints: what says which tokens may follow, for requests that restrict them.
+            make_detokenizer: makes what reads the text of requests as it grows.
         """
-        # Refuse other models first: they may not have what is read below.
         self.model_class = find_model(hf_config)
-        if config.load_format == "auto":
-            check_num_layers(hf_config.num_hidden_layers, folder, self.model_class)
         self.policy = policy
+        self.stop_ids = stop_ids
+        self.constraints = constraints
+        self.make_detokenizer = make_detokenizer
         self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
-        # compose.py sets these three once the model is loaded.
-        self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
-        self.make_detokenizer: Callable[[], Detokenizer] | None = None
-        self.constraints: Constraints | None = None
-
         self.vocab_size = hf_config.vocab_size
-        self.runner = make_runner(config, hf_config, folder)
+        self.runner = runner
         self.max_model_len = self.runner.info.max_model_len
         self.window = largest_window(hf_config)
         is_cpu = self.runner.device.type == "cpu"

@@ -1,0 +1,72 @@
+"""Sample by Triton's kernels for rows that ask for more than a temperature and a seed."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton import resampling
+from nanovllm.features.sampling.resampler import Resampler, Rows
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner, StepOutput
+
+
+def make_resampler(runner: "ModelRunner") -> Resampler:
+    """The plain one where Triton is too old for these kernels."""
+    return CUDAResampler(runner) if resampling.CAN_COMPILE else Resampler(runner)
+
+
+class CUDAResampler(Resampler):
+    """Launches two kernels a step for what changes the sampling, and two for log-probabilities.
+
+    On one rank it launches them for all rows of a step, so that nothing is brought to the device
+    when others ask: a row that asks for nothing costs a look at its slot.
+    """
+
+    def __init__(self, runner: "ModelRunner") -> None:
+        super().__init__(runner)
+        self.rows_at_once = runner.max_num_seqs
+        if self.group.size > 1:
+            self.rows_at_once = min(128, self.rows_at_once)  # whose logits are gathered
+        device = self.slots.table.device
+        self._space = resampling.Workspace(self.rows_at_once, self.vocab_size, device)
+        self._all = torch.arange(runner.max_num_seqs, device=device)
+        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def rehearse(self, output: "StepOutput") -> None:
+        rows = Rows([0], [SamplingParams(logprobs=1)], self._all[:1], self.vocab_size)
+        logits = output.logits[:1]
+        if self.group.size > 1:
+            logits = logits.new_empty(1, self.vocab_size)
+        self._sample(rows, logits, output)
+        self._sample(rows, logits.float(), output)  # as where logits are edited
+        self._logprobs(rows, logits, output)
+
+    def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
+        if self.group.size > 1 or not alone:
+            return super()._rows(index, params, alone)
+        return [Rows(index, params, None, self.vocab_size)]
+
+    def _sample(self, rows: Rows, logits: Tensor, output: "StepOutput") -> None:
+        slots, nothing = self.slots, self._nothing
+        counts = nothing if slots.counts is None else slots.counts
+        barred, cells = [
+            nothing.view(torch.bool) if table is None else table
+            for table in (slots.barred, slots.cells)
+        ]
+        resampling.resample(
+            logits,
+            self._all[: len(logits)] if rows.at is None else rows.at,
+            output,
+            self.state,
+            slots,
+            (counts, barred, cells),
+            self._space,
+        )
+
+    def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
+        at = self._all[: len(logits)] if rows.at is None else rows.at
+        most = rows.most_logprobs
+        return resampling.logprobs(logits, at, output, self.slots, most, self._space)

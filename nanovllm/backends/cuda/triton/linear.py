@@ -1,0 +1,45 @@
+"""Linear layers on a GPU: by the kernel that was measured to be fastest for the shape, or by
+cuBLAS.
+"""
+
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton import decode_gemm, gemv, prefill_gemm
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
+from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N].
+
+    `spare`: memory of that shape which the result may take.
+    """
+    if tiling := decode_gemm.tiling(x, weight):
+        return decode_gemm.linear(x, weight, bias, tiling)
+    return gemv.linear(x, weight, bias, spare)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False
+) -> Tensor:
+    """silu(gate) * up of x [M, K] -> [M, N]; gelu(gate), by tanh, if that is asked for.
+
+    weight [2 N, K] and bias [2 N] hold gate and then up.
+    """
+    if bias is None and gemv.is_skinny(x, weight):
+        return gemv.gated_linear(x, weight, gelu)
+    if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
+        return decode_gemm.gated_linear(x, weight, tiling, gelu)
+    if bias is None and prefill_gemm.suits(x, weight):
+        return prefill_gemm.gated_linear(x, weight, gelu)
+    return activate_and_mul(linear(x, weight, bias), gelu)
+
+
+def rehearse_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
+    """Launch what `gated_linear` launches for more rows only than a decode step has."""
+    x = weight.new_zeros(1, weight.shape[1])
+    if bias is None and prefill_gemm.is_able(x, weight):
+        prefill_gemm.gated_linear(x, weight, gelu)
+    activate_and_mul(weight.new_zeros(MAX_ROWS + 1, weight.shape[0]), gelu)

@@ -1,0 +1,121 @@
+"""Work out from a trace's events what every sequence and every KV block was at any time.
+
+The page does the same in JavaScript. To draw a trace of one's own, begin here:
+
+    run, *events = read_jsonl("run.jsonl")
+    replay = Replay(run)
+    for event in events:
+        replay.apply(event)
+        ...  # look at replay.tables, replay.lengths, replay.known, ...
+"""
+
+from collections.abc import Iterable
+
+from nanovllm.features.trace.events import (
+    Event,
+    Evicted,
+    GaveBack,
+    Grew,
+    Launched,
+    Preempted,
+    Registered,
+    Released,
+    Reset,
+    Run,
+    Started,
+)
+
+
+class Replay:
+    """The state after the events that were applied.
+
+    A block is referenced by `ref_counts[block]` sequences. If that is 0, it is free, and if it is
+    also in `known`, its content is still cached.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.num_preemptions = 0
+        self.num_evictions = 0  # cached blocks that were taken for something else
+        self._clear(run.cached_blocks)
+
+    def _clear(self, cached_blocks: Iterable[int] = ()) -> None:
+        self.ref_counts = [0] * self.run.num_blocks
+        self.known = set(cached_blocks)
+        # Sequence -> its block table; None: it gave that block back.
+        self.tables: dict[int, list[int | None]] = {}
+        self.lengths: dict[int, int] = {}  # sequence -> tokens whose K and V its blocks hold
+        self.decoding: set[int] = set()  # in the step that was launched last
+
+    def apply(self, event: Event) -> None:
+        """Raises ValueError if it cannot have happened."""
+        if isinstance(event, Started):
+            self._start(event)
+        elif isinstance(event, Registered):
+            _check(all(self.ref_counts[b] for b in event.blocks), event, "nobody holds a block")
+            self.known.update(event.blocks)
+        elif isinstance(event, Evicted):
+            _check(self.known.issuperset(event.blocks), event, "a block was not known")
+            self.known.difference_update(event.blocks)
+            self.num_evictions += len(event.blocks)
+        elif isinstance(event, Preempted):
+            self.num_preemptions += 1
+        elif isinstance(event, Released):
+            self._give_back(event.seq, len(self.tables[event.seq]))
+            del self.tables[event.seq], self.lengths[event.seq]
+        elif isinstance(event, GaveBack):
+            self._give_back(event.seq, event.blocks)
+        elif isinstance(event, Grew):
+            for block in event.blocks:
+                self._allocate(block, event)
+            self.tables[event.seq] += event.blocks
+        elif isinstance(event, Launched):
+            self._launch(event)
+        elif isinstance(event, Reset):
+            self._clear()
+
+    def _start(self, event: Started) -> None:
+        _check(event.seq not in self.tables, event, "the sequence runs already")
+        for block in event.blocks[event.given_back : event.shared_blocks]:
+            used = self.ref_counts[block] > 0 or block in self.known
+            _check(used, event, f"block {block} is shared, and nobody has written it")
+            self.ref_counts[block] += 1
+        for block in event.blocks[event.shared_blocks :]:
+            self._allocate(block, event)
+        held = event.blocks[event.given_back :]
+        self.tables[event.seq] = [None] * event.given_back + list(held)
+        self.lengths[event.seq] = event.cached_tokens
+
+    def _launch(self, event: Launched) -> None:
+        for seq, block in event.grown:
+            self._allocate(block, event)
+            self.tables[seq].append(block)
+        for seq, start, end in event.prefills:
+            _check(start <= self.lengths[seq], event, "a chunk begins where the last one ended")
+            self.lengths[seq] = end
+        self.lengths.update(event.forked)
+        self.decoding = self.decoding - set(event.left) | set(event.joined)
+        _check(len(self.decoding) == event.decode_tokens, event, "each decodes one token")
+        for seq in self.decoding:
+            self.lengths[seq] += 1
+        for seq, length in self.lengths.items():
+            room = len(self.tables[seq]) * self.run.block_size
+            _check(length <= room, event, f"sequence {seq} has {length} tokens in {room} slots")
+
+    def _give_back(self, seq: int, count: int) -> None:
+        """The first `count` blocks of a table, but those that were given back before."""
+        table = self.tables[seq]
+        for i, block in enumerate(table[:count]):
+            if block is not None:
+                self.ref_counts[block] -= 1
+                table[i] = None
+
+    def _allocate(self, block: int, event: Event) -> None:
+        _check(self.ref_counts[block] == 0, event, f"block {block} is taken, and was not free")
+        _check(block not in self.known, event, f"block {block} was not evicted first")
+        self.ref_counts[block] = 1
+
+
+def _check(holds: bool, event: Event, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{event} cannot have happened: {what}")

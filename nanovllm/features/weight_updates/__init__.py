@@ -1,0 +1,1 @@
+"""New weights for a running model, and its memory lent to others."""
