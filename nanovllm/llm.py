@@ -240,8 +240,8 @@ class LLM:
         engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
         return {
-            "total": engine.total.summary(blocks.num_blocks),
-            "last_call": engine.last_call.summary(blocks.num_blocks),
+            "total": engine.metrics.total.summary(blocks.num_blocks),
+            "last_call": engine.metrics.last_call.summary(blocks.num_blocks),
             "running": engine.scheduler.num_running,
             "waiting": len(engine.scheduler.waiting),
             "paused": len(engine.scheduler.paused),

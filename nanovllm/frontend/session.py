@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.checks import as_integer, shown
 from nanovllm.engine.errors import AsleepError, ClosedError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 
 
@@ -110,7 +110,7 @@ class Session:
         """The engine, ready for the requests of a new call. Needs the lock."""
         self.awake_engine()
         engine = self.settled_engine()
-        engine.last_call = Metrics()
+        engine.metrics.begin_call()
         return engine
 
     @contextmanager
