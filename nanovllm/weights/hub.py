@@ -1,6 +1,4 @@
-"""From a model's name to the folder that holds it. Knows the Hugging Face hub, and nothing of what
-the files say.
-"""
+"""The way from a model's name to its folder, by the Hugging Face hub where it is not local."""
 
 import os
 from pathlib import Path
@@ -12,11 +10,11 @@ NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def resolve_model_folder(model: str) -> Path:
-    """The folder of `model`: itself if it is one, else a download of the hub's repository of that
-    name. Absolute: it is read later, too, when this process may have gone to another folder.
+    """Return the absolute path of the folder that `model` names; download it if it is a hub id.
 
-    Raises ValueError if there is no such folder or repository, or if opening the folder's files
-    could block.
+    The path is absolute because the folder is read again later, when the working directory may be
+    another. Raises ValueError if there is no such folder or repository, or if opening the folder's
+    files could block.
     """
     folder = find_folder(model)
     try:
