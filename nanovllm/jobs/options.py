@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that answers an unknown flag with the one that may have been meant."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # Before anything else is missed: of a misspelled --model, argparse says that it is required.
+        # This comes first: of a misspelled --model, argparse says only that --model is required.
         for text in sys.argv[1:] if args is None else args:
             if text == "--":  # only positional arguments follow
                 break
