@@ -1,4 +1,5 @@
-"""Names of vLLM that are none here, and what to do instead; of transformers, too.
+"""Names of vLLM that are none here, and what to do instead; of transformers and of other engines,
+too.
 
 vLLM's documentation of releases up to 0.31 has them, and scripts of older ones. A value that asks
 for nothing, or for what is done anyway, may stay: None, and what stands after a remedy. Any other
@@ -10,6 +11,7 @@ from dataclasses import fields
 
 from nanovllm.checks import Foreign
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import KINDS
 
 ONLY_TEXT = Foreign(
     "leave it out, only text goes in", (None, {}, False, 0, {"image": 0}, {"image": 0, "video": 0})
@@ -253,6 +255,32 @@ OF_PRETRAINED = {  # its from_pretrained's
     "torch_dtype": Foreign("use dtype", same_as="dtype"),
     "use_safetensors": Foreign("leave it out, safetensors are read", (None, True)),
 }
+OF_OTHER_ENGINES = {  # names that SGLang, TensorRT-LLM, llama.cpp or pipelines have for options
+    "batch_size": Foreign("use max_num_seqs, the most sequences that run at the same time"),
+    "context_length": Foreign("use max_model_len", same_as="max_model_len"),
+    "max_batch_size": Foreign("use max_num_seqs, the most sequences that run at the same time"),
+    "max_running_requests": Foreign("use max_num_seqs", same_as="max_num_seqs"),
+    "mem_fraction_static": Foreign("use gpu_memory_utilization"),
+    "n_ctx": Foreign("use max_model_len", same_as="max_model_len"),
+    "num_gpus": Foreign("use tensor_parallel_size", (None, 1), same_as="tensor_parallel_size"),
+    "tp_size": Foreign("use tensor_parallel_size", (None, 1), same_as="tensor_parallel_size"),
+}
+GUIDED = {  # vLLM's, before structured_outputs
+    f"guided_{kind}": Foreign(f"use structured_outputs={{{kind!r}: ...}}") for kind in KINDS
+}
+GUIDED |= {
+    "guided_decoding_backend": STRUCTURED,
+    "guided_whitespace_pattern": Foreign(
+        "use structured_outputs={'json': ..., 'whitespace_pattern': ...}"
+    ),
+}
+# What others give beside the sampling parameters themselves, for the form of an output.
+UNWRAPPED = {kind: Foreign(f"use structured_outputs={{{kind!r}: ...}}") for kind in KINDS}
+UNWRAPPED |= {
+    "json_schema": Foreign("use structured_outputs={'json': ...}"),
+    "max_completion_tokens": Foreign("use max_tokens", same_as="max_tokens"),
+    "response_format": Foreign("use structured_outputs={'json': ...}", (None, {"type": "text"})),
+}
 # What SamplingParams takes, given elsewhere.
 OF_PARAMS = {
     field.name: Foreign(f"give SamplingParams({field.name}=...)", ())
@@ -260,7 +288,7 @@ OF_PARAMS = {
 }
 IN_CALL = OF_PARAMS | {
     name: Foreign(f"in SamplingParams, {foreign.remedy}", ())
-    for name, foreign in OF_TRANSFORMERS.items()
+    for name, foreign in (OF_TRANSFORMERS | GUIDED).items()
 }
 IN_GENERATE = {
     "guided_options_request": Foreign("give SamplingParams(structured_outputs=...)"),
@@ -304,14 +332,10 @@ IN_WAKE_UP = {
     "tags": Foreign("leave it out, the weights and the KV cache come back together"),
 }
 # What its server takes beside OpenAI's fields, in the lines of a job.
-IN_LINE = OF_TRANSFORMERS | PARAMETERS | {"tools": Foreign(IN_TEMPLATE, (None, []))}
-IN_LINE |= {
-    f"guided_{kind}": Foreign("use structured_outputs")
-    for kind in ("json", "json_object", "regex", "choice", "grammar", "whitespace_pattern")
-}
+IN_LINE = OF_TRANSFORMERS | PARAMETERS | GUIDED | {"tools": Foreign(IN_TEMPLATE, (None, []))}
 FOREIGN = {
-    "LLM": OF_PARAMS | OF_PRETRAINED | OPTIONS,
-    "SamplingParams": OF_TRANSFORMERS | PARAMETERS,
+    "LLM": OF_PARAMS | OF_PRETRAINED | OF_OTHER_ENGINES | OPTIONS,
+    "SamplingParams": OF_TRANSFORMERS | PARAMETERS | GUIDED | UNWRAPPED,
     "generate": IN_CALL | IN_GENERATE,
     "chat": IN_CALL | IN_CHAT,
     "prompt": IN_PROMPT,
