@@ -50,7 +50,7 @@ class SymmetricMemorySum:
         return (
             device.type == "cuda"
             and size in cls.MAX_BYTES
-            and hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy")
+            and hasattr(torch.ops.symm_mem, "one_shot_all_reduce")
             and all(
                 torch.cuda.can_device_access_peer(device, peer)
                 for peer in range(
@@ -80,6 +80,9 @@ class SymmetricMemorySum:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' `x`."""
         shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(
-            shared, x.contiguous(), "sum", self.group_name
-        )
+        # Not one_shot_all_reduce_copy: in that, a block's first threads tell the other ranks that
+        # its part is there, and nothing has made them wait for what its other threads copy. A
+        # kernel of its own has ended before the sum begins. No rank still reads what it overwrites:
+        # each sum ends when all ranks have read.
+        shared.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self.group_name)
