@@ -80,9 +80,9 @@ class SymmetricMemorySum:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' `x`."""
         shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        # Not one_shot_all_reduce_copy: in that, a block's first threads tell the other ranks that
-        # its part is there, and nothing has made them wait for what its other threads copy. A
-        # kernel of its own has ended before the sum begins. No rank still reads what it overwrites:
-        # each sum ends when all ranks have read.
+        # Not one_shot_all_reduce_copy: there, the first threads of a block tell the other ranks
+        # that the block's part is copied without waiting for its other threads. A copy that is a
+        # kernel of its own has ended before the sum begins. The sum ends on each rank when all
+        # ranks have read, so no rank still reads what the copy overwrites.
         shared.copy_(x)
         return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self.group_name)
