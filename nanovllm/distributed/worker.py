@@ -22,20 +22,18 @@ import numpy as np
 import torch
 
 from nanovllm.compose import choose_device, room
-from nanovllm.distributed.channel import (
-    Channel,
-    ChannelClosed,
+from nanovllm.distributed.answers import Answer, Done, Failed, Ready, pack_answer
+from nanovllm.distributed.channel import Channel, ChannelClosed
+from nanovllm.distributed.collectives import join_group
+from nanovllm.distributed.commands import (
     Constrain,
-    Done,
-    Failed,
     Launch,
     ReadLogits,
-    Ready,
     Start,
     Synchronize,
     Task,
+    unpack_command,
 )
-from nanovllm.distributed.collectives import join_group
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 
@@ -60,7 +58,7 @@ def run_rank(rank: int, fd: int, *, engine_pid: int, dies_with_parent: bool) -> 
         is_users = isinstance(error, ValueError)
         failed = Failed(str(error) if is_users else "", traceback.format_exc(), is_users)
         with suppress(OSError):  # the engine may be gone
-            channel.send(failed)
+            _answer(channel, failed)
     # Stay until the engine closes the channel. If this process ended, the other ranks would fail
     # as well, and it would be harder to tell who failed first.
     threading.Event().wait()
@@ -93,8 +91,8 @@ def _serve(rank: int, channel: Channel) -> None:
             step, sampled = in_flight[0]
             if sampled.ready():
                 in_flight.popleft()
-                channel.send(Done(step, sampled.wait()))
-        command = channel.receive()
+                _answer(channel, Done(step, sampled.wait()))
+        command = unpack_command(channel.receive())
         if isinstance(command, (Launch, Constrain)):
             if isinstance(command, Launch):
                 sampled = runner.launch(command.batch)
@@ -103,18 +101,22 @@ def _serve(rank: int, channel: Channel) -> None:
             if rank == 0:
                 in_flight.append((command.step, sampled))
             else:
-                channel.send(Done(command.step))
+                _answer(channel, Done(command.step))
         elif isinstance(command, ReadLogits):
             logits = runner.read_logits(command.edits, command.rows)
-            channel.send(Done(command.step, logits if rank == 0 else None))
+            _answer(channel, Done(command.step, logits if rank == 0 else None))
         elif isinstance(command, Synchronize):
             in_flight.clear()
             runner.synchronize()
-            channel.send(Done(command.step))
+            _answer(channel, Done(command.step))
         elif isinstance(command, Task):
-            channel.send(Done(command.step, error=do(command, runner)))
+            _answer(channel, Done(command.step, error=do(command, runner)))
         else:
             raise AssertionError(f"no command: {command!r}")
+
+
+def _answer(channel: Channel, answer: Answer) -> None:
+    channel.send(pack_answer(answer))
 
 
 def _with_logits(command: Constrain) -> LogitsEdits:
@@ -137,7 +139,8 @@ def do(command: Task, runner: ModelRunner) -> str:
 
 
 def _start(rank: int, channel: Channel) -> ModelRunner:
-    start: Start = channel.receive()
+    start = unpack_command(channel.receive())
+    assert isinstance(start, Start)
     device = choose_device(start.config.device, rank)
     if device.type == "cpu" and (threads := room("cpu.threads")):
         # The ranks share the cores.
@@ -150,5 +153,5 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
         symmetric_memory=start.config.symmetric_memory,
     )
     runner = start.build_runner(start.config, start.hf_config, start.folder, group=group)
-    channel.send(Ready(runner.info))
+    _answer(channel, Ready(runner.info))
     return runner
