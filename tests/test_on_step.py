@@ -10,7 +10,7 @@ from test_bench import bench
 from tqdm.auto import tqdm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.metrics import StepRecord
+from nanovllm.outputs import StepRecord
 
 
 @pytest.fixture(params=[False, True], ids=["", "overlap"])

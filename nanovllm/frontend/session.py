@@ -14,8 +14,9 @@ from typing import Any
 from nanovllm.checks import as_integer, shown
 from nanovllm.engine.errors import AsleepError, ClosedError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.metrics import Metrics
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import StepRecord
 
 
 class Session:

@@ -44,15 +44,12 @@ from nanovllm.backends.tensor_parallel.rank_process import (
 )
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
+from nanovllm.engine.errors import RankError
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 
 # After the first complaint: if another rank's death is its cause, that is visible by then.
 EVIDENCE_SECONDS = 0.5
-
-
-class RankError(RuntimeError):
-    """A rank died, raised or hung. All ranks are gone, and the LLM with them: make a new one."""
 
 
 @dataclass(frozen=True, slots=True)

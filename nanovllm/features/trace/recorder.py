@@ -19,7 +19,6 @@ from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.trace.events import (
@@ -42,6 +41,7 @@ from nanovllm.features.trace.events import (
 )
 from nanovllm.features.trace.files import check_writable, write
 from nanovllm.features.trace.replay import Replay
+from nanovllm.outputs import StepRecord
 from nanovllm.sampling_params import SamplingParams
 
 
