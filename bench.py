@@ -390,7 +390,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         for repeat in range(args.repeat):
             steps.clear()  # a picture is of the last run, and so is a trace
             if args.trace:
-                engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
+                engine.llm.engine.listeners[-1].restart(bandwidth=limits[0] if limits else None)
             seconds.append(run_once(engine, work, name, repeat, args))
         tokens, best = num_output_tokens(work, name), min(seconds)
         rates = [rate * args.tensor_parallel_size for rate in limits or ()]
@@ -419,7 +419,7 @@ def end_trace(llm, path: Path) -> dict:
     """Write a trace, and print what its run was like; returns the figures."""
     from nanovllm.features.trace.summary import Summary
 
-    summary = Summary(llm.engine.recorder.events)
+    summary = Summary(llm.engine.listeners[-1].events)
     llm.close()
     print(f"              the last run, replayed in {path}:")
     for line in summary.lines():

@@ -8,6 +8,7 @@ user may lack, or that are slow to import.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from os import fspath
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from nanovllm.features.sampling.constraints import Constraints
 from nanovllm.features.sampling.grammars import Grammars
 from nanovllm.features.sampling.prompt_logprobs import score_prompts
 from nanovllm.features.sampling.resampler import Resampler
+from nanovllm.features.trace.recorder import Recorder
 from nanovllm.frontend.detokenizer import Detokenizer
 from nanovllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from nanovllm.layers.parallel import ParallelGroup
@@ -43,6 +45,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
     for a model folder that cannot be run as `config` asks.
     """
     policy = choose_policy(config.scheduling_policy)
+    recorder = None if config.trace is None else Recorder(fspath(config.trace))
     folder = resolve_model_folder(config.model)
     start_cuda_driver(config.device)
     hf_config = load_hf_config(folder)
@@ -59,7 +62,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             stop_ids |= {tokenizer.eos_token_id}
         forms = Grammars(tokenizer, hf_config.vocab_size, stop_ids)
-        engine = choose_engine_class(config)(
+        engine = LLMEngine(
             config,
             hf_config,
             folder,
@@ -68,20 +71,14 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
             stop_ids=stop_ids,
             constraints=Constraints(hf_config.vocab_size, forms),
             make_detokenizer=None if tokenizer is None else lambda: Detokenizer(tokenizer),
+            listeners=() if recorder is None else (recorder,),
         )
+        if recorder is not None:
+            recorder.follow(engine, config, hf_config, folder)
     except BaseException:
         runner.close()
         raise
     return engine, tokenizer
-
-
-def choose_engine_class(config: Config) -> type[LLMEngine]:
-    """Return the class of engines that keeps a trace if `config` asks for one."""
-    if config.trace is None:
-        return LLMEngine
-    from nanovllm.features.trace.recorder import RecordedEngine
-
-    return RecordedEngine
 
 
 def choose_policy(given: Any) -> SchedulingPolicy:

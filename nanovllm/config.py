@@ -190,7 +190,7 @@ class Config:
         None means the default of an option that has no None of its own, as in vLLM. An unknown
         name raises TypeError, which names the nearest option or the remedy.
         """
-        known = options_of(cls)
+        known = options_of(Config)
         foreign = OF_SAMPLING_PARAMS | OPTIONS
         given = refuse_unknown_names("LLM", "option", {"model": model, **options}, known, foreign)
         for name in [*options]:

@@ -181,17 +181,21 @@ class LLM:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         (checked,) = self._prompt_requests([prompt], sampling_params)
         session = self._session
-        with session.lock, session.running():
-            request = session.settled_engine().add(*checked, interactive=True)
-            session.requests[request.id] = request
+        with session.lock:
+            engine = session.clean_engine()
+            with session.running():
+                request = engine.add(*checked, interactive=True)
+                session.requests[request.id] = request
         return request.id
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
         session = self._session
         session.open_engine()
-        with session.lock, session.running():
-            session.step()
+        with session.lock:
+            session.steppable_engine()
+            with session.running():
+                session.step()
             finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
             session.finished.clear()
             outputs = self._outputs(finished)
@@ -238,8 +242,8 @@ class LLM:
         engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
         return {
-            "total": engine.total.summary(blocks.num_blocks),
-            "last_call": engine.last_call.summary(blocks.num_blocks),
+            "total": engine.metrics.total.summary(blocks.num_blocks),
+            "last_call": engine.metrics.last_call.summary(blocks.num_blocks),
             "running": engine.scheduler.num_running,
             "waiting": len(engine.scheduler.waiting),
             "paused": len(engine.scheduler.paused),
@@ -249,8 +253,9 @@ class LLM:
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
         """Call `callback` after each step with what it did, a `nanovllm.StepRecord`.
 
-        Returns a function that ends this. The callback runs in the thread of the step and may use
-        the LLM, for example to abort a request. What it raises leaves the call as any error does.
+        Returns a function that ends this. The callback runs in the thread of the step. It may
+        add, abort, pause and resume requests, close the LLM, and read; what runs steps raises
+        RuntimeError there. What it raises leaves the call as any error does.
         """
         self._session.open_engine()
         if not callable(callback):
@@ -269,7 +274,7 @@ class LLM:
 
         No request may be unfinished. An LLM that is asleep takes them too.
         """
-        with self._session.idle("update_weights") as engine, self._session.busy():
+        with self._session.idle("update_weights") as engine:
             update_weights(engine, weights)
 
     def sleep(self, level: int = 1) -> None:

@@ -129,14 +129,14 @@ def option(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
 
 
 @functools.cache
-def options_of(cls: Any) -> dict[str, Option]:
+def options_of(cls: type) -> dict[str, Option]:
     """Return the options that a class declares, by name."""
     return {one.name: Option.from_field(one) for one in fields(cls)}
 
 
 def check_options(options: Any) -> None:
     """Check each field of a class of options, and keep its value in the form that is checked."""
-    for name, declared in options_of(type(options)).items():
+    for name, declared in options_of(options.__class__).items():
         given = getattr(options, name)
         if given is declared.default:  # it needs no check, and most values of a request are
             continue

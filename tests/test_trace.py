@@ -51,12 +51,12 @@ class Watched:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.replay = Replay(llm.engine.recorder.events[0])
+        self.replay = Replay(llm.engine.listeners[-1].events[0])
         self._num_applied = 1
         llm.on_step(lambda step: self.compare())
 
     def compare(self) -> None:
-        events = self.llm.engine.recorder.events
+        events = self.llm.engine.listeners[-1].events
         for event in events[self._num_applied :]:
             self.replay.apply(event)
         self._num_applied = len(events)
@@ -113,7 +113,7 @@ def test_the_events_replay_to_the_blocks_of_every_step(
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
-    kinds = {type(event) for event in llm.engine.recorder.events}
+    kinds = {type(event) for event in llm.engine.listeners[-1].events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     for _ in range(8):  # a few more, that are scored
         prompt, params = random_request(rng, beginnings)
@@ -121,7 +121,9 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     last = llm.add_request([7], SamplingParams(prompt_logprobs=0, max_tokens=0))
     while llm.has_unfinished():
         llm.step()
-    (added,) = [e for e in llm.engine.recorder.events if isinstance(e, Added) and e.seq == last]
+    (added,) = [
+        e for e in llm.engine.listeners[-1].events if isinstance(e, Added) and e.seq == last
+    ]
     assert (added.prompt_tokens, added.max_tokens) == (1, 0)
     assert not watched.replay.tables and not any(watched.replay.ref_counts)
     assert_empty(llm)
@@ -248,11 +250,11 @@ def test_a_trace_without_a_step_has_figures():
 def test_a_step_that_only_decodes_adds_two_events_however_many_sequences_run(make_llm, tmp_path):
     llm = make_llm(trace=tmp_path / "run.jsonl", kvcache_block_size=256, num_kvcache_blocks=40)
     counts: list[int] = []
-    llm.on_step(lambda step: counts.append(len(llm.engine.recorder.events)))
+    llm.on_step(lambda step: counts.append(len(llm.engine.listeners[-1].events)))
     llm.generate([[i] for i in range(32)], greedy(20), use_tqdm=False)
     added = {after - before for before, after in zip(counts, counts[1:-1])}
     assert added == {2}
-    last = llm.engine.recorder.events[counts[-3] : counts[-2]]
+    last = llm.engine.listeners[-1].events[counts[-3] : counts[-2]]
     assert [event.decode_tokens for event in last if isinstance(event, Launched)] == [32]
 
 
@@ -281,10 +283,10 @@ def test_after_an_error_the_trace_goes_on(make_llm, tmp_path):
         llm.generate(PROMPTS, greedy(24), use_tqdm=False)
     llm.generate(PROMPTS, greedy(24), use_tqdm=False)
     watched.compare()
-    kinds = Counter(type(event).__name__ for event in llm.engine.recorder.events)
+    kinds = Counter(type(event).__name__ for event in llm.engine.listeners[-1].events)
     assert kinds["Reset"] == 1 and kinds["Finished"] == len(PROMPTS)
     launched = -1
-    for event in llm.engine.recorder.events:
+    for event in llm.engine.listeners[-1].events:
         if isinstance(event, Launched):
             launched = event.step
         elif isinstance(event, Committed):  # of the step before, or at the end of this

@@ -385,32 +385,6 @@ def test_unfinished_requests_are_left_alone(make_llm, checkpoint, trained, call)
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("call", ["update_weights", "sleep", "wake_up"])
-def test_a_callback_of_score_cannot_come_between_two_pairs_of_a_context(
-    make_llm, checkpoint, trained, call
-):
-    """The second pair is queued when the first one has ended: nothing is in the engine then."""
-    llm = make_llm()
-    arguments = dict(update_weights=[state(trained).items()]).get(call, [])
-
-    def disturb(step):
-        if not llm.engine.has_unfinished():
-            getattr(llm, call)(*arguments)
-
-    remove = llm.on_step(disturb)
-    pairs = [PROMPTS[7]], [[[1], [2]]]
-    with pytest.raises(ValueError, match=f"{call} was called while requests are unfinished"):
-        llm.score(*pairs, use_tqdm=False)
-    remove()
-    ((first, second),) = llm.score(*pairs, use_tqdm=False)
-    expected = checkpoint.logprobs(PROMPTS[7])[-1]
-    for one in (first, second):
-        (token,) = one["token_ids"]
-        assert one["cumulative_logprob"] == pytest.approx(float(expected[token]), abs=1e-4)
-    getattr(llm, call)(*arguments)
-    assert_empty(llm)
-
-
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_gives_memory_back_and_wake_up_the_tokens(make_llm, checkpoint, level, kernels):

@@ -22,6 +22,8 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from itertools import count
 
+from nanovllm.engine.listener import NOBODY, EngineListener
+
 Key = bytes  # eight for each: the prefix id of the block before (0: there is none), own token ids
 
 MIN_RUN = 16  # tokens: a shorter run is not worth a copy
@@ -29,8 +31,13 @@ MIN_RUN = 16  # tokens: a shorter run is not worth a copy
 
 class BlockManager:
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        listener: EngineListener = NOBODY,
     ) -> None:
+        self.listener = listener
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -133,6 +140,7 @@ class BlockManager:
             self._new_keys.add(key)
             self._keys[block] = key
             self._prefix_ids[block] = next(self._new_prefix_ids)
+            self.listener.block_registered(block)
         return self._prefix_ids[self._known[key]]
 
     def prefix_id(self, block: int) -> int:
@@ -143,6 +151,7 @@ class BlockManager:
     def _forget(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
+            self.listener.block_evicted(block)
             del self._known[key]
             self._keys[block] = None
             if key in self._new_keys:

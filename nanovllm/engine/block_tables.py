@@ -8,6 +8,7 @@ batch slot and no policy: those are the scheduler's.
 from typing import NamedTuple
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
 
 
@@ -34,8 +35,15 @@ class BlockTables:
     copies: pairs of blocks (source, copy), for the planned step to copy before it writes any.
     """
 
-    def __init__(self, blocks: BlockManager, window: int | None, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        window: int | None,
+        max_step_tokens: int,
+        listener: EngineListener = NOBODY,
+    ) -> None:
         self.blocks = blocks
+        self.listener = listener
         self.block_size = blocks.block_size
         self.window = window
         self.most_blocks = blocks.num_blocks
@@ -110,7 +118,10 @@ class BlockTables:
         """
         if length > seq.capacity:
             self.give_back(seq)
+            num_before = len(seq.block_table)
             self.extend(seq, length)
+            if len(seq.block_table) > num_before:
+                self.listener.blocks_grown(seq, seq.block_table[num_before:])
         return min(length, seq.capacity)
 
     def give_back(self, seq: Sequence) -> None:
@@ -122,6 +133,7 @@ class BlockTables:
         if num_behind > seq.num_given_back:
             self.blocks.release(seq.block_table[seq.num_given_back : num_behind])
             seq.num_given_back = num_behind
+            self.listener.blocks_given_back(seq)
 
     def _num_behind(self, position: int) -> int:
         """Leading blocks that no token from `position` on sees."""

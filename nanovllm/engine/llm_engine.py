@@ -15,7 +15,8 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import Constraints, Detokenizer
-from nanovllm.engine.metrics import Metrics
+from nanovllm.engine.listener import EngineListener, Listeners
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -51,6 +52,7 @@ class LLMEngine:
         stop_ids: frozenset[int] = frozenset(),
         constraints: Constraints | None = None,
         make_detokenizer: Callable[[], Detokenizer] | None = None,
+        listeners: tuple[EngineListener, ...] = (),
     ) -> None:
         """Get ready to run the model in `folder`, whose configuration is `hf_config`.
 
@@ -59,6 +61,7 @@ class LLMEngine:
             stop_ids: tokens that end a request when they are sampled.
             constraints: what says which tokens may follow, for requests that restrict them.
             make_detokenizer: makes what reads the text of requests as it grows.
+            listeners: who hears what happens, beside the metrics.
         """
         self.model_class = find_model(hf_config)
         self.policy = policy
@@ -74,10 +77,11 @@ class LLMEngine:
         self.overlap = not is_cpu if config.overlap is None else config.overlap
         self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
+        self.metrics = EngineMetrics()
+        self.listeners = (self.metrics, *listeners)
+        self._listener = Listeners(*self.listeners)
         self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # computed so far
-        self.total = Metrics()
-        self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.num_steps = 0
         self.last_step: StepRecord | None = None  # as it was launched
         self._in_flight: Launched | None = None
@@ -89,9 +93,13 @@ class LLMEngine:
         config = self._config
         return Scheduler(
             BlockManager(
-                self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+                self.runner.num_blocks,
+                config.kvcache_block_size,
+                config.enable_prefix_caching,
+                self._listener,
             ),
             self.policy,
+            listener=self._listener,
             max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
@@ -125,6 +133,7 @@ class LLMEngine:
         if params.max_tokens:
             for one in seq.completions:
                 self._follow(one, streams)
+        self._listener.request_added(seq)
         self.scheduler.add(seq)
         return seq
 
@@ -171,11 +180,14 @@ class LLMEngine:
         or infinite logits: `reset` is needed then.
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
+        self._listener.step_begins()
         batch = self.scheduler.schedule()
-        self._record_launch(batch or Batch(), begin, num_preempted)
+        step = self._record_step(batch or Batch(), begin, num_preempted)
         launched = None
         if batch is not None:
+            self._listener.step_scheduled(batch)
             launched = Launched(self.runner.launch(batch), bool(batch.prefills))
+            self._listener.step_launched(step)
         if not self.overlap:
             if self._constrained:
                 launched = self._constrain(launched)
@@ -208,15 +220,25 @@ class LLMEngine:
         """Wait for a step's tokens; returns the sequences that end with theirs."""
         if launched is None:
             return []
-        sampled, ended = self.scheduler.commit(*launched.tokens.wait())
+        sampled, ended = self._take_tokens(launched)
         if self._constrained and self.constraints is not None:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
             self._stop(self.detokenizer.update(sampled), ended)
         if launched.has_prefills or ended:
-            self._record_commit(sampled if launched.has_prefills else [], ended)
+            self._record_times(sampled if launched.has_prefills else [], ended)
+        for seq in ended:
+            self._listener.sequence_finished(seq)
         self._drop_surplus_step()
         return ended
+
+    def _take_tokens(self, launched: Launched) -> tuple[list[Sequence], list[Sequence]]:
+        """Wait for a step's tokens and commit them; returns what `Scheduler.commit` does."""
+        result = launched.tokens.wait()
+        self._listener.tokens_arrived()
+        sampled, ended = self.scheduler.commit(*result)
+        self._listener.tokens_committed(len(sampled))
+        return sampled, ended
 
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
         """Sequences that are complete, or come to a stop string, join those that `ended`."""
@@ -229,11 +251,14 @@ class LLMEngine:
     def _drop_surplus_step(self) -> None:
         """When every sequence has ended, nobody wants the tokens of the step in flight."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            self.scheduler.commit(*self._in_flight.tokens.wait())
+            self._take_tokens(self._in_flight)
             self._in_flight = None
 
-    def _record_launch(self, batch: Batch, begin: float, num_preempted: int) -> None:
-        """`num_preempted`: what the scheduler had preempted before this step."""
+    def _record_step(self, batch: Batch, begin: float, num_preempted: int) -> StepRecord:
+        """Note the figures of the step `batch`, which began to be planned at `begin`.
+
+        `num_preempted`: sequences that the scheduler had preempted before it.
+        """
         scheduler = self.scheduler
         self.last_step = step = StepRecord(
             number=self.num_steps,
@@ -248,26 +273,29 @@ class LLMEngine:
         )
         self.num_steps += 1
         self.num_prefill_tokens += step.prefill_tokens
-        for metrics in (self.total, self.last_call):
-            metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
+        self._listener.step_recorded(step)
+        return step
 
-    def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
+    def _record_times(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
         for seq in sampled:
             if seq.first_token_at is None:
                 seq.first_token_at = seq.clock(now)
         for seq in ended:
-            self.total.record(seq, seq.clock(now))
-            self.last_call.record(seq, seq.clock(now))
+            seq.finished_at = seq.clock(now)
 
     def abort(self, request: Sequence) -> None:
         """End what has not ended of a request's completions."""
+        self._listener.step_begins()
+        unfinished = [seq for seq in request.completions if seq.status is not Status.FINISHED]
         for seq in request.unfinished:
             self.scheduler.abort(seq)
         if self.detokenizer is not None:
             for seq in request.completions:
                 self.detokenizer.remove(seq)
         self._drop_surplus_step()
+        for seq in unfinished:
+            self._listener.sequence_finished(seq)
 
     def pause(self, request: Sequence) -> None:
         """Let what has not ended of a request run no more, until `resume`."""
@@ -291,6 +319,7 @@ class LLMEngine:
         It may have come between any two lines of the scheduler's, so a new scheduler takes its
         place. Another interrupt may come in here.
         """
+        self._listener.engine_reset()
         for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
             seq.status, seq.finish_reason = Status.FINISHED, "abort"
         self.scheduler, self._in_flight = self._make_scheduler(), None
@@ -299,4 +328,7 @@ class LLMEngine:
         self.runner.synchronize()
 
     def close(self) -> None:
-        self.runner.close()
+        try:
+            self.runner.close()
+        finally:
+            self._listener.engine_closed()

@@ -7,9 +7,32 @@ import math
 from collections import deque
 from collections.abc import Collection
 
+from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import StepRecord
 
 LATEST = 65536  # requests that the percentiles look back on
+
+
+class EngineMetrics(EngineListener):
+    """The metrics of everything an engine has served, and of the last call."""
+
+    def __init__(self) -> None:
+        self.total = Metrics()
+        self.last_call = Metrics()
+
+    def begin_call(self) -> None:
+        """Count for a new call from now on."""
+        self.last_call = Metrics()
+
+    def step_recorded(self, step: StepRecord) -> None:
+        for metrics in (self.total, self.last_call):
+            metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
+
+    def sequence_finished(self, seq: Sequence) -> None:
+        if seq.finish_reason != "abort":
+            self.total.record(seq)
+            self.last_call.record(seq)
 
 
 class Metrics:
@@ -23,7 +46,7 @@ class Metrics:
         self.seconds_to_first_token: deque[float] = deque(maxlen=LATEST)
         self.seconds_per_output_token: deque[float] = deque(maxlen=LATEST)
 
-    def record(self, seq: Sequence, now: float) -> None:
+    def record(self, seq: Sequence) -> None:
         """Take the numbers of a sequence that has come to its end."""
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
         self.output_tokens += num_output
@@ -36,8 +59,9 @@ class Metrics:
             if num_output:
                 self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
         if num_output > 1:
-            assert seq.first_token_at is not None
-            self.seconds_per_output_token.append((now - seq.first_token_at) / (num_output - 1))
+            assert seq.first_token_at is not None and seq.finished_at is not None
+            seconds = seq.finished_at - seq.first_token_at
+            self.seconds_per_output_token.append(seconds / (num_output - 1))
 
     def summary(self, num_blocks: int) -> dict[str, int | float | dict[str, float] | None]:
         return {

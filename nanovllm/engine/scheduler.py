@@ -12,6 +12,7 @@ from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.errors import InvalidLogitsError
+from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.sequence import Sequence, Status
@@ -34,10 +35,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window: int | None = None,
+        listener: EngineListener = NOBODY,
     ) -> None:
         """`window`: see BlockTables."""
         self.blocks = blocks
-        self.tables = BlockTables(blocks, window, max_num_batched_tokens)
+        self.tables = BlockTables(blocks, window, max_num_batched_tokens, listener)
+        self.listener = listener
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
         assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
@@ -200,6 +203,13 @@ class Scheduler:
             seq.num_cached_tokens = num_cached
         self.prefilling.append(seq)
         self.policy.started(seq)
+        self._tell_started(seq, num_cached)
+
+    def _tell_started(self, seq: Sequence, num_cached: int) -> None:
+        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached)
+        num_full = seq.num_tokens // self.blocks.block_size
+        for fork in seq.forks:
+            self.listener.sequence_started(fork, num_full, 0)
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
         """Plan the next chunk of a prompt: up to `budget` tokens, as far as there are blocks."""
@@ -279,10 +289,12 @@ class Scheduler:
             is_prefilling = seq in self.prefilling
             self._withdraw(seq)
             self.paused[seq] = is_prefilling
+            self.listener.sequence_paused(seq)
 
     def resume(self, seq: Sequence) -> None:
         """Let a paused sequence go on where it was, or anew if others needed its blocks."""
         is_prefilling = self.paused.pop(seq)
+        self.listener.sequence_resumed(seq)
         if seq.status is Status.WAITING:
             self.waiting.add(seq)
         elif is_prefilling:
@@ -311,6 +323,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take the slots and blocks of a sequence and its forks: they must be computed anew."""
+        self.listener.sequence_preempted(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
         for one in (seq, *seq.forks):
@@ -321,6 +334,7 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.tables.release(seq)
         self._free_slots.append(seq.batch_slot)
+        self.listener.sequence_released(seq)
 
 
 class WaitingQueue:

@@ -69,8 +69,9 @@ class Sequence:
     prompt_text: str | None = None  # if the prompt was given as text
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # found in the prefix cache when it first started
-    added_at: float = 0.0  # seconds of time.perf_counter, as are the two below
+    added_at: float = 0.0  # seconds of time.perf_counter, as are the three below
     first_token_at: float | None = None
+    finished_at: float | None = None
     paused_at: float | None = None  # None: it is not
 
     def __post_init__(self, prompt: list[int]) -> None:

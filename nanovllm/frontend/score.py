@@ -139,7 +139,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Sc
     scores: dict[int, Score] = {}  # by a pair's place
     waiting = deque(by_context(pairs))
     under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
-    with session.call() as engine, session.busy():
+    with session.call() as engine:
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]
         # Those under way and those that follow them never need more than all blocks, so a context

@@ -23,28 +23,29 @@ def stream(session: Session, requests: list[Request]) -> Iterator[Piece]:
 def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
     unfinished: dict[int, Sequence] = {}  # by the prompt's index
     try:
-        with session.running():
-            with session.lock:
-                engine = session.begin_call()
+        with session.lock:
+            engine = session.begin_call()
+            with session.running():
                 sequences = [
                     engine.add(*request, streams=True, interactive=True) for request in requests
                 ]
                 unfinished.update(enumerate(sequences))
-            num_seen = [seq.num_prompt_tokens for seq in sequences]
-            while unfinished:
-                session.open_engine()
-                with session.lock:
+        num_seen = [seq.num_prompt_tokens for seq in sequences]
+        while unfinished:
+            session.open_engine()
+            with session.lock:
+                session.steppable_engine()
+                with session.running():
                     session.step()
-                # More than one token may be new: other calls may run steps between two items.
-                for i, seq in list(unfinished.items()):
-                    new_ids = seq.token_ids[num_seen[i] :]
-                    if not new_ids and seq.finish_reason is None:
-                        continue
-                    num_seen[i] += len(new_ids)
-                    if seq.finish_reason is not None:
-                        del unfinished[i]
-                    text = seq.text.take() if seq.text is not None else ""
-                    yield i, text, new_ids, seq.finish_reason
-    except GeneratorExit:  # the caller wants no more items
-        session.abandon(unfinished.values())
-        raise
+            # More than one token may be new: other calls may run steps between two items.
+            for i, seq in list(unfinished.items()):
+                new_ids = seq.token_ids[num_seen[i] :]
+                if not new_ids and seq.finish_reason is None:
+                    continue
+                num_seen[i] += len(new_ids)
+                if seq.finish_reason is not None:
+                    del unfinished[i]
+                text = seq.text.take() if seq.text is not None else ""
+                yield i, text, new_ids, seq.finish_reason
+    finally:  # the caller may want no more items
+        session.abandon([seq for seq in unfinished.values() if seq.finish_reason is None])

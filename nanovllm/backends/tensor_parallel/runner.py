@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -80,7 +81,7 @@ class TensorParallelRunner:
     """
 
     def __init__(
-        self, config: Config, hf_config, folder: str, build_runner: Callable[..., Any]
+        self, config: Config, hf_config, folder: str | Path, build_runner: Callable[..., Any]
     ) -> None:
         """Start the ranks, each of which builds its runner by `build_runner`."""
         num_parameters = check_split(config, hf_config)
@@ -107,7 +108,7 @@ class TensorParallelRunner:
                 # A policy of the reader's own may not cross. No rank schedules.
                 config=replace(config, scheduling_policy="fcfs"),
                 hf_config=plain_config(hf_config),
-                folder=folder,
+                folder=str(folder),
             )
             infos = self._start(start)
         except BaseException:

@@ -1,26 +1,21 @@
-"""Record what an engine does, as events, without a word of it in the engine.
+"""The listener that records what an engine does, as the events of a trace.
 
-The classes here do what those of the core do, and note it. A step that only decodes costs the host
-a few microseconds, however many sequences run: nothing here looks at each of them. Events stay in
-memory until they are written.
+A step that only decodes costs the host a few microseconds, however many sequences run: nothing here
+looks at each of them. Events stay in memory until they are written.
 """
 
 import os
 import weakref
-from collections.abc import Callable
 from datetime import datetime
-from os import fspath
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.block_tables import BlockTables
+from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.sequence import Sequence
 from nanovllm.features.trace.events import (
     Added,
     Committed,
@@ -42,10 +37,9 @@ from nanovllm.features.trace.events import (
 from nanovllm.features.trace.files import check_writable, write
 from nanovllm.features.trace.replay import Replay
 from nanovllm.outputs import StepRecord
-from nanovllm.sampling_params import SamplingParams
 
 
-class Recorder:
+class Recorder(EngineListener):
     """Takes notes, and writes them to a file when the engine is closed, when it is collected as
     garbage, or when the interpreter exits: after an error or Ctrl-C too.
     """
@@ -65,12 +59,19 @@ class Recorder:
         self._decode_slots: tuple[int, ...] = ()
         self._decoding: frozenset[int] = frozenset()
         self._num_launched = self._num_committed = 0
+        self._wait_seconds = 0.0  # for the tokens that have arrived last
         self._planned: Launched | None = None  # as far as it is known before its launch
 
     def now(self) -> float:
         return perf_counter() - self._begin
 
-    def start(self, run: Run) -> None:
+    def follow(self, engine: LLMEngine, config: Config, hf_config, folder: str | Path) -> None:
+        """Begin the trace of an engine that has just been built."""
+        self._start(describe(engine, config, hf_config, folder))
+        # `self` knows nothing of the engine, so this does not keep the engine alive.
+        weakref.finalize(engine, self.write)
+
+    def _start(self, run: Run) -> None:
         """Begin anew, with nothing but `run`. No sequence may be under way."""
         self.events = [run._replace(began_at=datetime.now().isoformat(timespec="seconds"))]
         self._begin, self._num_written = perf_counter(), 0
@@ -87,7 +88,7 @@ class Recorder:
         for event in events:
             replay.apply(event)
         assert not replay.tables, "whoever restarts a recording has waited for all requests"
-        self.start(run._replace(cached_blocks=tuple(sorted(replay.known)), **facts))
+        self._start(run._replace(cached_blocks=tuple(sorted(replay.known)), **facts))
 
     def write(self) -> None:
         """Write the file, if there is anything new. A forked process does not."""
@@ -101,35 +102,60 @@ class Recorder:
         seconds, self._mark = now - self._mark, now
         return seconds
 
-    # What happens, in the order of a step.
-
-    def add(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         self.events.append(event)
 
-    def registered(self, block: int) -> None:
+    # What the engine tells.
+
+    def request_added(self, request: Sequence) -> None:
+        max_tokens = 0
+        for seq in request.completions:
+            if request.params.max_tokens:
+                max_tokens = seq.max_len - seq.num_prompt_tokens
+            self._add(Added(self.now(), seq.id, request.id, seq.num_prompt_tokens, max_tokens))
+
+    def block_registered(self, block: int) -> None:
         last = self.events[-1]
         if isinstance(last, Registered):
             last.blocks.append(block)
         else:
-            self.add(Registered([block]))
+            self._add(Registered([block]))
 
-    def evicted(self, block: int) -> None:
+    def block_evicted(self, block: int) -> None:
         last = self.events[-1]
         if isinstance(last, Evicted):
             last.blocks.append(block)
         else:
-            self.add(Evicted([block]))
+            self._add(Evicted([block]))
 
-    def begin_step(self) -> None:
-        self._mark = self.now()
+    def blocks_grown(self, seq: Sequence, blocks: list[int]) -> None:
+        self._add(Grew(seq.id, tuple(blocks)))
 
-    def started(self, seq: Sequence, shared_blocks: int, cached_tokens: int) -> None:
+    def blocks_given_back(self, seq: Sequence) -> None:
+        self._add(GaveBack(seq.id, seq.num_given_back))
+
+    def sequence_started(self, seq: Sequence, num_shared_blocks: int, num_cached: int) -> None:
         self._seq_of_slot[seq.batch_slot] = seq.id
         table = tuple(seq.block_table)
         given_back = seq.num_given_back
-        self.add(Started(seq.id, seq.batch_slot, table, shared_blocks, cached_tokens, given_back))
+        self._add(Started(seq.id, seq.batch_slot, table, num_shared_blocks, num_cached, given_back))
 
-    def scheduled(self, batch: Batch) -> None:
+    def sequence_preempted(self, seq: Sequence) -> None:
+        self._add(Preempted(seq.id))
+
+    def sequence_released(self, seq: Sequence) -> None:
+        self._add(Released(seq.id))
+
+    def sequence_paused(self, seq: Sequence) -> None:
+        self._add(Paused(self.now(), seq.id))
+
+    def sequence_resumed(self, seq: Sequence) -> None:
+        self._add(Resumed(self.now(), seq.id))
+
+    def step_begins(self) -> None:
+        self._mark = self.now()
+
+    def step_scheduled(self, batch: Batch) -> None:
         begin, schedule_seconds = self._mark, self._lap()
         seq_of_slot = self._seq_of_slot
         joined: frozenset[int] = frozenset()
@@ -157,7 +183,7 @@ class Recorder:
             launch_seconds=0.0,
         )
 
-    def launched(self, step: StepRecord) -> None:
+    def step_launched(self, step: StepRecord) -> None:
         assert self._planned is not None
         event = self._planned._replace(
             running=step.running,
@@ -165,171 +191,29 @@ class Recorder:
             blocks_in_use=step.blocks_in_use,
             launch_seconds=self._lap(),
         )
-        self.add(event)
+        self._add(event)
         self._num_launched += 1
 
-    def commits(self, commit: Callable[..., Any], *sampled: Any) -> Any:
-        """Run `commit`, which takes what a step sampled."""
-        wait_seconds = self._lap()
-        time = self._mark
-        answer = commit(*sampled)
-        step, num_tokens = self._num_committed, len(answer[0])
-        self.add(Committed(step, time, num_tokens, wait_seconds, self._lap()))
+    def tokens_arrived(self) -> None:
+        self._wait_seconds = self._lap()
+
+    def tokens_committed(self, num_tokens: int) -> None:
+        time, wait_seconds = self._mark, self._wait_seconds
+        self._add(Committed(self._num_committed, time, num_tokens, wait_seconds, self._lap()))
         self._num_committed += 1
-        return answer
 
-    def finished(self, seq: Sequence) -> None:
+    def sequence_finished(self, seq: Sequence) -> None:
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
-        self.add(Finished(self.now(), seq.id, seq.finish_reason or "", num_output))
+        self._add(Finished(self.now(), seq.id, seq.finish_reason or "", num_output))
 
-    def reset(self) -> None:
-        self.add(Reset(self.now()))
+    def engine_reset(self) -> None:
+        self._add(Reset(self.now()))
         self._seq_of_slot.clear()
         self._decode_slots, self._decoding = (), frozenset()
         self._num_committed = self._num_launched  # what was in flight is dropped
 
-
-class RecordedBlocks(BlockManager):
-    recorder: Recorder
-
-    def register(self, block: int, parent_id: int, token_ids: list[int]) -> int:
-        before = self._keys[block]
-        prefix_id = super().register(block, parent_id, token_ids)
-        if self._keys[block] is not None and self._keys[block] is not before:
-            self.recorder.registered(block)
-        return prefix_id
-
-    def _forget(self, block: int) -> None:
-        if self._keys[block] is not None:
-            self.recorder.evicted(block)
-        super()._forget(block)
-
-
-class RecordedTables(BlockTables):
-    recorder: Recorder
-
-    def give_back(self, seq: Sequence) -> None:
-        before = seq.num_given_back
-        super().give_back(seq)
-        if seq.num_given_back > before:
-            self.recorder.add(GaveBack(seq.id, seq.num_given_back))
-
-    def make_room(self, seq: Sequence, length: int) -> int:  # of those that decode, the step tells
-        before = len(seq.block_table)
-        room = super().make_room(seq, length)
-        if grown := tuple(seq.block_table[before:]):
-            self.recorder.add(Grew(seq.id, grown))
-        return room
-
-
-class RecordedScheduler(Scheduler):
-    recorder: Recorder
-
-    def schedule(self) -> Batch | None:
-        batch = super().schedule()
-        if batch is not None:
-            self.recorder.scheduled(batch)
-        return batch
-
-    def commit(self, *sampled: Any) -> tuple[list[Sequence], list[Sequence]]:
-        return self.recorder.commits(super().commit, *sampled)
-
-    def _start_next(self) -> None:
-        first = self.waiting.first
-        super()._start_next()
-        if first.status is Status.RUNNING:
-            size = self.blocks.block_size
-            num_shared, num_cached = first.num_registered_blocks, first.num_cached_tokens
-            if first.num_preemptions:  # it has been counted
-                # Of a prompt that is cached to its end, the last token is computed again.
-                num_cached = max(num_shared * size, first.num_computed)
-            self.recorder.started(first, num_shared, num_cached or 0)
-            for fork in first.forks:
-                self.recorder.started(fork, first.num_tokens // size, 0)
-
-    def _preempt(self, seq: Sequence) -> None:
-        self.recorder.add(Preempted(seq.id))
-        super()._preempt(seq)
-
-    def pause(self, seq: Sequence) -> None:
-        was_paused = seq in self.paused
-        super().pause(seq)
-        if not was_paused:
-            self.recorder.add(Paused(self.recorder.now(), seq.id))
-
-    def resume(self, seq: Sequence) -> None:
-        super().resume(seq)
-        self.recorder.add(Resumed(self.recorder.now(), seq.id))
-
-    def _release(self, seq: Sequence) -> None:
-        super()._release(seq)
-        self.recorder.add(Released(seq.id))
-
-
-class RecordedEngine(LLMEngine):
-    """An engine that keeps a trace; `config.trace` is the path of its file."""
-
-    def __init__(
-        self, config: Config, hf_config, folder: str | Path, *args: Any, **parts: Any
-    ) -> None:
-        assert config.trace is not None
-        self.recorder = Recorder(fspath(config.trace))
-        super().__init__(config, hf_config, folder, *args, **parts)
-        self._launch, self.runner.launch = self.runner.launch, self._recorded_launch
-        self.recorder.start(describe(self, config, hf_config, folder))
-        # Not a method of this object's: that would keep it alive.
-        self._write = weakref.finalize(self, self.recorder.write)
-
-    def _make_scheduler(self) -> Scheduler:
-        scheduler = super()._make_scheduler()
-        scheduler.__class__ = RecordedScheduler
-        scheduler.tables.__class__ = RecordedTables
-        scheduler.blocks.__class__ = RecordedBlocks
-        for part in (scheduler, scheduler.tables, scheduler.blocks):
-            vars(part)["recorder"] = self.recorder
-        return scheduler
-
-    def _recorded_launch(self, batch: Batch) -> Any:
-        answer = self._launch(batch)
-        assert self.last_step is not None
-        self.recorder.launched(self.last_step)
-        return answer
-
-    def add(
-        self, prompt: list[int], params: SamplingParams, text: str | None = None, **how: Any
-    ) -> Sequence:
-        request = super().add(prompt, params, text, **how)
-        for seq in request.completions:
-            max_tokens = seq.max_len - seq.num_prompt_tokens if params.max_tokens else 0
-            added = Added(
-                self.recorder.now(), seq.id, request.id, seq.num_prompt_tokens, max_tokens
-            )
-            self.recorder.add(added)
-        return request
-
-    def step(self) -> list[Sequence]:
-        self.recorder.begin_step()
-        ended = super().step()
-        for seq in ended:
-            self.recorder.finished(seq)
-        return ended
-
-    def abort(self, request: Sequence) -> None:
-        self.recorder.begin_step()
-        aborted = [seq for seq in request.completions if seq.status is not Status.FINISHED]
-        super().abort(request)
-        for seq in aborted:
-            self.recorder.finished(seq)
-
-    def reset(self) -> None:
-        self.recorder.reset()
-        super().reset()
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._write()
+    def engine_closed(self) -> None:
+        self.write()
 
 
 def describe(engine: LLMEngine, config: Config, hf_config, folder: str | Path) -> Run:
