@@ -46,7 +46,10 @@ OPTIONS = {
     ),
     **dict.fromkeys(
         ("max_batch_size", "batch_size", "max_running_requests"),
-        Foreign("use max_num_seqs, the most sequences that run at the same time"),
+        Foreign(
+            "use max_num_seqs, the most sequences that run at the same time",
+            same_as="max_num_seqs",
+        ),
     ),
     **dict.fromkeys(
         ("context_length", "n_ctx"), Foreign("use max_model_len", same_as="max_model_len")
@@ -104,7 +107,7 @@ OPTIONS = {
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 GUIDED = {  # vLLM's names before structured_outputs
     f"guided_{form}": Foreign(f"use structured_outputs={{{form!r}: ...}}") for form in FORMS
-}
+} | {"guided_whitespace_pattern": Foreign("use structured_outputs' whitespace_pattern")}
 OF_TRANSFORMERS = {  # parameters of its generate
     "do_sample": Foreign("use temperature, which is 0 for the likeliest token", (None, True)),
     "eos_token_id": Foreign("use stop_token_ids"),

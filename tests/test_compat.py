@@ -489,6 +489,24 @@ OWN_NAMES = {
 }
 
 
+def test_a_size_of_the_batch_is_said_to_be_max_num_seqs():
+    for name in ("max_batch_size", "batch_size", "max_running_requests"):
+        with pytest.raises(TypeError, match=f"no option '{name}', given 8: use max_num_seqs"):
+            Config.from_options("a folder", {name: 8})
+
+
+@pytest.mark.parametrize("kind", ["json", "json_object", "regex", "choice", "grammar"])
+def test_a_form_in_older_or_shorter_words_hears_of_structured_outputs(llm, kind):
+    remedy = re.escape(f"use structured_outputs={{'{kind}': ...}}")
+    for name in (f"guided_{kind}", kind):
+        with pytest.raises(TypeError, match=f"^SamplingParams has no parameter.*: {remedy}$"):
+            SamplingParams(**{name: "a"})
+    with pytest.raises(TypeError, match=f"^generate has no.*: in SamplingParams, {remedy}$"):
+        llm.generate("the", **{f"guided_{kind}": "a"})
+    with pytest.raises(TypeError, match=f"^a line has no.*: {remedy}$"):
+        NativeFormat(DEFAULTS).parse(1, {"prompt": "a", f"guided_{kind}": "a"})
+
+
 def test_what_a_remedy_tells_to_use_is_there():
     known = set.union(*OWN_NAMES.values(), vars(LLM))
     told = 0

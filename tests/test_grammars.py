@@ -222,6 +222,8 @@ def test_a_model_that_cannot_be_held_to_a_form_is_refused(name):
 
 GRAMMARS = {
     "lark": 'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]{1,3}/',
+    "lark-inlined": '?start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]{1,3}/',
+    "lark-kept": '// a ::= b\n!start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]+/',
     "gbnf": 'root ::= sum\nsum ::= [0-9]+ | "(" sum "+" sum ")"',
 }
 

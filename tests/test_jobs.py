@@ -185,6 +185,32 @@ def test_a_wrong_option_is_said_before_anything_is_written(run, capsys, flags, w
     assert not output.exists() and not journal_of(output).exists()
 
 
+@pytest.mark.parametrize(
+    "flag, advice",
+    [
+        ("--modle", "did you mean --model?"),  # rather than: --model is required
+        ("--max-token", "did you mean --max-tokens?"),
+        ("--max_token", "did you mean --max-tokens?"),
+        ("--no-enforce-eage", "did you mean --no-enforce-eager?"),
+        ("--max-new-tokens", "use max_tokens"),
+        ("--max-batch-size", "use max_num_seqs"),
+        ("--zzz", "python -m nanovllm run --help lists them"),
+    ],
+)
+@pytest.mark.parametrize("value", [["=8"], ["", "8"]], ids=["joined", "apart"])
+def test_an_unknown_flag_is_answered_with_the_one_to_use(capsys, flag, advice, value):
+    joined, *apart = value
+    with pytest.raises(SystemExit) as end:
+        main(["run", "in.jsonl", "-o", "out.jsonl", flag + joined, *apart])
+    assert end.value.code == 2
+    assert f"there is no flag {flag}: {advice}" in capsys.readouterr().err
+
+
+def test_what_looks_like_a_flag_and_is_a_value_is_taken(run):
+    status, _ = run([{"prompt": "the"}], "--stop", "--no flag, for it has spaces")
+    assert status == 0
+
+
 @pytest.mark.parametrize("flag", ["--logit-bias", "--structured-outputs", "--chat-template-kwargs"])
 @pytest.mark.parametrize("value, word", [("{", "'{' is no JSON: "), ("[1]", "is no JSON object")])
 def test_a_flag_that_takes_an_object_says_what_is_wrong_with_another(

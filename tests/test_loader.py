@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import huggingface_hub.errors
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
@@ -282,12 +283,54 @@ def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="no such folder"):
             hub.resolve_model_folder(name)
 
-    def offline(*args, **kwargs):
-        raise FileNotFoundError("no network")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(ValueError, match="'some/model', neither a folder here nor .* no network"):
+OF_THE_HUB = {
+    "GatedRepoError": "request it on https://huggingface.co/some/model, and set .* HF_TOKEN",
+    "RepositoryNotFoundError": "no such model on the Hugging Face hub.* check the name",
+    "HFValidationError": "no such folder, nor is it a hub id like Qwen/Qwen3-0.6B",
+    "LocalEntryNotFoundError": "cannot be reached .*: check the network, .*TINY_MODEL",
+    "HfHubHTTPError": "its download .* failed .*: try again, or give a folder",
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_HUB)
+def test_each_failure_of_the_hub_is_one_line_with_its_remedy(name, monkeypatch):
+    error_class = getattr(huggingface_hub.errors, name)
+
+    def fail(*args, **kwargs):
+        raise error_class.__new__(error_class)  # what else it is made of differs by release
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ValueError, match="^model is 'some/model': .*" + OF_THE_HUB[name]) as raised:
         hub.resolve_model_folder("some/model")
+    assert "\n" not in str(raised.value) and raised.value.__suppress_context__
+
+
+def test_a_connection_that_breaks_is_a_value_error_whatever_the_http_client_raises(monkeypatch):
+    class ReadError(Exception):
+        """As httpx's, which is no OSError."""
+
+    def fail(*args, **kwargs):
+        raise ReadError("connection reset\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ValueError, match=r"failed \(ReadError: connection reset\): try again"):
+        hub.resolve_model_folder("some/model")
+
+
+def test_without_a_network_the_quick_start_ends_in_one_error_that_names_the_tiny_model(tmp_path):
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}  # nothing listens
+    done = subprocess.run(
+        [sys.executable, "-c", "from nanovllm import LLM; LLM('Qwen/Qwen3-0.6B')"],
+        env=os.environ | nobody,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert "exception" not in done.stderr  # which joins the tracebacks of a chain
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("ValueError: model is 'Qwen/Qwen3-0.6B'")
+    assert "nanovllm.TINY_MODEL" in last and len(last) < 300
 
 
 def test_config_errors_name_the_folder(tmp_path):

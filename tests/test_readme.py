@@ -1,8 +1,8 @@
 """What the READMEs and the guide say is so.
 
-README.md and docs/guide.md are the users': their examples run, their tables and calls are the
-code's. The other pages are for readers and contributors: their examples run, too, and the tests
-that they name exist.
+Each of their examples runs alone, as it stands. README.md and docs/guide.md are the users': their
+tables and calls are the code's. The other pages are for readers and contributors: the tests that
+they name exist.
 """
 
 import inspect
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from dataclasses import MISSING
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,9 +40,6 @@ USERS_TEXT, GUIDE_TEXT = USERS.read_text(), GUIDE.read_text()
 PAGES = [USERS, PACKAGE / "README.md", *sorted(DOCS.glob("*.md"))]
 ALL_TEXT = "".join(path.read_text() for path in PAGES)
 EXPERIMENTS_TEXT = (DOCS / "experiments.md").read_text()
-CHAT_TEMPLATE = (
-    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
-)
 
 
 def section(text: str, heading: str) -> str:
@@ -63,64 +61,84 @@ def bench_commands(code: str) -> list[str]:
     return re.findall(r"^python bench\.py(.*)$", code.replace("\\\n", ""), flags=re.MULTILINE)
 
 
-def run_examples(path: Path, names: dict, replacements: dict[str, str]) -> None:
-    """Run a README's Python blocks one after the other, in the same namespace.
+class Example(NamedTuple):
+    """A Python block of a page."""
 
-    But for the script that needs Ray, which test_ray.py runs.
-    """
-    for line, code in code_blocks(path, "python"):
-        if "import ray\n" in code:
-            continue
-        for old, new in replacements.items():
-            code = code.replace(old, new)
-        exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
+    path: Path
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.path.relative_to(ROOT)}:{self.line}"
 
 
-@pytest.fixture(scope="module")
-def users(tmp_path_factory):
-    """The names that the users' examples leave behind.
+# All but the script that needs Ray, which test_ray.py runs.
+EXAMPLES = [
+    Example(path, *block)
+    for path in PAGES
+    for block in code_blocks(path, "python")
+    if "import ray\n" not in block[1]
+]
 
-    The hub's model is the tiny one, able to chat.
-    """
-    folder = tmp_path_factory.mktemp("readme") / "tiny"
-    folder.mkdir()
-    for path in TINY_MODEL.iterdir():
-        if path.name == "tokenizer_config.json":
-            config = json.loads(path.read_text()) | {"chat_template": CHAT_TEMPLATE}
-            (folder / path.name).write_text(json.dumps(config))
-        else:
-            os.symlink(path, folder / path.name)
-    names = {"__name__": "readme"}
-    try:
-        for path in (USERS, GUIDE):
-            run_examples(path, names, {'"Qwen/Qwen3-0.6B"': repr(str(folder))})
-        yield names
-    finally:
-        if "llm" in names:
-            names["llm"].close()
+
+def example_under(path: Path, heading: str) -> Example:
+    text = section(path.read_text(), heading)
+    (found,) = [one for one in EXAMPLES if one.path == path and one.code in text]
+    return found
+
+
+QUICK_START = example_under(USERS, "## Quick start")
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory):
-    """The names that the contributors' examples leave behind."""
-    known, names = dict(MODELS), {"__name__": "readme"}
-    try:
-        trace = tmp_path_factory.mktemp("trace") / "run.jsonl"
-        run_examples(CONTRIBUTING, names, {'"run.jsonl"': repr(str(trace))})
-        yield names
-    finally:
-        MODELS.clear()
-        MODELS.update(known)
+def names_of(tmp_path_factory):
+    """A function: an example -> the names that it leaves behind.
+
+    Each example runs once, in a namespace of its own and in an empty folder. The tiny model takes
+    the place of the hub's.
+    """
+    folder, families = Path.cwd(), dict(MODELS)  # one example adds a family
+    ran: dict[Example, dict] = {}
+
+    def run_alone(example: Example) -> dict:
+        if example in ran:
+            return ran[example]
+        code = example.code.replace('"Qwen/Qwen3-0.6B"', repr(str(TINY_MODEL)))
+        names = {"__name__": "readme"}
+        os.chdir(tmp_path_factory.mktemp("example"))
+        try:
+            exec(compile("\n" * (example.line - 1) + code, str(example.path), "exec"), names)
+        finally:
+            os.chdir(folder)
+            MODELS.clear()
+            MODELS.update(families)
+            if "llm" in names:
+                names["llm"].close()
+        ran[example] = names
+        return names
+
+    return run_alone
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(TINY_MODEL, device="cpu", num_kvcache_blocks=16) as llm:
+        yield llm
 
 
 # The users' README.
 
 
-def test_its_examples_run_and_none_downloads(users):
-    assert len(users["outputs"]) == 2 and all(output["text"] for output in users["outputs"])
-    assert "huggingface.co" not in "".join(code for _, code in code_blocks(USERS, "python"))
-    # Which go on with the quick start's model: another one's weights would not fit into it.
-    assert "TINY_MODEL" not in "".join(code for _, code in code_blocks(GUIDE, "python"))
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_each_example_runs_alone(names_of, example):
+    names_of(example)
+
+
+def test_only_the_quick_start_needs_a_network(names_of):
+    code = "".join(example.code for example in EXAMPLES if example != QUICK_START)
+    assert '"Qwen/' not in code and "huggingface.co" not in code
+    outputs = names_of(QUICK_START)["outputs"]
+    assert len(outputs) == 2 and all(output["text"] for output in outputs)
 
 
 def test_its_calls_are_those_of_an_llm_with_their_parameters():
@@ -136,38 +154,45 @@ def test_its_calls_are_those_of_an_llm_with_their_parameters():
     assert documented.keys() <= vars(LLM).keys()
 
 
-def test_its_names_of_an_llm_exist(users):
+def test_its_names_of_an_llm_exist(llm):
     named = set(re.findall(r"\bllm\.(\w+)", USERS_TEXT + GUIDE_TEXT))
     assert {"tokenizer", "num_kvcache_blocks"} < named
-    assert not [name for name in named if not hasattr(users["llm"], name)]
+    assert not [name for name in named if not hasattr(llm, name)]
 
 
-def test_its_keys_of_an_output_are_those_of_an_output(users):
+def test_its_keys_of_an_output_are_those_of_an_output(llm):
     documented = re.findall(
         r"^\| `(\w+)` \|", section(USERS_TEXT, "### generate"), flags=re.MULTILINE
     )
     params = SamplingParams(n=2, logprobs=1, prompt_logprobs=0, max_tokens=2)
-    (output,) = users["llm"].generate("def", params, use_tqdm=False)
+    (output,) = llm.generate("def", params, use_tqdm=False)
     assert documented == list(output)
     assert list(output["completions"][0]) == documented[documented.index("completions") - 6 : -1]
 
 
-def test_its_names_of_metrics_are_those_of_metrics(users):
-    metrics = users["llm"].metrics()
+def test_its_names_of_metrics_are_those_of_metrics(llm):
+    llm.generate("def", SamplingParams(max_tokens=2), use_tqdm=False)
+    metrics = llm.metrics()
     keys = metrics.keys() | metrics["total"].keys() | metrics["total"]["time_to_first_token"].keys()
     named = set(re.findall(r"`([\w]+)`", section(GUIDE_TEXT, "## metrics")))
     assert named == keys
 
 
-def test_its_fields_of_a_step_are_those_of_a_record(users):
+def test_its_fields_of_a_step_are_those_of_a_record():
     said, *_ = section(GUIDE_TEXT, "## on_step").split("```")
     named = re.findall(r"`(\w+)`", said)
     assert sorted(set(named) - {"callback"}) == sorted(StepRecord._fields)
-    assert users["steps"] and users["llm"]._session._observers == []
 
 
-def test_its_seeds_hold_as_the_example_says(users):
-    assert users["alone"]["token_ids"] == users["batch"][1]["token_ids"]
+def test_the_use_of_the_kv_cache_that_its_example_shows_is_not_0(names_of):
+    names = names_of(example_under(GUIDE, "## on_step"))
+    assert names["steps"] and names["most"] >= 2  # a block of each prompt
+    assert names["llm"]._session._observers == []
+
+
+def test_its_seeds_hold_as_the_example_says(names_of):
+    names = names_of(example_under(GUIDE, "## Seeds and rounding"))
+    assert names["alone"]["token_ids"] == names["second"]["token_ids"]
 
 
 def options_table(options: type) -> list[str]:
@@ -241,6 +266,11 @@ def test_its_rooflines_are_those_that_bench_works_out():
                 assert float(said) == pytest.approx(limit, rel=0.02), (match[1], model)
 
 
+def test_it_says_before_the_first_command_how_to_do_without_cuda():
+    before, _ = section(USERS_TEXT, "## Try it").split("```bash", maxsplit=1)
+    assert "whl/cpu" in before and len(re.findall(r"[\d.]+ GB", before)) == 4
+
+
 def test_ci_runs_its_two_commands():
     (_, commands), *_ = code_blocks(USERS, "bash")
     assert len(commands.splitlines()) == 2
@@ -251,14 +281,17 @@ def test_ci_runs_its_two_commands():
 
 
 def test_ci_runs_every_install_line_of_both():
-    """What needs a GPU is resolved, not installed."""
+    """What needs a GPU is resolved, not installed. PyTorch's own index is not asked: .ci/run takes
+    a CPU build where pip is offered one.
+    """
     script = (ROOT / ".ci" / "run").read_text()
     pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
     run = re.findall(pattern, script, flags=re.MULTILINE)
     told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", ALL_TEXT)
     names = ("plot", "parquet", "ray", "eval", "structured")
     tested_together = {f'pip install -e ".[{extra}]"' for extra in names}
-    assert told and set(told) <= {*run, *tested_together}
+    of_pytorch = {"pip install torch --index-url https://download.pytorch.org/whl/cpu"}
+    assert told and set(told) <= {*run, *tested_together, *of_pytorch}
 
 
 # The README for readers and contributors.
@@ -272,7 +305,10 @@ def test_the_tests_it_names_exist():
         assert not name or re.search(rf"^(def|class) {name}\b", text, flags=re.MULTILINE), name
 
 
-def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
+def test_the_family_of_its_example_equals_transformers(names_of, monkeypatch, tmp_path):
+    example = example_under(CONTRIBUTING, "## Adding a model family")
+    family = names_of(example)["Ernie4_5ForCausalLM"]
+    monkeypatch.setitem(MODELS, family.__name__, family)
     ernie = pytest.importorskip("transformers.models.ernie4_5")
     config = ernie.Ernie4_5Config(
         vocab_size=101,
@@ -292,8 +328,9 @@ def test_the_family_of_its_example_equals_transformers(readers, tmp_path):
     assert (logits - expected_logits(reference, tokens)).abs().max() < 1e-4
 
 
-def test_the_policy_of_its_example_changes_the_order(readers):
-    server = Server(make_scheduler(policy=readers["PatientShortestFirst"]()))
+def test_the_policy_of_its_example_changes_the_order(names_of):
+    names = names_of(example_under(CONTRIBUTING, "## Adding a scheduling policy"))
+    server = Server(make_scheduler(policy=names["PatientShortestFirst"]()))
     for id, (seconds, length) in enumerate([(0, 40), (0, 10), (5, 3), (0, 20), (0.05, 10), (9, 1)]):
         seq = make_sequence(id, [id], length)
         seq.added_at = seconds
@@ -301,13 +338,14 @@ def test_the_policy_of_its_example_changes_the_order(readers):
     server.run()
     assert server.scheduler.first_starts == [1, 4, 3, 0, 2, 5]
     assert max(len(batch.decode_slots) for batch in server.batches) == 4
-    assert [output["finish_reason"] for output in readers["outputs"]] == ["length"] * 3
+    assert [output["finish_reason"] for output in names["outputs"]] == ["length"] * 3
 
 
-def test_the_transform_of_its_example_changes_no_result(readers):
+def test_the_transform_of_its_example_changes_no_result(names_of):
+    names = names_of(example_under(CONTRIBUTING, "## Adding a room"))
     plain, changed = load(TINY_MODEL), load(TINY_MODEL)
-    readers["use_functional_norms"](changed)
-    assert any(type(module) is readers["FunctionalRMSNorm"] for module in changed.modules())
+    names["use_functional_norms"](changed)
+    assert any(type(module) is names["FunctionalRMSNorm"] for module in changed.modules())
     logits = [Driver(model, 1, 16).step({}, {0: [5, 70, 300]}) for model in (plain, changed)]
     torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-3)
 

@@ -201,7 +201,7 @@ import sys
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 with LLM(TINY_MODEL) as llm:
     (output,) = llm.generate("import", SamplingParams(max_tokens=2), use_tqdm=False)
-    assert output["text"] and not llm.has_chat_template and "transformers" not in sys.modules
+    assert output["text"] and llm.has_chat_template and "transformers" not in sys.modules
     assert llm.tokenizer.decode(output["token_ids"]) and "transformers" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -43,7 +43,8 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
     logger.info(
         f"nanovllm: {name}, {parameters(info.num_parameters)}, {info.dtype} on {device}, "
         f"attention: {info.attention}, {info.num_blocks:,} KV blocks of "
-        f"{config.kvcache_block_size} tokens ({info.kv_cache_bytes / 2**30:.1f} GiB), "
+        f"{config.kvcache_block_size} tokens ({info.kv_cache_bytes / 2**30:.1f} GiB reserved, "
+        "none used yet), "
         f"sequences of up to {info.max_model_len:,} tokens, ready in {seconds:.1f} s"
     )
 

@@ -116,10 +116,8 @@ def _check(
     inputs: Inputs, name: str, context: Any, continuation: Any, given: tuple[Any, Any]
 ) -> Pair:
     """`given`: what the two are made of."""
-    if isinstance(context, str) or isinstance(continuation, str):
-        raise TypeError(f"{name}: one is text, the other is not: give both as text, or token ids")
     for what, part in (("context", context), ("continuation", continuation)):
-        if not isinstance(part, (list, tuple)):
+        if not isinstance(part, (str, list, tuple)):
             raise TypeError(
                 f"{name}: the {what} is {shown(part)}: give text or a list of token ids"
             )
@@ -130,6 +128,8 @@ def _check(
             elif given[1]:
                 remedy = "the tokenizer joins it to the context's, so give both as token ids"
             raise ValueError(f"{name}: the {what} has no tokens: {remedy}")
+    if isinstance(context, str) or isinstance(continuation, str):
+        raise TypeError(f"{name}: one is text, the other is not: give both as text, or token ids")
     token_ids, *_ = inputs.request(name, [*context, *continuation], PARAMS)
     return Pair(token_ids, len(context))
 

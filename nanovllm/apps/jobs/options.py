@@ -4,17 +4,48 @@ A new option of `Config` or `SamplingParams` is a new flag; its help is the opti
 """
 
 import argparse
+import difflib
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from types import NoneType
 from typing import Any, get_args, get_origin
 
 from nanovllm.checks import shown
+from nanovllm.foreign_names import OPTIONS, PARAMETERS
 from nanovllm.options import members_of, options_of
 
 NONE = "none"  # how a flag says None
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers an unknown flag with the one that may have been meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # This comes first: of a misspelled --model, argparse says only that --model is required.
+        for text in sys.argv[1:] if args is None else args:
+            if text == "--":  # only positional arguments follow
+                break
+            flag = text.split("=")[0]
+            # As argparse sees it: what has a space is a value.
+            if (
+                flag.startswith("--")
+                and " " not in text
+                and flag not in self._option_string_actions
+            ):
+                self.error(f"there is no flag {flag}: {self._advice(flag)}")
+        return super().parse_known_args(args, namespace)
+
+    def _advice(self, flag: str) -> str:
+        name = flag.removeprefix("--").replace("-", "_")
+        if foreign := PARAMETERS.get(name) or OPTIONS.get(name):
+            return foreign.remedy
+        # A flag of two words can be spelled with "_", too: one spelling is enough here.
+        known = [one for one in self._option_string_actions if "_" not in one]
+        near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
+        return f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them"
 
 
 def add_flags(parser: argparse._ArgumentGroup, options: type, leave_out: set[str]) -> None:

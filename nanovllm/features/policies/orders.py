@@ -1,8 +1,8 @@
-"""Who goes first, by one rule each. As many start as fit, and all else is as in the core.
+"""Policies that are one rule each: who starts first. As many sequences start as fit.
 
-A running sequence gives way to others only when KV blocks run out: the one that the rule puts last
-is preempted then, and starts again before all that have not started yet. So whatever has started
-comes to its end. What has not may wait for as long as others come that the rule puts before it.
+A running sequence is preempted only when KV blocks run out: then the one that the rule puts last.
+It starts again before all that have not started yet, so whatever has started comes to its end. A
+sequence that has not started may wait as long as others come that the rule puts before it.
 """
 
 from nanovllm.engine.sequence import Sequence
@@ -10,9 +10,9 @@ from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy
 
 
 class ShortestFirst(SharedPrefixPolicy):
-    """What may generate the fewest tokens goes first; of these, the shortest prompt.
+    """The sequence that may generate the fewest tokens first; in a tie, the shortest prompt.
 
-    The mean wait is short, as short requests hold up others least (Smith's rule of 1956).
+    The mean wait is short, because short requests hold up others least (Smith's rule, 1956).
     """
 
     def key(self, seq: Sequence) -> tuple[int, int]:
@@ -20,9 +20,9 @@ class ShortestFirst(SharedPrefixPolicy):
 
 
 class LongestFirst(SharedPrefixPolicy):
-    """What may generate the most tokens goes first; of these, the longest prompt.
+    """The sequence that may generate the most tokens first; in a tie, the longest prompt.
 
-    All have ended soon, as the fewest are left to run alone at the end (Graham's rule of 1969).
+    The last one ends soon, because few are left to run alone at the end (Graham's rule, 1969).
     """
 
     def key(self, seq: Sequence) -> tuple[int, int]:
@@ -30,7 +30,7 @@ class LongestFirst(SharedPrefixPolicy):
 
 
 class Priority(SharedPrefixPolicy):
-    """The lowest `priority` of `SamplingParams` goes first; of equal ones, the first that came."""
+    """The lowest `priority` of SamplingParams first; in a tie, the first that came."""
 
     def key(self, seq: Sequence) -> int:
         return seq.params.priority

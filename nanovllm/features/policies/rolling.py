@@ -1,10 +1,10 @@
 """The policy of a job, whose requests keep coming while others run.
 
-It is that of `generate` with two differences. Longest first would let short requests wait as long
-as longer ones come: so it holds among `window` requests that came one after the other, and all of
-these start before those after them. And pacing, which spreads all tokens that are left over the
-steps of the longest request, would slow a job down whose other requests are not there yet: so it
-begins when the last one has come.
+It is the policy of `generate`, with two differences. Longest first would let short requests wait as
+long as longer ones come. So it holds among `window` requests that came one after the other, and all
+of these start before later ones. Pacing, which spreads all tokens that are left over the steps of
+the longest request, would slow down a job whose other requests have not come yet. So it begins when
+the last request has come.
 """
 
 from typing import Any
@@ -15,7 +15,10 @@ from nanovllm.features.policies.throughput import ThroughputPolicy
 
 
 class RollingPolicy(ThroughputPolicy):
-    """`more_to_come`: whoever adds the last request sets it to False."""
+    """The throughput policy, for requests that keep coming.
+
+    more_to_come: whoever adds the last request sets this to False.
+    """
 
     def __init__(self, window: int) -> None:
         super().__init__()

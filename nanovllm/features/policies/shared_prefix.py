@@ -1,7 +1,7 @@
-"""Find the leading KV blocks that all decoding sequences have in common.
+"""First come, first served, with the leading KV blocks that all decoding sequences share.
 
-They have some when all prompts begin alike, as with one long system prompt. Attention may then read
-these blocks once for all sequences instead of once for each.
+Sequences share blocks when all prompts begin alike, as with one long system prompt. Attention may
+then read these blocks once for all sequences instead of once for each.
 """
 
 from nanovllm.engine.policy import SchedulingPolicy
@@ -26,7 +26,7 @@ class SharedPrefixPolicy(SchedulingPolicy):
 
 
 def count_common_blocks(tables: list[list[int]]) -> int:
-    """The length of the longest prefix that all block tables have in common."""
+    """Count the leading blocks that all block tables have in common."""
     if not tables:
         return 0
     first, *others = tables

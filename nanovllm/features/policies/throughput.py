@@ -30,7 +30,7 @@ from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy
 # and 790 TFLOP/s: 5.4 ms a step for 64 sequences, 5.8 for 160, 6.7 for 192, 7.3 for 256.
 MIN_RUNNING = 160
 
-# Prompts of so many tokens keep a device busy for longer than the host takes to launch them.
+# Prompts of this many tokens keep a device busy for longer than the host takes to launch them.
 GROUP_TOKENS = 4096
 
 
@@ -64,10 +64,11 @@ class ThroughputPolicy(SharedPrefixPolicy):
         running.sort(key=lambda seq: -seq.num_tokens)
 
     def _group_size(self, scheduler: Scheduler) -> int:
-        """How many waiting sequences start together, if others run already.
+        """Return how many waiting sequences start together while others run.
 
-        Enough for `group_tokens` tokens of prompts, but at most a sixteenth of all slots: these
-        come free one by one. As much of each prompt is taken to be cached as was of the last one.
+        They are enough for `group_tokens` tokens of prompts, but at most a sixteenth of all slots,
+        which come free one by one. Each prompt is taken to be cached in the same part as the last
+        prompt that started.
         """
         if not scheduler.running:
             return 1
@@ -82,9 +83,9 @@ class ThroughputPolicy(SharedPrefixPolicy):
         return size
 
     def _paced_limit(self, scheduler: Scheduler, group: int) -> int:
-        """As many as spread all tokens evenly over the longest one's steps, or `min_running`.
+        """Return how many sequences spread all tokens evenly over the steps of the longest one.
 
-        More if the next ones would otherwise end after the longest.
+        At least `min_running`, and more if the next ones would otherwise end after the longest.
         """
         first = scheduler.waiting.first
         left = [seq.num_tokens_left for seq in scheduler.running]

@@ -10,6 +10,7 @@ millisecond, since it works out masks as they are asked for.
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ MOST_KEPT = 256  # compiled grammars
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 NUM_THREADS = max(1, min(32, CORES * 4 // 5))  # that make masks
 INSTALL = 'pip install -e ".[structured]"'
+# No line of Lark's begins so. Lark's `start` may stand anywhere, as `?start` or `!start` too.
+GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 # What an error says beside llguidance's message, if that has these words.
 REMEDIES = {
     "Unimplemented keys": 'leave them out, or put "x-guidance": {"lenient": true} into the schema, '
@@ -206,10 +209,12 @@ def to_grammar(compiler: Any, params: StructuredOutputsParams) -> str:
         # One lexeme, so that one choice may begin with another.
         choices = " | ".join([json.dumps(choice, ensure_ascii=False) for choice in params.choice])
         return compiler.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
-    from llguidance.gbnf_to_lark import any_to_lark
-
     assert params.grammar is not None, "one of the kinds is given"
-    return compiler.grammar_from_lark(any_to_lark(params.grammar))
+    if not GBNF_RULE.search(params.grammar):
+        return compiler.grammar_from_lark(params.grammar)
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return compiler.grammar_from_lark(gbnf_to_lark(params.grammar))
 
 
 def refusal(params: StructuredOutputsParams, problem: str) -> str:
