@@ -938,31 +938,6 @@ def test_the_cpu_takes_plain_pytorch():
     )
 
 
-def test_an_unknown_backend_raises():
-    with pytest.raises(
-        ValueError,
-        match="attention_backend is 'xformers': choose auto, flash-attn, triton or torch",
-    ):
-        select_attention_backend("xformers", torch.device("cpu"), torch.float32, 64, 16)
-
-
-def test_flash_attn_on_a_cpu_raises():
-    with pytest.raises(ValueError, match="attention_backend is 'flash-attn', but device cpu"):
-        select_attention_backend("flash-attn", torch.device("cpu"), torch.bfloat16, 64, 256)
-
-
-def test_triton_on_a_cpu_raises():
-    with pytest.raises(
-        ValueError, match="attention_backend is 'triton', but device cpu is no GPU: take"
-    ):
-        select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 16)
-
-
-def test_a_block_size_triton_cannot_take_raises():
-    with pytest.raises(ValueError, match="kvcache_block_size is 24"):
-        select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 24)
-
-
 def test_flash_attn_leaves_sinks_to_triton_or_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(flash_attention, "find_v2", lambda: (None, None))

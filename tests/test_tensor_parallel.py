@@ -35,7 +35,7 @@ from transformers import (
 )
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RankError, SamplingParams
 from nanovllm.backends.tensor_parallel.answers import (
     Done,
     Failed,
@@ -48,7 +48,7 @@ from nanovllm.backends.tensor_parallel.answers import (
 )
 from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
 from nanovllm.backends.tensor_parallel.rank_process import open_store_file
-from nanovllm.backends.tensor_parallel.runner import RankError, TensorParallelRunner
+from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.layers.parallel import ParallelGroup

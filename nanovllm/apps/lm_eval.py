@@ -60,10 +60,11 @@ class NanovllmLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.llm = LLM(pretrained, device="auto" if device == "cuda:0" else device, **options)
-        self.tokenizer: Any = self.llm.tokenizer
-        if self.tokenizer is None:
+        try:
+            self.tokenizer: Any = self.llm.get_tokenizer()
+        except ValueError:  # there is none
             self.llm.close()
-            raise ValueError(f"pretrained is {pretrained!r}, which has no tokenizer: add its files")
+            raise
         self.max_length = self.llm.max_model_len
         self.max_gen_toks = max_gen_toks
         self.think_end_token = think_end_token

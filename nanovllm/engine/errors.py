@@ -1,4 +1,4 @@
-"""Errors of an engine: wrong logits in a step, or a call that cannot run now."""
+"""Errors of an engine: a call that cannot run now, a lost rank, or wrong logits in a step."""
 
 from nanovllm.engine.sequence import Sequence
 
@@ -15,6 +15,10 @@ class AsleepError(ValueError):
 
     def __init__(self) -> None:
         super().__init__("this LLM is asleep: call wake_up first")
+
+
+class RankError(RuntimeError):
+    """A rank died, raised or hung. All ranks are gone, and the LLM with them: make a new one."""
 
 
 class InvalidLogitsError(FloatingPointError):

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
-    from nanovllm.engine.metrics import StepRecord
     from nanovllm.engine.sequence import Sequence
+    from nanovllm.outputs import StepRecord
 
 
 class EngineListener:

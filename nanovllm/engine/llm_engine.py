@@ -16,7 +16,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import Constraints, Detokenizer
 from nanovllm.engine.listener import EngineListener, Listeners
-from nanovllm.engine.metrics import EngineMetrics, StepRecord
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -24,6 +24,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
 from nanovllm.models.config_fields import largest_window
+from nanovllm.outputs import StepRecord
 from nanovllm.sampling_params import SamplingParams
 
 

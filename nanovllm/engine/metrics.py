@@ -6,32 +6,12 @@ Takes a few numbers of each sequence that has ended, so that a token costs nothi
 import math
 from collections import deque
 from collections.abc import Collection
-from typing import NamedTuple
 
 from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import StepRecord
 
 LATEST = 65536  # requests that the percentiles look back on
-
-
-class StepRecord(NamedTuple):
-    """What one step did, for those who watch. What it counts is so at the step's launch.
-
-    With overlap a step launches its own tokens and waits for those of the step before: `seconds`
-    and `finished` then belong to these.
-    """
-
-    number: int  # of this step, from 0
-    time: float  # at which it began, in seconds of time.perf_counter
-    prefill_tokens: int
-    decode_tokens: int  # one for each decoding sequence
-    running: int  # sequences that hold a batch slot
-    waiting: int  # sequences that wait for one
-    blocks_in_use: int  # KV blocks that sequences hold
-    num_blocks: int  # KV blocks there are
-    preemptions: int  # sequences that this step preempted
-    seconds: float = 0.0  # from its beginning to its end, on the host's clock
-    finished: tuple[int, ...] = ()  # ids of the requests that ended with it
 
 
 class EngineMetrics(EngineListener):

@@ -17,8 +17,7 @@ from nanovllm.checks import shown
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.sampling.logits_edits import ALL, num_words
-from nanovllm.sampling_params import LogitsProcessor, SamplingParams
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.sampling_params import LogitsProcessor, SamplingParams, StructuredOutputsParams
 
 
 class LogitsConstraint(Protocol):

@@ -15,7 +15,6 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.trace.events import (
     Added,
@@ -37,6 +36,7 @@ from nanovllm.features.trace.events import (
 )
 from nanovllm.features.trace.files import check_writable, write
 from nanovllm.features.trace.replay import Replay
+from nanovllm.outputs import StepRecord
 
 
 class Recorder(EngineListener):
