@@ -105,6 +105,7 @@ OWNERS = {
     "tqdm": r"progress\.py",
     "pyarrow": r"jobs/parquet\.py",
     "llguidance": r"structured/grammars\.py",
+    "xxhash": r"engine/block_manager\.py",
     "sqlite3": r"jobs/journal\.py",
     "ray": r"integrations/ray_replicas\.py",
     "lm_eval": r"integrations/lm_eval\.py",

@@ -16,7 +16,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, Prefix
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.metrics import StepRecord
@@ -87,7 +87,9 @@ class Recorder:
         for event in events:
             replay.apply(event)
         assert not replay.tables, "whoever restarts a recording has waited for all requests"
-        self.start(run._replace(cached_blocks=tuple(sorted(replay.known)), **facts))
+        cached = sorted(replay.known.items())
+        blocks, hashes = (tuple([pair[i] for pair in cached]) for i in (0, 1))
+        self.start(run._replace(cached_blocks=blocks, cached_hashes=hashes, **facts))
 
     def write(self) -> None:
         """Write the file, if there is anything new. A forked process does not."""
@@ -106,12 +108,13 @@ class Recorder:
     def add(self, event: Event) -> None:
         self.events.append(event)
 
-    def registered(self, block: int) -> None:
-        last = self.events[-1]
-        if isinstance(last, Registered):
-            last.blocks.append(block)
-        else:
-            self.add(Registered([block]))
+    def registered(self, block: int, prefix_hash: int) -> None:
+        if not isinstance(self.events[-1], Registered):
+            self.add(Registered([], []))
+        event = self.events[-1]
+        assert isinstance(event, Registered)
+        event.blocks.append(block)
+        event.hashes.append(f"{prefix_hash:016x}")
 
     def evicted(self, block: int) -> None:
         last = self.events[-1]
@@ -192,17 +195,17 @@ class Recorder:
 class RecordedBlocks(BlockManager):
     recorder: Recorder
 
-    def register(self, block: int, parent_id: int, token_ids: list[int]) -> int:
-        before = self._keys[block]
-        prefix_id = super().register(block, parent_id, token_ids)
-        if self._keys[block] is not None and self._keys[block] is not before:
-            self.recorder.registered(block)
-        return prefix_id
+    def register(self, block: int, before: Prefix, token_ids: list[int]) -> Prefix:
+        old_key = self._keys[block]
+        prefix = super().register(block, before, token_ids)
+        if self._keys[block] is not None and self._keys[block] is not old_key:
+            self.recorder.registered(block, prefix.hash)
+        return prefix
 
-    def _forget(self, block: int) -> None:
+    def forget(self, block: int) -> None:
         if self._keys[block] is not None:
             self.recorder.evicted(block)
-        super()._forget(block)
+        super().forget(block)
 
 
 class RecordedTables(BlockTables):
