@@ -67,7 +67,8 @@ class SamplingParams:
     ignore_eos: go on past end-of-sequence.
     stop: a string or strings that end the output, whose text is cut before the first of them.
         token_ids keeps every token that was sampled.
-    stop_token_ids: tokens that end the output, as end-of-sequence does.
+    stop_token_ids: tokens that end the output, as end-of-sequence does. The token that ended it is
+        in token_ids, and not in the text.
     seed: the same tokens in any batch; completion i of n uses seed + i. None: the LLM's own noise.
     n: completions of the prompt, which is computed once.
     logprobs: report, for each token, its log-probability and those of this many likeliest, by the
@@ -87,7 +88,7 @@ class SamplingParams:
     structured_outputs: what form the text must have, such as JSON by a schema: a
         StructuredOutputsParams, or a dict of its parameters. The output ends with "stop" where the
         form is complete; "length" says that it is cut. Stop strings end it as ever.
-    include_stop_str_in_output: keep the stop string that ended the output in its text.
+    include_stop_str_in_output: keep what ended the output, a stop string or a token, in its text.
     skip_special_tokens: leave special tokens, such as end-of-sequence, out of the text.
     priority: where the LLM's scheduling_policy is "priority", requests with lower numbers go first.
 

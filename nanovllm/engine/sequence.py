@@ -118,6 +118,17 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def ended_by_token(self) -> bool:
+        """Whether its last token is one of `stop_ids`, and ended it."""
+        return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens of the output that its text is made of."""
+        leaves_out = self.ended_by_token and not self.params.include_stop_str_in_output
+        return self.output_ids[:-1] if leaves_out else self.output_ids
+
+    @property
     def request(self) -> "Sequence":
         """The first completion, which stands for all of them."""
         return self.parent or self
