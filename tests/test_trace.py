@@ -75,7 +75,11 @@ class Watched:
         references = Counter(block for table in held.values() for block in table)
         assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
         assert replay.ref_counts.count(0) == blocks.num_free
-        assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
+        assert replay.known == {
+            block: f"{blocks.prefix(block).hash:016x}"
+            for block, key in enumerate(blocks._keys)
+            if key is not None
+        }
 
 
 def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:

@@ -63,7 +63,7 @@ def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
     if decode is not None:
         whole = [seq for seq in sequences if seq.text is None]
         with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
-        decoded = decode([seq.output_ids for seq in whole], with_special)
+        decoded = decode([seq.text_ids for seq in whole], with_special)
         texts |= {seq.id: text for seq, text in zip(whole, decoded)}
     return texts
 
