@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.sequence import Sequence
 from nanovllm.inputs import Request
 from nanovllm.session import Session
@@ -45,6 +46,7 @@ def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
                         del unfinished[i]
                     text = seq.text.take() if seq.text is not None else ""
                     yield i, text, new_ids, seq.finish_reason
+        check_any_succeeded(sequences)
     except GeneratorExit:  # the caller wants no more items
         session.abandon(unfinished.values())
         raise
