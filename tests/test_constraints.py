@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -384,14 +385,18 @@ def test_a_function_that_fails_fails_the_call_and_leaves_the_llm_usable(folder, 
     ids=lambda rules: "-".join(rules),
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_with_no_token_left_fails_and_says_so(llm, rules, temperature):
+def test_a_request_with_no_token_left_ends_alone_and_says_so(llm, rules, temperature):
     params = SamplingParams(max_tokens=9, temperature=temperature, **rules)
-    with pytest.raises(
-        InvalidLogitsError, match=r"request \d+ .*no token to go on with .*constraints.*loosen"
-    ) as raised:
-        generate(llm, [[5, 6], [7]], [params, SamplingParams(max_tokens=3)])
-    assert len(raised.value.request_ids) == 1
-    assert len(generate(llm, [[5]], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+    other = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    (expected,) = generate(llm, [[7]], other)
+    bad, good = generate(llm, [[5, 6], [7]], [params, other])
+    assert good == expected
+    barred = rules.get("bad_words") is not None
+    assert bad["finish_reason"] == "error" and len(bad["token_ids"]) == barred
+    assert re.search("no token to go on with after . tokens.*constraints.*loosen", bad["error"])
+    with pytest.raises(InvalidLogitsError, match=r"request \d+ \(prompt \[5, 6\]\): there is no"):
+        generate(llm, [[5, 6]], params)
+    assert generate(llm, [[7]], other) == [expected]
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,10 @@ def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
     return prompt, params
 
 
+def bar_all_after_fifteen(output, logits):
+    return logits - math.inf if len(output) > 15 else logits
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", ["gqa-2", "mistral-window"])
@@ -109,7 +113,10 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
     for _ in range(40):
-        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        prompt, params = random_request(rng, beginnings)
+        if len(ids) % 6 == 3:  # some end with an error
+            params = dataclasses.replace(params, logits_processors=[bar_all_after_fifteen])
+        ids.append(llm.add_request(prompt, params))
         for _ in range(rng.randrange(4)):
             done = {output["id"] for output in llm.step()}
             ids = [id for id in ids if id not in done]
@@ -119,6 +126,8 @@ def test_the_events_replay_to_the_blocks_of_every_step(
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
+    reasons = {e.reason for e in llm.engine.listeners[-1].events if isinstance(e, Finished)}
+    assert reasons >= {"length", "error", "abort"}
     kinds = {type(event) for event in llm.engine.listeners[-1].events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     for _ in range(8):  # a few more, that are scored

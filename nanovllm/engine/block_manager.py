@@ -187,6 +187,8 @@ class BlockManager:
             self._new.remove(block)
         else:
             del self._ordered[bisect_left(self._ordered, (key, block))]
+        if block in self._free:
+            self._free.move_to_end(block, last=False)
 
     def _find(self, prefix_hash: int, key: Key) -> int | None:
         """Find the known block with this hash whose key is equal in full."""

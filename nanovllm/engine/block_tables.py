@@ -159,3 +159,12 @@ class BlockTables:
         # The last token has no K and V yet, unless it ran one step too far.
         self.register(seq, min(seq.num_computed, len(seq.token_ids) - 1))
         self.blocks.release(seq.block_table[seq.num_given_back :])
+
+    def discard(self, seq: Sequence) -> None:
+        """Give all blocks back, and let the prefix cache forget whatever begins as the sequence
+        does: the K and V may be no numbers.
+        """
+        held = seq.block_table[seq.num_given_back :]
+        for block in [*self.blocks.match(seq.token_ids), *held]:
+            self.blocks.forget(block)
+        self.blocks.release(held)

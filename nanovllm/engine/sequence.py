@@ -42,6 +42,7 @@ class Sequence:
     num_tokens: int = field(init=False)
     status: Status = Status.WAITING
     finish_reason: str | None = None
+    error: str | None = None  # what went wrong, where finish_reason is "error"
     logprobs: list[bytes] = field(default_factory=list)  # of each new token, if asked
     scores: PromptScores | None = None  # if the prompt's log-probabilities are asked for
     # If max_tokens is 0: the prompt's last token, which is not computed. The step samples a token

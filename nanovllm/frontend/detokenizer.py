@@ -166,6 +166,11 @@ class Detokenizer:
         self._reading.difference_update([seq for seq in reading if seq.text.ended])
         return [seq for seq in reading if seq.text.stopped]
 
+    def end(self, seq: Sequence) -> None:
+        if seq in self._reading:
+            extend_texts([(seq.text, None, True)], self._tokenizer)
+            self._reading.remove(seq)
+
     def remove(self, seq: Sequence) -> None:
         self._reading.discard(seq)
 

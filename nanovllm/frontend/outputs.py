@@ -75,6 +75,8 @@ def _completion(seq: Sequence, text: str) -> dict[str, Any]:
         "finish_reason": seq.finish_reason,
         "stop_reason": _stop_reason(seq) if seq.finish_reason == "stop" else None,
     }
+    if seq.error is not None:
+        completion["error"] = seq.error
     if seq.params.logprobs is not None:
         completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
         sampled = zip(seq.output_ids, logprobs)

@@ -146,7 +146,7 @@ class Finished(NamedTuple):
 
     time: float
     seq: int
-    reason: str  # "stop", "length" or "abort"
+    reason: str  # "stop", "length", "error" or "abort"
     output_tokens: int
 
 
