@@ -20,18 +20,13 @@ from nanovllm.foreign_names import IN_CHAT, IN_GENERATE, IN_WAKE_UP
 from nanovllm.frontend.conversations import encode_conversations
 from nanovllm.frontend.inputs import Inputs, Request
 from nanovllm.frontend.log import say_ready, show_unless_configured
-from nanovllm.frontend.outputs import (
-    RequestOutput,
-    StepRecord,
-    TokenTexts,
-    make_outputs,
-    with_attributes,
-)
+from nanovllm.frontend.outputs import TokenTexts, make_outputs, with_attributes
 from nanovllm.frontend.progress import Shown, progress
 from nanovllm.frontend.score import score
 from nanovllm.frontend.session import Session
 from nanovllm.frontend.stream import Piece, stream
 from nanovllm.frontend.tokenizer import need_tokenizer
+from nanovllm.outputs import RequestOutput, StepRecord
 from nanovllm.sampling_params import OF_SAMPLING_PARAMS, SamplingParams
 
 if TYPE_CHECKING:
