@@ -15,6 +15,7 @@ from torch import nn
 
 from nanovllm.checks import DEFAULTS, FOREIGN, shown
 from nanovllm.config import SCHEDULING_POLICIES, Config
+from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.policy import SchedulingPolicy
@@ -44,7 +45,14 @@ def build_engine(config: Config) -> tuple[LLMEngine, Any]:
     # Reading a tokenizer can take seconds, and so does reading the weights.
     with ThreadPoolExecutor(1) as beside:
         loading = beside.submit(text.load_tokenizer, folder) if text else None
-        engine = engine_class(config, hf_config, folder, make_runner, policy)
+        engine = engine_class(
+            config,
+            hf_config,
+            folder,
+            make_runner,
+            policy,
+            lambda info: count_enough_sequences(info, hf_config),
+        )
     try:
         engine.stop_ids = load_eos_ids(folder)
         tokenizer = loading.result() if loading else None
@@ -158,6 +166,13 @@ def check_kernels(config: Config, device: torch.device) -> None:
         raise ValueError(
             f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'"
         )
+
+
+def count_enough_sequences(info: RunnerInfo, hf_config) -> int | None:
+    """How many sequences make the device about as fast as it gets; None: the more, the faster."""
+    if info.device == "cpu" and (batch_size := room("cpu.batch_size")):
+        return batch_size.enough_sequences(info.num_parameters, hf_config)
+    return None
 
 
 def prepare_process() -> None:

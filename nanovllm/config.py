@@ -53,7 +53,8 @@ class Config:
 
     model: a folder in Hugging Face form, or a hub id such as "Qwen/Qwen3-0.6B".
     max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
-    max_num_seqs: sequences that run at the same time.
+    max_num_seqs: the most sequences that run at the same time. On a CPU, scheduling_policy
+        "throughput" runs fewer where more would make hardly more tokens a second.
     max_model_len: prompt plus output of one request; the model's own limit applies if it is lower,
         or if this is None.
     gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache

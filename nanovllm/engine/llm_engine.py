@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interfaces import Constraints, Detokenizer
 from nanovllm.engine.metrics import Metrics, StepRecord
@@ -47,10 +47,13 @@ class LLMEngine:
         folder: str | Path,
         make_runner: Callable[..., Any],
         policy: SchedulingPolicy = SchedulingPolicy(),
+        count_enough_seqs: Callable[[RunnerInfo], int | None] = lambda info: None,
     ) -> None:
         """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run.
 
         `make_runner`: a class of runners, such as ModelRunner, or a function like one.
+        `count_enough_seqs`: says how many sequences make what runs the model about as fast as it
+        gets; None: the more, the faster.
         """
         # Refuse other models first: they may not have what is read below.
         self.model_class = find_model(hf_config)
@@ -69,6 +72,7 @@ class LLMEngine:
         self.window = largest_window(hf_config)
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
+        self._enough_seqs = count_enough_seqs(self.runner.info)
         self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
         self.scheduler = self._make_scheduler()
@@ -92,6 +96,7 @@ class LLMEngine:
             max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
+            enough_seqs=self._enough_seqs,
         )
 
     def add(

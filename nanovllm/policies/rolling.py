@@ -27,7 +27,4 @@ class RollingPolicy(ThroughputPolicy):
         return seq.id // self.window, seq.num_prompt_tokens - seq.max_len
 
     def running_limit(self, scheduler: Scheduler) -> int:
-        group = self._group_size(scheduler)
-        if scheduler.num_running + group > scheduler.max_num_seqs:
-            return scheduler.num_running
-        return scheduler.max_num_seqs if self.more_to_come else self._paced_limit(scheduler, group)
+        return self._limit(scheduler, scheduler.enough_seqs, paced=not self.more_to_come)

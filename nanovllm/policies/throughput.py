@@ -16,8 +16,12 @@ served does:
   Without pacing, 500 sequences decode for 500 steps, then one decodes alone for 500 more. With it,
   251 decode in each of the 1,000 steps: half of the others at once, the other half after them.
 
+What counts next is how soon the first ones end. Where a device gains little from more sequences, as
+a CPU does early, no more run than are enough (`Scheduler.enough_seqs`): the last answer comes no
+later for that, and the others come one after the other instead of all at the end.
+
 Interactive requests start before all others, in order of arrival. They start in groups as well, but
-they are not paced.
+they are not held back otherwise.
 """
 
 from nanovllm.engine.scheduler import Scheduler
@@ -48,12 +52,15 @@ class ThroughputPolicy(SharedPrefixPolicy):
         return (False, 0) if seq.interactive else (True, -max_new_tokens)
 
     def running_limit(self, scheduler: Scheduler) -> int:
-        group = self._group_size(scheduler)
-        if scheduler.num_running + group > scheduler.max_num_seqs:
+        interactive = scheduler.waiting.first.interactive
+        most = scheduler.max_num_seqs if interactive else scheduler.enough_seqs
+        return self._limit(scheduler, most, paced=not interactive)
+
+    def _limit(self, scheduler: Scheduler, most: int, paced: bool) -> int:
+        group = self._group_size(scheduler, most)
+        if scheduler.num_running + group > most:
             return scheduler.num_running
-        if scheduler.waiting.first.interactive:
-            return scheduler.max_num_seqs
-        return self._paced_limit(scheduler, group)
+        return min(most, self._paced_limit(scheduler, group)) if paced else most
 
     def started(self, seq: Sequence) -> None:
         self._uncached_part = 1 - seq.num_computed / seq.num_tokens
@@ -63,16 +70,16 @@ class ThroughputPolicy(SharedPrefixPolicy):
         # the step. As each step adds one token to all, they stay in this order.
         running.sort(key=lambda seq: -seq.num_tokens)
 
-    def _group_size(self, scheduler: Scheduler) -> int:
+    def _group_size(self, scheduler: Scheduler, most_running: int) -> int:
         """How many waiting sequences start together, if others run already.
 
-        Enough for `group_tokens` tokens of prompts, but at most a sixteenth of all slots: these
-        come free one by one. As much of each prompt is taken to be cached as was of the last one.
+        Enough for `group_tokens` tokens of prompts, but at most a sixteenth of those that may run:
+        these end one by one. As much of each prompt is taken to be cached as was of the last one.
         """
         if not scheduler.running:
             return 1
         enough_tokens = min(self.group_tokens, scheduler.max_num_batched_tokens)
-        most = max(1, scheduler.max_num_seqs // 16)
+        most = max(1, most_running // 16)
         tokens, size = 0.0, 0
         for seq in scheduler.waiting:
             tokens += seq.num_tokens * self._uncached_part
