@@ -30,6 +30,7 @@ SOURCES = {
 # The core: what each part may import besides itself, from the bottom to the top.
 CORE = {
     "checks": set(),
+    "whole_files": set(),
     "structured_outputs": {"checks"},
     "constraint_checks": {"checks"},
     "sampling_params": {"checks", "constraint_checks", "structured_outputs"},
