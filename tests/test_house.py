@@ -29,6 +29,7 @@ PLAIN_DATA = {
     "options",
     "outputs",
     "sampling_params",
+    "whole_files",
 }
 CORE = ("weights", "layers", "models", "engine")
 SHELVES: dict[str, set[str]] = {

@@ -460,6 +460,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(che
     assert len(list(tmp_path.iterdir())) == 1, "nothing is left of the attempt"
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_the_name_that_traces_once_had_until_complete_is_left_alone(
+    make_llm, tmp_path, is_link
+):
+    part, other = tmp_path / "run.jsonl.part", tmp_path / "other"
+    other.write_text("precious")
+    part.symlink_to(other) if is_link else part.write_text("precious")
+    llm = make_llm(trace=tmp_path / "run.jsonl")
+    llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+    llm.close()
+    assert part.read_text() == other.read_text() == "precious" and part.is_symlink() == is_link
+    assert read_jsonl(tmp_path / "run.jsonl")
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs a folder that root cannot write to")
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(checkpoint):
     with pytest.raises(ValueError, match="trace is '/proc/run.jsonl', which cannot be written: "):

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nanovllm.checks import shown
 from nanovllm.features.trace.events import KINDS, Event, Run
+from nanovllm.whole_files import draw_mark, open_new, part_of, whole_file
 
 PAGE = Path(__file__).with_name("page.html")
 PLACE = "TRACE-GOES-HERE"  # in the page
@@ -25,26 +26,20 @@ NUMBERS_END = 2**53  # below it, the page's numbers are exact
 def write(events: Iterable[Event], path: str | Path) -> None:
     """A page if `path` ends in .html, else JSON lines."""
     text = make_page(events) if str(path).endswith(".html") else make_jsonl(events)
-    # At once: whoever looks at the path sees no half of a file.
-    part = part_of(path)
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    with whole_file(Path(path)) as file:
+        file.write(text.encode())
 
 
 def check_writable(path: str) -> None:
     """Raise ValueError for what `write` could not write: now, rather than after a long run."""
+    part = part_of(Path(path), draw_mark())
     try:
-        part_of(path).touch()
-        part_of(path).unlink()
+        open_new(part).close()
+        part.unlink()
     except OSError as error:
         raise ValueError(f"trace is {path!r}, which cannot be written: {error}") from error
     if Path(path).is_dir():
         raise ValueError(f"trace is {path!r}, which is a folder: name a file in it")
-
-
-def part_of(path: str | Path) -> Path:
-    """What a file is called until it is complete."""
-    return Path(f"{path}.part")
 
 
 def make_jsonl(events: Iterable[Event]) -> str:
