@@ -11,6 +11,7 @@ from nanovllm.backends.cuda.device import describe_device
 from nanovllm.build import build_engine, share_cores
 from nanovllm.checks import name_the_nearest, shown
 from nanovllm.config import Config
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.weight_updates.new_weights import update_weights
@@ -90,13 +91,16 @@ class LLM:
             a dict {token id: log-probability}, its own token first.
         text: str, "" without a tokenizer.
         token_ids: list[int] of the completion alone.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; or "error": no token could be sampled any more, as the
+            logits were NaN or infinite, or the request's constraints left none.
         stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
+        error: with finish_reason "error", what went wrong. The other keys have what there was then.
         logprobs: if asked for, a dict {token id: log-probability} for each token.
         cumulative_logprob: with them, float, the sum over token_ids.
         completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
 
-        The dicts have vLLM's attributes, too: `nanovllm.RequestOutput`.
+        The dicts have vLLM's attributes, too: `nanovllm.RequestOutput`. If every request of the
+        call ends with an error, the call raises InvalidLogitsError, and the LLM is usable.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
@@ -121,9 +125,10 @@ class LLM:
 
         A piece: (index of the prompt, new text, new token ids, finish_reason). finish_reason is
         None until a prompt's last piece, and "abort" there if an error in another call dropped it.
-        The texts of a prompt add up to `generate`'s. One is "" while a character, a run of byte
-        tokens or what may become a stop string is incomplete. Closing the iterator ends the
-        requests that still run.
+        Where it is "error", a warning in the log says what went wrong; if every request ends so,
+        FloatingPointError follows the last piece. The texts of a prompt add up to `generate`'s.
+        One is "" while a character, a run of byte tokens or what may become a stop string is
+        incomplete. Closing the iterator ends the requests that still run.
         """
         return stream(self._session, self._prompt_requests(prompts, sampling_params))
 
@@ -157,6 +162,8 @@ class LLM:
         logprobs: list[float], the log-probability of each, by the model's own logits.
         cumulative_logprob: float, their sum.
         is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
+        error: only if the model computed NaN or infinite logits, which it says; so may the numbers.
+            If it is so with all, the call raises FloatingPointError.
 
         With the prefix cache, a context that comes more than once is computed once, but for up to
         15 of its last tokens.
@@ -360,6 +367,7 @@ class LLM:
                         unfinished.difference_update(ours)
                         # With overlap the next step runs already: this is the time to make text.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
+        check_any_succeeded(added)
         return [
             with_attributes(outputs[request.id], request, self._token_texts) for request in added
         ]

@@ -58,6 +58,7 @@ class CompletionOutput(Output):
     token_ids = item("token_ids")
     finish_reason = item("finish_reason")
     stop_reason = item("stop_reason")
+    error = item("error")
     cumulative_logprob = item("cumulative_logprob")
     logprobs = property(lambda self: self._ranked("logprobs"))
 

@@ -161,7 +161,7 @@ class SamplingParams:
         read=read_stop_strings,
     )
     stop_token_ids: list[int] | tuple[int, ...] | None = option(
-        (), "tokens that end the output, as end-of-sequence does", read=read_stop_ids
+        (), "tokens that end the output; `text` leaves them out", read=read_stop_ids
     )
     seed: int | None = option(
         None,
@@ -221,7 +221,7 @@ class SamplingParams:
         read=StructuredOutputsParams.of,
     )
     include_stop_str_in_output: bool = option(
-        False, "keep the stop string that ended the output in `text`"
+        False, "keep what ended the output, a stop string or a token, in `text`"
     )
     skip_special_tokens: bool = option(
         True, "leave special tokens, such as end-of-sequence, out of `text`"

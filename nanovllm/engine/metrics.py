@@ -38,6 +38,7 @@ class EngineMetrics(EngineListener):
 class Metrics:
     def __init__(self) -> None:
         self.requests = 0
+        self.errors = 0  # completions that ended with one
         self.prompt_tokens = 0
         self.cached_tokens = 0  # of the prompts, found in the prefix cache
         self.output_tokens = 0
@@ -50,13 +51,15 @@ class Metrics:
         """Take the numbers of a sequence that has come to its end."""
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
         self.output_tokens += num_output
+        self.errors += seq.finish_reason == "error"
         self.preemptions += seq.num_preemptions
         if seq.parent is None:  # of several completions, the one that computed the prompt counts it
-            assert seq.num_cached_tokens is not None and seq.first_token_at is not None
+            assert seq.num_cached_tokens is not None
             self.requests += 1
             self.prompt_tokens += seq.num_prompt_tokens
             self.cached_tokens += seq.num_cached_tokens
             if num_output:
+                assert seq.first_token_at is not None
                 self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
         if num_output > 1:
             assert seq.first_token_at is not None and seq.finished_at is not None

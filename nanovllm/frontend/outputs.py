@@ -63,7 +63,7 @@ def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
     if decode is not None:
         whole = [seq for seq in sequences if seq.text is None]
         with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
-        decoded = decode([seq.output_ids for seq in whole], with_special)
+        decoded = decode([seq.text_ids for seq in whole], with_special)
         texts |= {seq.id: text for seq, text in zip(whole, decoded)}
     return texts
 
@@ -75,6 +75,8 @@ def _completion(seq: Sequence, text: str) -> dict[str, Any]:
         "finish_reason": seq.finish_reason,
         "stop_reason": _stop_reason(seq) if seq.finish_reason == "stop" else None,
     }
+    if seq.error is not None:
+        completion["error"] = seq.error
     if seq.params.logprobs is not None:
         completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
         sampled = zip(seq.output_ids, logprobs)
