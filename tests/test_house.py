@@ -108,6 +108,14 @@ def test_imports_go_down_the_shelves(shelf):
             assert used - {shelf} <= SHELVES[shelf], name
 
 
+def test_the_package_exports_every_public_name():
+    errors = {"AsleepError", "ClosedError", "InvalidLogitsError", "RankError"}
+    outputs = {"CompletionOutput", "Logprob", "RequestOutput", "StepRecord"}
+    inputs = {"SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"}
+    public = {"LLM", "SchedulingPolicy", "TINY_MODEL"} | errors | outputs | inputs
+    assert public == {*nanovllm.__all__} and public <= vars(nanovllm).keys()
+
+
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_policy_never_imports_torch_even_indirectly(name):
     """Follows the package's own imports, and the packages on the way to what is imported."""
