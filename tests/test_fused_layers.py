@@ -37,7 +37,8 @@ from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, fuse
-from nanovllm.backends.cuda.triton import attention
+from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
@@ -87,7 +88,7 @@ CONFIGS = {
     "gemma2": Gemma2Config(**GEMMA, layer_types=MIXED, attn_logit_softcapping=2.0),
     "granite": GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0),
 }
-TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
+TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
 
 
 def run(model) -> torch.Tensor:

@@ -17,7 +17,8 @@ from nanovllm.backends.cuda import padded_forward
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse, outlined
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
-from nanovllm.backends.cuda.triton import attention
+from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
+TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
 SLOTS, WIDTH = 12, 12  # batch slots; blocks of a sequence
 WINDOWS_AND_CAPS = dict(
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],

@@ -31,7 +31,7 @@ class AttentionBackend:
     name: str
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
-    takes_tiles: bool = False  # `prefill` serves TiledPrefill of kernels/triton/attention.py too
+    takes_tiles: bool = False  # `prefill` serves TiledPrefill of triton/prefill_attention.py too
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
@@ -143,14 +143,10 @@ def _flash_attn_2_backend() -> AttentionBackend:
 
 def _triton_backend() -> AttentionBackend:
     try:
-        from nanovllm.backends.cuda.triton import attention as triton_attention
+        from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+        from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
     except ImportError as error:
         raise ValueError(
             f"attention on a GPU needs Triton ({error}): pip install triton"
         ) from error
-    return AttentionBackend(
-        "Triton",
-        triton_attention.prefill_attention,
-        triton_attention.decode_attention,
-        takes_tiles=True,
-    )
+    return AttentionBackend("Triton", prefill_attention, decode_attention, takes_tiles=True)

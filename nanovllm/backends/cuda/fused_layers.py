@@ -17,7 +17,6 @@ from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
 from nanovllm.backends.cuda.triton import moe
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
-from nanovllm.backends.cuda.triton.attention import TiledPrefill
 from nanovllm.backends.cuda.triton.elementwise import (
     add_rms_norm,
     norm_add_norm,
@@ -25,6 +24,7 @@ from nanovllm.backends.cuda.triton.elementwise import (
     rms_norm,
 )
 from nanovllm.backends.cuda.triton.linear import gated_linear, linear, rehearse_gated_linear
+from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead

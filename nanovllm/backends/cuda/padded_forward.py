@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.cuda.cuda_graph import size_for
-from nanovllm.backends.cuda.triton.attention import BLOCK_M, TiledPrefill, tile_queries
+from nanovllm.backends.cuda.triton.prefill_attention import BLOCK_M, TiledPrefill, tile_queries
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.context import AttentionMetadata
 
