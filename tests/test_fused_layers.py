@@ -233,7 +233,7 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
         # The interpreter knows no threads.
         monkeypatch.setattr(fused_layers, name, getattr(plain, name))
     monkeypatch.setattr(
-        fused_layers, "linear", lambda x, weight, bias, spare=None: F.linear(x, weight, bias)
+        fused_layers, "linear", lambda x, weight, bias, out=None: F.linear(x, weight, bias)
     )
     monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)

@@ -27,7 +27,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     arrivals,
     has_large_shared_memory,
 )
-from nanovllm.backends.cuda.triton.linear import gated_linear, linear, rehearse_gated_linear
+from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
@@ -582,16 +582,16 @@ def test_what_the_kernel_of_many_rows_does_not_know_is_done_by_two(case, launche
 @on_cpu
 @needs_tiles
 @pytest.mark.parametrize("bias, gelu", [(False, False), (False, True), (True, False)])
-def test_a_rehearsal_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
+def test_a_warmup_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
     x, weight = gated_inputs()
     b = randn(len(weight), dtype=weight.dtype) if bias else None
-    rehearse_gated_linear(weight, b, gelu)
-    rehearsed = set(launched)
+    warmup_gated_linear(weight, b, gelu)
+    warmed_up = set(launched)
     launched.clear()
     for min_tiles in (1, 100):
         monkeypatch.setattr(prefill_gemm, "MIN_TILES", min_tiles)
         gated_linear(x, weight, b, gelu)
-    assert len(launched) == 2 and set(launched) <= rehearsed
+    assert len(launched) == 2 and set(launched) <= warmed_up
 
 
 @pytest.mark.gpu

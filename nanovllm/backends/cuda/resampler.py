@@ -37,7 +37,7 @@ class CUDAResampler(Resampler):
         self._all = torch.arange(runner.max_num_seqs, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def rehearse(self, output: "StepOutput") -> None:
+    def warmup(self, output: "StepOutput") -> None:
         rows = Rows([0], [SamplingParams(logprobs=1)], self._all[:1], self.vocab_size)
         logits = output.logits[:1]
         if self.group.size > 1:
