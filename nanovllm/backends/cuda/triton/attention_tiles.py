@@ -1,10 +1,12 @@
-"""Parts that attention kernels share, in Triton: tiles of the paged KV cache, the online softmax.
+"""Parts that the attention kernels share: tiles of the paged KV cache, and the online softmax.
 
-Knows block tables of any block size that is a multiple of 16, grouped KV heads and any head size.
+The kernels serve any block size that is a multiple of 16, grouped KV heads and any head size.
 
-A tile is what a program holds at a time: BLOCK_M queries, or BLOCK_N keys and values. A split is
-the part of one sequence's keys that one program reads. A page is a KV block. In kernels, `scale`
-and peaks are in units of log2, for the device's exponential is a power of 2.
+Terms of all attention kernels: a tile is what a program holds at a time, BLOCK_M queries or BLOCK_N
+keys and values. A split is the part of one sequence's keys that one program reads. A page is a KV
+block. `peak` is the greatest score so far, `total` the sum of the softmax's weights under that
+peak, `acc` the sum of the weighted values. `scale` and peaks are in units of log2, because the
+device computes powers of 2.
 
 Shapes: H query heads, G KV heads, D head size, W block-table width.
 """
@@ -19,7 +21,10 @@ EMPTY = tl.constexpr(-1e30)  # below any score, in units of log2: the peak of no
 
 
 def score_factors(options: AttentionOptions) -> tuple[float, float | None]:
-    """What kernels multiply scores by; if there is a cap, what they multiply its tanh by, too."""
+    """Return the kernels' `scale` and `cap`: scale q.k, or cap tanh(scale q.k), is a score.
+
+    Scores are in units of log2. `cap` is None if scores are not capped.
+    """
     scale, softcap = options.scale, options.softcap
     if softcap is None:
         return scale * LOG2_E, None
@@ -28,8 +33,9 @@ def score_factors(options: AttentionOptions) -> tuple[float, float | None]:
 
 @triton.jit
 def slot_of(table, token, first_slot, PAGE: tl.constexpr):
-    """The KV slot of a sequence's token by its block table; without one, its row in k and v, where
-    the sequence begins at first_slot.
+    """Return the KV slot of a sequence's token by its block table.
+
+    Without pages, return the token's row in k and v, where the sequence begins at first_slot.
     """
     if PAGE:
         return tl.load(table + token // PAGE) * PAGE + token % PAGE
@@ -39,9 +45,9 @@ def slot_of(table, token, first_slot, PAGE: tl.constexpr):
 
 @triton.jit
 def slots_of(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The slots of tokens start .. start + BLOCK_N."""
+    """Return the slots of tokens start to start + BLOCK_N - 1."""
     offset = tl.arange(0, BLOCK_N)
-    if PAGE % BLOCK_N == 0:  # one page holds them all, or there are none
+    if PAGE % BLOCK_N == 0:  # one page holds all these tokens, or there are no pages (PAGE is 0)
         slot = slot_of(table, start, first_slot, PAGE).to(tl.int64) + offset
     else:
         token = start + offset
@@ -54,9 +60,9 @@ def slots_of(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """K transposed [D, BLOCK_N] and V [BLOCK_N, D] of the slots.
+    """Load K, transposed, [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of the slots.
 
-    What is not inside reads 0: 0 times NaN would be NaN.
+    Tokens that are not `inside` read as 0, because a weight of 0 times NaN would be NaN.
     """
     dim = tl.arange(0, BLOCK_D)
     k_at = k + slot[None, :] * k_stride + dim[:, None]
@@ -68,7 +74,10 @@ def load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def score_tile(query, key, scale, cap):
-    """Scores, and what is left to multiply them by: `scale`, or 1 where they are capped."""
+    """Compute a tile's scores. Returns (scores, factor): the true scores are scores * factor.
+
+    The factor is `scale`, or 1 if the scores are capped.
+    """
     scores = tl.dot(query, key, input_precision="ieee")
     factor = scale
     if cap is not None:
@@ -79,13 +88,13 @@ def score_tile(query, key, scale, cap):
 
 @triton.jit
 def accumulate(scores, scale, value, peak, total, acc):
-    """One step of the online softmax.
+    """Add a tile's share to the online softmax. Returns the new (peak, total, acc).
 
-    Rescales what was summed under the old peak, and adds this tile's share.
+    The old sums are rescaled to the new peak. The true scores are scores * scale.
     """
     new_peak = tl.maximum(peak, tl.max(scores, axis=1) * scale)
     rescale = tl.exp2(peak - new_peak)
-    weights = tl.exp2(scores * scale - new_peak[:, None])  # one instruction before the power
+    weights = tl.exp2(scores * scale - new_peak[:, None])  # one fused instruction, then the power
     total = total * rescale + tl.sum(weights, axis=1)
     acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision="ieee")
     return new_peak, total, acc
@@ -93,17 +102,18 @@ def accumulate(scores, scale, value, peak, total, acc):
 
 @triton.jit
 def with_sink(total, peak, sinks, head, inside):
-    """A softmax's sum under its peak, and the share of the sink of each head, if there are any."""
+    """Add the share of each head's sink, if there are sinks, to the softmax's total."""
     if sinks is not None:
         sink = tl.load(sinks + head, mask=inside, other=float("-inf")).to(tl.float32)
-        total += tl.exp2(sink * 1.4426950408889634 - peak)  # to units of log2
+        total += tl.exp2(sink * 1.4426950408889634 - peak)  # log2(e) turns it into units of log2
     return total
 
 
 @triton.jit
 def split_span(length, splits, BLOCK_N: tl.constexpr):
-    """Tokens a split takes: whole tiles, evenly, from the length on the device, so that short
-    contexts spread as well.
+    """Compute how many tokens a split takes: whole tiles, the same number for all splits.
+
+    The length is read on the device, so that short contexts are spread over all splits, too.
     """
     return tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
 
@@ -125,10 +135,9 @@ def attend(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attention of a tile of queries over tokens begin .. end of one block table, without those
-    before `first_seen`.
+    """Attend with a tile of queries to tokens begin to end - 1 of one block table.
 
-    Returns the softmax's sum, its peak, and the result before the division.
+    Tokens before `first_seen` are not seen. Returns (total, peak, acc); acc / total is the result.
     """
     BLOCK_M: tl.constexpr = query.shape[0]
     BLOCK_D: tl.constexpr = query.shape[1]

@@ -1,12 +1,12 @@
-"""Attention of decoding sequences over the paged KV cache in Triton, by split-KV flash decoding.
+"""Attention of decoding sequences over the paged KV cache: split-KV flash decoding in Triton.
 
-layers/attention.py says what it computes, attention_tiles.py what a tile, a split and a page are.
-It does not wait for the device; the shape of a launch depends on B and W alone, so that a CUDA
-graph may replay it with other lengths.
+The twin of `decode_attention` is the function of that name in layers/attention.py.
+attention_tiles.py explains tile, split and page. The host does not wait for the device. The shape
+of a launch depends on B and W alone, so that a CUDA graph may replay it with other lengths.
 
 Shapes: B sequences, H query heads, G KV heads, D head size, W block-table width. lens [B], tables
-[B, W] and shared [1], all int32; `shared` counts the tokens in the leading blocks that all tables
-share, which are then read once for all.
+[B, W] and shared [1] are int32. `shared` counts the tokens in the leading blocks that all tables
+share; these tokens are read once for all sequences.
 """
 
 import torch
@@ -45,9 +45,12 @@ def decode_attention(
     shared: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q [B, H, D] -> [B, H, D], in `out` if it is given. A row of length 0 is not written."""
+    """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
+
+    `out`, if given, receives the result. The row of a sequence of length 0 is not written.
+    """
     window = options.window
-    shared = shared if window is None else None  # windows do not see a prefix alike
+    shared = shared if window is None else None  # windows see different parts of a prefix
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
@@ -87,11 +90,11 @@ def decode_attention(
 
 
 def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) -> tuple[int, int]:
-    """Tokens of a tile, and how many programs share a sequence of up to `longest` tokens."""
+    """Choose the tokens of a tile, and the number of splits of up to `longest` tokens."""
     block_n = 64 if q.shape[2] * q.element_size() <= 256 else 32
     splits = _num_splits(len(q) * groups, triton.cdiv(longest, block_n), q.device)
-    # Measured on an H200: with few splits, large tiles are read 1 to 3 % faster. Where there are
-    # many sequences, most are short, and a large tile would be half empty.
+    # Measured on an H200: with few splits, large tiles are read 1 to 3 % faster. Of many sequences,
+    # most are short, and a large tile would be half empty.
     is_one_of_few = splits <= 4 and len(q) <= 256 and not is_prefix_shared
     if is_one_of_few and block_n == 64 and has_large_shared_memory(q.device):
         block_n = 128
@@ -99,12 +102,12 @@ def _cut_contexts(q: Tensor, groups: int, longest: int, is_prefix_shared: bool) 
 
 
 def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
-    """How many programs share a row (a KV head of a sequence): a power of 2, measured on an H200.
+    """Choose how many programs share a row (a KV head of a sequence): a power of 2.
 
-    Four programs a multiprocessor hide the memory's latency. Where rows alone give that, up to 8
-    splits still level out sequences of different lengths, until there are 8 programs a
-    multiprocessor. Never more splits than there are tiles. Rows are split only if there are at most
-    4 a multiprocessor, so each of them has a counter in `arrivals`.
+    Measured on an H200: four programs a multiprocessor hide the memory's latency. If there are so
+    many rows already, up to 8 splits still even out sequences of different lengths, until there are
+    8 programs a multiprocessor. There are never more splits than tiles. Rows are split only if
+    there are at most 4 rows a multiprocessor, so each of them has a counter in `arrivals`.
     """
     processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 8 * processors // rows), 1)
@@ -142,13 +145,15 @@ def _decode_kernel(
     PREFIX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attend to a split of one sequence's tokens: of all of them or, where a prefix is shared, of
-    those behind it; with a window, of those in it. The last program to arrive merges.
+    """Attend with one sequence's queries to one split of its tokens.
+
+    The splits cover the tokens behind a shared prefix or within a window, else all tokens. The last
+    program of a row that ends merges the row's parts, those of the prefix included.
     """
     wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    # The query heads of a group share K and V: they are the rows of one tile, padded to what tl.dot
-    # takes.
+    # The query heads of a group share K and V. They are the rows of one tile, padded to the least
+    # number of rows that tl.dot takes.
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     inside = (row < GROUP)[:, None] & (dim < D)[None, :]
@@ -162,7 +167,7 @@ def _decode_kernel(
     first_seen = 0
     if WINDOW:
         first_seen = tl.maximum(length - WINDOW, 0)
-        prefix = first_seen // BLOCK_N * BLOCK_N  # whole tiles are skipped
+        prefix = first_seen // BLOCK_N * BLOCK_N  # skip the tiles that lie before the window
     span = split_span(length - prefix, SPLITS, BLOCK_N)
     begin = prefix + split * span
     end = tl.minimum(begin + span, length)
@@ -199,11 +204,11 @@ def _decode_kernel(
     elif PARTS > 1:
         tl.store(part_lse + first + row, EMPTY, mask=row < GROUP)
     if PARTS > 1:
-        tl.debug_barrier()  # all threads have stored: others load what one has
+        tl.debug_barrier()  # wait until all threads have stored: other threads load the values
         is_last = True
         if SPLITS > 1:
-            # The program that arrives last sees what the others wrote, and merges all parts, in an
-            # order of their own: that of arrival changes nothing.
+            # The program that arrives last sees what the others wrote. It merges all parts in the
+            # order of splits, so the order of arrival does not change the result.
             is_last = tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == SPLITS - 1
             tl.debug_barrier()
         if is_last:
@@ -227,15 +232,16 @@ def _merge(
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Weigh each part by its share of the softmax's denominator."""
+    """Merge a row's parts, each weighted by its share of the softmax's denominator."""
     head = tl.arange(0, triton.next_power_of_2(GROUP))
     dim = tl.arange(0, BLOCK_D)
     inside = (head < GROUP)[:, None] & (dim < D)[None, :]
     peak = tl.full(head.shape, EMPTY, tl.float32)
     total = tl.zeros(head.shape, tl.float32)
     acc = tl.zeros([head.shape[0], BLOCK_D], tl.float32)
-    # No load waits for the part before, and no sum crosses threads. Measured on an H200, 16 parts
-    # of 4 heads of 256 took 1.3 us so, and 10 us by a sum over the parts, head by head.
+    # In this form no load waits for the part before it, and no sum crosses threads. Measured on an
+    # H200, 16 parts of 4 heads of 256 take 1.3 us, while a sum over the parts, head by head, took
+    # 10 us.
     for part in tl.static_range(PARTS):
         row = part * GROUP + head
         lse = tl.load(part_lse + row, mask=head < GROUP, other=EMPTY)

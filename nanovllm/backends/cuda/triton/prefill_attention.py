@@ -1,7 +1,7 @@
-"""Attention of prompt chunks over the paged KV cache in Triton, by flash attention.
+"""Attention of prompt chunks over the paged KV cache: flash attention in Triton.
 
-layers/attention.py says what it computes, attention_tiles.py what a tile, a split and a page are.
-It does not wait for the device.
+The twin of `prefill_attention` is the function of that name in layers/attention.py.
+attention_tiles.py explains tile, split and page. The host does not wait for the device.
 
 Shapes: P tokens of N prompt chunks, H query heads, G KV heads, D head size, W block-table width.
 """
@@ -32,23 +32,24 @@ from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
 
 BLOCK_M = 64  # queries of a prefill program
-TILED_KEYS = 256  # from here on K and V come by tiles
+TILED_KEYS = 256  # from so many keys on, the tensor memory accelerator fetches K and V
 
 
 @dataclass(frozen=True, slots=True)
 class TiledPrefill(PrefillMetadata):
-    """Chunks of which the host knows no length, so that a CUDA graph may be replayed with others.
+    """Chunks whose lengths the host does not know, so that a CUDA graph serves other lengths, too.
 
-    `cu_seqlens_q` counts from the step's first token, and may end with chunks of no tokens.
+    `cu_seqlens_q` counts from the step's first token. The last chunks may have no tokens.
     """
 
-    query_tiles: Tensor  # [tiles, 2] int32, the chunk and the first query in it
+    query_tiles: Tensor  # [tiles, 2] int32: each tile's chunk, and its first query in the chunk
 
 
 def tile_queries(cu_seqlens_q: Tensor, count: int) -> Tensor:
-    """Every BLOCK_M queries of every chunk: [count, 2] int32, as TiledPrefill has them.
+    """Cut the queries of all chunks into tiles of BLOCK_M: [count, 2] int32 for TiledPrefill.
 
-    There are at most tokens / BLOCK_M + chunks. What is left over starts behind its chunk's end.
+    There are at most tokens / BLOCK_M + chunks tiles; `count` must be no less. Superfluous tiles
+    start behind their chunk's end.
     """
     tiles = (cu_seqlens_q.diff() + BLOCK_M - 1) // BLOCK_M
     ends = tiles.cumsum(0)
@@ -68,28 +69,31 @@ def prefill_attention(
     options: AttentionOptions,
     out: Tensor | None = None,
 ) -> Tensor:
-    """q [P, H, D], k and v [P, G, D], caches [blocks, block_size, G, D] -> [P, H, D], in `out` if
-    it is given. Of a TiledPrefill, the step's decoding tokens come before the P, and their rows of
-    the result are left as they are.
+    """Attend within prompt chunks, causally: q [P, H, D], k and v [P, G, D] -> [P, H, D].
+
+    Caches are [blocks, block_size, G, D]. `out`, if given, receives the result. With a
+    TiledPrefill, the tensors begin with the rows of the step's decoding tokens, which are not
+    written.
     """
     num_heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     tables, page = meta.block_tables, 0
     if tables is not None:
         page = k_cache.shape[1]
-        # [slots, G, D]: a block table turns tokens into slots
+        # [slots, G, D]: a block table turns tokens into slots.
         k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     # Two programs of this size share a multiprocessor. Measured on an H200, programs of 128 queries
     # are no faster, not even for a prompt of 16,384 tokens.
     block_n, stages = (64, 3) if head_dim * q.element_size() <= 256 else (32, 2)
-    # The host takes longer to describe tiles than tensors, which short prompts do not make up for.
-    # Those with a cached part come by tiles all the same: that saves the compilation of a kernel.
+    # The host takes longer to describe tiles than tensors, and short prompts do not make up for
+    # that. Prompts with a cached part are fetched by tiles all the same, because that saves the
+    # compilation of a kernel.
     tiled = bool(page) or meta.max_seqlen_k >= TILED_KEYS
     tiled = tiled and _suits_tiles(k, v, page, block_n)
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
     query_tiles = meta.query_tiles if isinstance(meta, TiledPrefill) else None
     if query_tiles is not None:
-        assert page, "where chunks begin among k and v is not known"
+        assert page, "without a cache, the rows of k and v where chunks begin are not known"
         programs = len(query_tiles), num_heads, 1
     else:
         programs = triton.cdiv(meta.max_seqlen_q, BLOCK_M), num_heads, len(meta.cu_seqlens_q) - 1
@@ -109,8 +113,9 @@ def prefill_attention(
 
 
 def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
-    """Whether Hopper's tensor memory accelerator can fetch K and V: dense heads of up to 256
-    bytes, pages of whole tiles.
+    """Tell whether Hopper's tensor memory accelerator can fetch K and V.
+
+    It needs dense heads of up to 256 bytes, and pages of whole tiles.
     """
     if TensorDescriptor is None or not has_large_shared_memory(k.device) or k.element_size() != 2:
         return False
@@ -122,13 +127,14 @@ def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
 
 
 def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
-    """[T, G, D] as tiles of so many rows of one head."""
+    """Describe x [T, G, D] to the accelerator, as tiles of `rows` rows of one head."""
     return TensorDescriptor(
         x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]]
     )
 
 
-# These are parts of one tensor, so N decides whether they are aligned: no kernel is made for each.
+# cu_seqlens_q and cu_seqlens_k are parts of one tensor, and N decides whether they are aligned:
+# without do_not_specialize, Triton would compile a kernel for each case.
 @triton.jit(do_not_specialize=["cu_seqlens_q", "cu_seqlens_k"])
 def _prefill_kernel(
     q,
@@ -157,9 +163,9 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to a chunk's keys and those cached before it, for BLOCK_M queries of one head."""
-    # Later queries see more keys: their long programs go first, and the short ones fill the end of
-    # the launch.
+    """Attend with BLOCK_M queries of one head to the chunk's keys and those cached before it."""
+    # Later queries see more keys. Their long programs go first, so that the short programs fill the
+    # end of the launch.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if query_tiles is not None:
         chunk, first = tl.load(query_tiles + 2 * tile), tl.load(query_tiles + 2 * tile + 1)
@@ -182,9 +188,9 @@ def _prefill_kernel(
         opening, end = 0, tl.minimum(len_k, position + BLOCK_M)
         if WINDOW:
             opening = tl.maximum(position + 1 - WINDOW, 0)
-        # Blocks before `opening` may belong to another sequence by now, and what lies behind the
-        # chunk's end may be NaN. The accelerator cannot leave out a part of a tile, so it fetches
-        # those that hold this sequence's tokens alone.
+        # Blocks before `opening` may belong to another sequence by now, and memory behind the
+        # chunk's end may hold NaN. The accelerator cannot leave out a part of a tile, so it fetches
+        # only tiles that hold nothing but tokens of this sequence.
         whole = end
         if k_tiles is not None:
             whole = tl.minimum(end, len_k // BLOCK_N * BLOCK_N)
@@ -202,8 +208,8 @@ def _prefill_kernel(
             peak, total, acc = _attend_causally(
                 query, key, value, start, position, scale, cap, peak, total, acc, WINDOW
             )
-        # The ragged last tile, if the accelerator did not fetch it. Two programs find room on a
-        # multiprocessor only if this loop loads nothing in advance.
+        # Load the ragged last tile, if the accelerator did not fetch it. The loop has one stage,
+        # because two programs fit on a multiprocessor only if it loads nothing in advance.
         for start in tl.range(whole, end, BLOCK_N, num_stages=1):
             held = start + tl.arange(0, BLOCK_N) < len_k
             slot = slots_of(tables, start, start_k, len_k, PAGE, BLOCK_N)
@@ -220,14 +226,15 @@ def _prefill_kernel(
 def _attend_causally(
     query, key, value, start, position, scale, cap, peak, total, acc, WINDOW: tl.constexpr
 ):
-    """One step over the keys of tokens from `start`, for queries of tokens from `position`.
+    """Add the keys of tokens from `start` on to the softmax of queries from `position` on.
 
-    A query may see none of them: its peak stays low, and no infinity.
+    A query may see none of these keys. Its peak then stays as it was: EMPTY or above, thus finite.
     """
     scores, factor = score_tile(query, key, scale, cap)
-    hides = start + key.shape[1] - 1 > position  # the last key from the first query
+    hides = start + key.shape[1] - 1 > position  # the first query does not see the last key
     if WINDOW:
-        hides |= start <= position + query.shape[0] - 1 - WINDOW  # the first from the last
+        # The last query does not see the first key.
+        hides |= start <= position + query.shape[0] - 1 - WINDOW
     if hides:
         at = position + tl.arange(0, query.shape[0])[:, None]
         token = start + tl.arange(0, key.shape[1])[None, :]

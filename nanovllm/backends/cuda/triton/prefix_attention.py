@@ -1,7 +1,7 @@
-"""Attention of decoding sequences to a prefix that they share, in Triton (cascade attention; Ye et
-al. 2024).
+"""Attention of decoding sequences to a prefix that they share: cascade attention (Ye et al. 2024).
 
-The kernel leaves parts, which decode_attention.py merges with those of what comes after the prefix.
+The kernel writes partial results. The kernel of decode_attention.py attends to the tokens after the
+prefix, and merges both.
 """
 
 import triton
@@ -13,9 +13,9 @@ from nanovllm.backends.cuda.triton.dispatch import num_processors
 
 
 def cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int]:
-    """Rows of a tile of queries, such tiles of a group, and programs that share a tile.
+    """Choose the rows of a tile of queries, its tiles of a KV head, and its programs of a tile.
 
-    Of few different numbers, since each is a kernel to compile.
+    The numbers take few different values, because Triton compiles a kernel for each.
     """
     rows = q.shape[0] * q.shape[1] // groups
     block_m = 64 if rows <= 64 else 128
@@ -48,10 +48,10 @@ def prefix_kernel(
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Attend to the prefix that all sequences share, read once for the BLOCK_M / GROUP sequences
-    whose queries are one tile (cascade attention; Ye et al. 2024).
+    """Attend with a tile of queries to one split of the prefix that all sequences share.
 
-    Its blocks are the first of every table, so the first table serves.
+    A tile holds the queries of BLOCK_M / GROUP sequences, for which the prefix is read once. Its
+    blocks are the first of every block table, so the first sequence's table serves.
     """
     tile, split, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     prefix = tl.load(shared)
