@@ -9,8 +9,7 @@ from process_helpers import SECONDS, in_thread
 from test_bench import bench
 from tqdm.auto import tqdm
 
-from nanovllm import LLM
-from nanovllm.engine.metrics import StepRecord
+from nanovllm import LLM, StepRecord
 
 
 @pytest.fixture(params=[False, True], ids=["", "overlap"])

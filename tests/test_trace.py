@@ -75,7 +75,11 @@ class Watched:
         references = Counter(block for table in held.values() for block in table)
         assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
         assert replay.ref_counts.count(0) == blocks.num_free
-        assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
+        assert replay.known == {
+            block: f"{blocks.prefix(block).hash:016x}"
+            for block, key in enumerate(blocks._keys)
+            if key is not None
+        }
 
 
 def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
@@ -88,6 +92,10 @@ def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
         stop_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))],
     )
     return prompt, params
+
+
+def bar_all_after_fifteen(output, logits):
+    return logits - math.inf if len(output) > 15 else logits
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -105,7 +113,10 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
     for _ in range(40):
-        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        prompt, params = random_request(rng, beginnings)
+        if len(ids) % 6 == 3:  # some end with an error
+            params = dataclasses.replace(params, logits_processors=[bar_all_after_fifteen])
+        ids.append(llm.add_request(prompt, params))
         for _ in range(rng.randrange(4)):
             done = {output["id"] for output in llm.step()}
             ids = [id for id in ids if id not in done]
@@ -115,6 +126,8 @@ def test_the_events_replay_to_the_blocks_of_every_step(
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
+    reasons = {e.reason for e in llm.engine.listeners[-1].events if isinstance(e, Finished)}
+    assert reasons >= {"length", "error", "abort"}
     kinds = {type(event) for event in llm.engine.listeners[-1].events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     for _ in range(8):  # a few more, that are scored
