@@ -282,7 +282,7 @@ def test_what_many_chunks_hold_is_found_by_a_sample(monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_a_rehearsal_launches_every_kernel_that_a_step_may_launch(monkeypatch):
+def test_warmup_launches_every_kernel_that_a_step_may_launch(monkeypatch):
     launch, launched = kernels.launch, set()
 
     def note(kernel, grid, *args, **options):
@@ -295,9 +295,9 @@ def test_a_rehearsal_launches_every_kernel_that_a_step_may_launch(monkeypatch):
     draws = kernel_draws(logits, [edited, SamplingParams(logprobs=2), SamplingParams(min_p=0.1)])
     tokens, positions = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     output = StepOutput(tokens.to(DEVICE), logits, positions.to(DEVICE), draws.slots_d)
-    draws.resampler.rehearse(output)
-    rehearsed = launched.copy()
+    draws.resampler.warmup(output)
+    warmed_up = launched.copy()
     launched.clear()
     draws.run()
-    assert launched and launched <= rehearsed
+    assert launched and launched <= warmed_up
     assert any(torch.float32 == logits for _, logits, *_ in launched)

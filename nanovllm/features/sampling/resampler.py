@@ -154,7 +154,7 @@ class Resampler:
         # A step of which rows wait, and the log-probabilities of others.
         self._unfinished: tuple[StepOutput, list[Logprobs]] | None = None
 
-    def rehearse(self, output: "StepOutput") -> None:
+    def warmup(self, output: "StepOutput") -> None:
         """Launch every kernel that a step may launch, for the first row of one."""
 
     def start(self, starting: Starting) -> None:
