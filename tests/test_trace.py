@@ -254,7 +254,8 @@ def test_a_file_that_is_no_trace_is_refused(make_llm, tmp_path, monkeypatch, cap
         with pytest.raises(SystemExit):
             main()
         said = capsys.readouterr()
-        assert said.out == "" and f"{path} " in said.err and "give what LLM(..., " in said.err
+        assert said.out == "" and str(path) in said.err
+        assert "give a file that LLM(..., " in said.err
 
 
 def fields_of(kinds=KINDS) -> list[tuple[str, str]]:
@@ -286,7 +287,7 @@ def test_a_value_of_another_type_is_refused(tmp_path, kind, field):
     for value in wrong:
         line[field] = value
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        message = rf"run.jsonl holds no events, at line .*give what .*{field} of {kind} is "
+        message = rf"run.jsonl: line .* is not an event: give .*{field} of {kind} is "
         with pytest.raises(ValueError, match=message):
             read_jsonl(path)
 
@@ -305,10 +306,10 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"event": "Grew", "seq": 99, "blocks": [1]}', "names what it did not begin"),
-        ('{"event": "Grew", "seq": 0, "blocks": [99]}', "names what it did not begin"),
+        ('{"event": "Grew", "seq": 99, "blocks": [1]}', "did not introduce"),
+        ('{"event": "Grew", "seq": 0, "blocks": [99]}', "did not introduce"),
         ('{"event": "Grew", "seq": 0, "blocks": [0]}', "block 0 is taken"),
-        ('{"event": "Grew", "seq": 0, "blocks": ' + "[" * 100_000, "holds no events, at line 4"),
+        ('{"event": "Grew", "seq": 0, "blocks": ' + "[" * 100_000, "line 4 is not an event"),
     ],
     ids=["sequence", "block", "taken", "depth"],
 )
