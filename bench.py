@@ -390,7 +390,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         for repeat in range(args.repeat):
             steps.clear()  # a picture is of the last run, and so is a trace
             if args.trace:
-                engine.llm.engine.recorder.restart(bandwidth=limits[0] if limits else None)
+                engine.llm.engine.listeners[-1].restart(bandwidth=limits[0] if limits else None)
             seconds.append(run_once(engine, work, name, repeat, args))
         tokens, best = num_output_tokens(work, name), min(seconds)
         rates = [rate * args.tensor_parallel_size for rate in limits or ()]
@@ -417,9 +417,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 def end_trace(llm, path: Path) -> dict:
     """Write a trace, and print what its run was like; returns the figures."""
-    from nanovllm.trace.summary import Summary
+    from nanovllm.features.trace.summary import Summary
 
-    summary = Summary(llm.engine.recorder.events)
+    summary = Summary(llm.engine.listeners[-1].events)
     llm.close()
     print(f"              the last run, replayed in {path}:")
     for line in summary.lines():
@@ -454,8 +454,8 @@ def num_output_tokens(work: Work, name: str) -> int:
 
 def find_policy(name: str):
     """A new policy: by a name of the library's, or as "module:Class"."""
-    from nanovllm.compose import choose_policy
-    from nanovllm.policies import POLICIES
+    from nanovllm.build import choose_policy
+    from nanovllm.features.policies import POLICIES
 
     if name in POLICIES:
         return POLICIES[name]()
@@ -699,7 +699,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
     from nanovllm.engine.block_manager import BlockManager
     from nanovllm.engine.scheduler import Scheduler
     from nanovllm.engine.sequence import Sequence
-    from nanovllm.policies.throughput import ThroughputPolicy
+    from nanovllm.features.policies.throughput import ThroughputPolicy
 
     for count in counts:
         blocks = BlockManager(count * 8, 256)

@@ -5,8 +5,8 @@
     python example.py --model Qwen/Qwen3-0.6B --prompt "Why is the sky blue?"
 
 All prompts are completed together, then the first of them once more alone, its text shown as it
-grows. A model that has a chat template gets each prompt as a user's message. It runs on the GPU
-where there is one, on the CPU otherwise.
+grows. A model that has a chat template, but for the tiny one, gets each prompt as a user's message.
+It runs on the GPU where there is one, on the CPU otherwise.
 """
 
 import argparse
@@ -76,7 +76,8 @@ def main(args: argparse.Namespace) -> None:
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     options = dict(tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager)
     with LLM(args.model, **options) as llm:  # says in a line what it has loaded, and where
-        is_chat = llm.has_chat_template
+        # The tiny model has a template for examples of chat, but was trained on code alone.
+        is_chat = llm.has_chat_template and args.model != str(TINY_MODEL)
         prompts = args.prompt or (QUESTIONS if is_chat else CODE)
         if len(prompts) > 1:
             complete_together(llm, prompts, params, is_chat)

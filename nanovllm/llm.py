@@ -5,29 +5,29 @@ from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from nanovllm.backends.cpu.forked import keep_clear_of_lost_threads
+from nanovllm.backends.cpu.garbage import full_collections_are_rare
+from nanovllm.backends.cuda.device import describe_device
+from nanovllm.build import build_engine, share_cores
 from nanovllm.checks import name_the_nearest, no_attribute, shown
-from nanovllm.compose import (
-    build_engine,
-    choose_view,
-    collect_rarely,
-    describe_device,
-    prepare_process,
-    share_cores,
-    trainer,
-)
 from nanovllm.config import Config
-from nanovllm.conversations import encode_conversations
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
-from nanovllm.inputs import Inputs, Request
-from nanovllm.log import say_ready, show_unless_configured
-from nanovllm.outputs import make_outputs
-from nanovllm.progress import Shown, progress
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scores import score
-from nanovllm.session import Session
-from nanovllm.streams import Piece, stream
+from nanovllm.features.weight_updates.new_weights import update_weights
+from nanovllm.features.weight_updates.sleep import sleep, wake_up
+from nanovllm.foreign_names import IN_CHAT, IN_GENERATE, IN_WAKE_UP, OF_LLM
+from nanovllm.frontend.conversations import encode_conversations
+from nanovllm.frontend.inputs import Inputs, Request
+from nanovllm.frontend.log import say_ready, show_unless_configured
+from nanovllm.frontend.outputs import TokenTexts, make_outputs, with_attributes
+from nanovllm.frontend.progress import Shown, progress
+from nanovllm.frontend.score import score
+from nanovllm.frontend.session import Session
+from nanovllm.frontend.stream import Piece, stream
+from nanovllm.frontend.tokenizer import need_tokenizer
+from nanovllm.outputs import RequestOutput, StepRecord
+from nanovllm.sampling_params import OF_SAMPLING_PARAMS, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,6 @@ Prompts = Prompt | list[str] | list[list[int]] | list[dict[str, Any]] | list[Pro
 Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
 Params = SamplingParams | list[SamplingParams] | None
 TemplateOptions = dict[str, Any] | None
-Outputs = list[dict[str, Any]]  # of requests, as `generate` describes them
 
 
 class LLM:
@@ -61,7 +60,7 @@ class LLM:
 
     def __init__(self, model: str | PathLike, **options: Any) -> None:
         begin = perf_counter()
-        prepare_process()
+        keep_clear_of_lost_threads()
         config = Config.from_options(model, options)
         show_unless_configured()
         engine, self._tokenizer = build_engine(config)
@@ -69,15 +68,15 @@ class LLM:
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = info.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
-        self._view = choose_view(self._tokenizer)
-        self._session = Session(engine, collect_rarely(), share_cores(engine, config))
+        self._token_texts = TokenTexts(self._tokenizer)
+        self._session = Session(engine, full_collections_are_rare, share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, perf_counter() - begin)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_GENERATE)
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Shown = True
-    ) -> Outputs:
+    ) -> list[RequestOutput]:
         """Complete prompts: text, or token ids, or a dict of either as "prompt" or
         "prompt_token_ids".
 
@@ -92,24 +91,27 @@ class LLM:
             a dict {token id: log-probability}, its own token first.
         text: str, "" without a tokenizer.
         token_ids: list[int] of the completion alone.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; or "error": no token could be sampled any more, as the
+            logits were NaN or infinite, or the request's constraints left none.
         stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
+        error: with finish_reason "error", what went wrong. The other keys have what there was then.
         logprobs: if asked for, a dict {token id: log-probability} for each token.
         cumulative_logprob: with them, float, the sum over token_ids.
         completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
 
-        The dicts have vLLM's attributes, too: `nanovllm.compat.RequestOutput`.
+        The dicts have vLLM's attributes, too: `nanovllm.RequestOutput`. If every request of the
+        call ends with an error, the call raises InvalidLogitsError, and the LLM is usable.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_CHAT)
     def chat(
         self,
         messages: Messages,
         sampling_params: Params = None,
         use_tqdm: Shown = True,
         chat_template_kwargs: TemplateOptions = None,
-    ) -> Outputs:
+    ) -> list[RequestOutput]:
         """Write the assistant's next turn in one conversation, or in each of a list.
 
         A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the
@@ -123,9 +125,10 @@ class LLM:
 
         A piece: (index of the prompt, new text, new token ids, finish_reason). finish_reason is
         None until a prompt's last piece, and "abort" there if an error in another call dropped it.
-        The texts of a prompt add up to `generate`'s. One is "" while a character, a run of byte
-        tokens or what may become a stop string is incomplete. Closing the iterator ends the
-        requests that still run.
+        Where it is "error", a warning in the log says what went wrong; if every request ends so,
+        FloatingPointError follows the last piece. The texts of a prompt add up to `generate`'s.
+        One is "" while a character, a run of byte tokens or what may become a stop string is
+        incomplete. Closing the iterator ends the requests that still run.
         """
         return stream(self._session, self._prompt_requests(prompts, sampling_params))
 
@@ -159,6 +162,8 @@ class LLM:
         logprobs: list[float], the log-probability of each, by the model's own logits.
         cumulative_logprob: float, their sum.
         is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
+        error: only if the model computed NaN or infinite logits, which it says; so may the numbers.
+            If it is so with all, the call raises FloatingPointError.
 
         With the prefix cache, a context that comes more than once is computed once, but for up to
         15 of its last tokens.
@@ -183,21 +188,28 @@ class LLM:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
         (checked,) = self._prompt_requests([prompt], sampling_params)
         session = self._session
-        with session.lock, session.running():
-            request = session.settled_engine().add(*checked, interactive=True)
-            session.requests[request.id] = request
+        with session.lock:
+            engine = session.clean_engine()
+            with session.running():
+                request = engine.add(*checked, interactive=True)
+                session.requests[request.id] = request
         return request.id
 
-    def step(self) -> Outputs:
+    def step(self) -> list[RequestOutput]:
         """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
         session = self._session
         session.open_engine()
-        with session.lock, session.running():
-            session.step()
-            finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
-            session.finished.clear()
-            outputs = self._outputs(finished)
-        return [self._view({"id": seq.id, **output}, seq) for seq, output in zip(finished, outputs)]
+        with session.lock:
+            session.steppable_engine()
+            with session.running():
+                session.step()
+                finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
+                session.finished.clear()
+                outputs = self._outputs(finished)
+        return [
+            with_attributes({"id": seq.id, **output}, seq, self._token_texts)
+            for seq, output in zip(finished, outputs)
+        ]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
@@ -237,8 +249,8 @@ class LLM:
         engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
         return {
-            "total": engine.total.summary(blocks.num_blocks),
-            "last_call": engine.last_call.summary(blocks.num_blocks),
+            "total": engine.metrics.total.summary(blocks.num_blocks),
+            "last_call": engine.metrics.last_call.summary(blocks.num_blocks),
             "running": engine.scheduler.num_running,
             "waiting": len(engine.scheduler.waiting),
             "paused": len(engine.scheduler.paused),
@@ -246,10 +258,11 @@ class LLM:
         }
 
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
-        """Call `callback` after each step with what it did, a `nanovllm.engine.metrics.StepRecord`.
+        """Call `callback` after each step with what it did, a `nanovllm.StepRecord`.
 
-        Returns a function that ends this. The callback runs in the thread of the step and may use
-        the LLM, for example to abort a request. What it raises leaves the call as any error does.
+        Returns a function that ends this. The callback runs in the thread of the step. It may
+        add, abort, pause and resume requests, close the LLM, and read; what runs steps raises
+        RuntimeError there. What it raises leaves the call as any error does.
         """
         self._session.open_engine()
         if not callable(callback):
@@ -268,7 +281,8 @@ class LLM:
 
         No request may be unfinished. An LLM that is asleep takes them too.
         """
-        trainer().update_weights(self._session, weights)
+        with self._session.idle("update_weights") as engine:
+            update_weights(engine, weights)
 
     def sleep(self, level: int = 1) -> None:
         """Lend the device's memory to others: the KV cache's and the weights'.
@@ -278,19 +292,22 @@ class LLM:
         folder again, unless `update_weights` has brought new ones. Calls that run requests raise
         AsleepError until `wake_up`. No request may be unfinished.
         """
-        trainer().sleep(self._session, level)
+        with self._session.idle("sleep") as engine:
+            sleep(engine, level)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", IN_WAKE_UP)
     def wake_up(self) -> None:
         """Take the memory again that `sleep` gave back. The prefix cache is empty then.
 
         An error, such as too little memory, leaves the LLM asleep: call this again.
         """
-        trainer().wake_up(self._session)
+        with self._session.idle("wake_up") as engine:
+            wake_up(engine)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the KV of all earlier requests. Returns True. No request may be unfinished."""
-        trainer().reset_prefix_cache(self._session)
+        with self._session.idle("reset_prefix_cache") as engine:
+            engine.reset()
         return True
 
     @property
@@ -305,9 +322,7 @@ class LLM:
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """`tokenizer`, which vLLM gives by this name. Raises ValueError where there is none."""
-        if self._tokenizer is None:
-            raise ValueError("the model's folder has no tokenizer: add tokenizer.json")
-        return self._tokenizer.transformers
+        return need_tokenizer(self._tokenizer).transformers
 
     @property
     def has_chat_template(self) -> bool:
@@ -326,7 +341,7 @@ class LLM:
     if not TYPE_CHECKING:  # which would take every name for one that is there
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise no_attribute("LLM", name)
+            raise no_attribute("LLM", name, OF_LLM)
 
     def __enter__(self) -> "LLM":
         return self
@@ -349,7 +364,7 @@ class LLM:
         texts, token_ids = encode_conversations(messages, self._tokenizer, options or {})
         return self._inputs.requests("messages", token_ids, params, texts)
 
-    def _complete(self, requests: list[Request], use_tqdm: Shown) -> Outputs:
+    def _complete(self, requests: list[Request], use_tqdm: Shown) -> list[RequestOutput]:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
         with session.call() as engine:
@@ -363,7 +378,10 @@ class LLM:
                         unfinished.difference_update(ours)
                         # With overlap the next step runs already: this is the time to make text.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
-        return [self._view(outputs[request.id], request) for request in added]
+        check_any_succeeded(added)
+        return [
+            with_attributes(outputs[request.id], request, self._token_texts) for request in added
+        ]
 
-    def _outputs(self, requests: list[Sequence]) -> Outputs:
+    def _outputs(self, requests: list[Sequence]) -> list[dict[str, Any]]:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

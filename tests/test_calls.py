@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.engine.metrics import percentiles
-from nanovllm.text.detokenizer import TextStream, extend_texts
-from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.frontend.detokenizer import TextStream, extend_texts
+from nanovllm.frontend.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("empty_afterwards")
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"

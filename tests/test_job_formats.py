@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 from call_helpers import END, Plain, completed, make_folder, make_llm, make_tokenizer
-from job_helpers import arguments, as_job, journal_of, read_lines, run_stub, stop_after, write_lines
+from job_helpers import (
+    StubEngine,
+    arguments,
+    as_job,
+    journal_of,
+    read_lines,
+    run_stub,
+    stop_after,
+    write_lines,
+)
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.jobs.formats import RESULT, seed_of
+from nanovllm.apps.jobs.errors import JobError
+from nanovllm.apps.jobs.formats import RESULT, seed_of
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 TALK = [{"role": "user", "content": "the in the"}]
@@ -375,8 +385,31 @@ def test_a_job_on_parquet_goes_on_where_it_was_stopped(parquet, table, model, tm
     assert parquet.read_table(job.output)["id"].to_pylist() == list(range(3000))
 
 
+def test_parquet_that_is_edited_in_place_during_a_job_is_noticed(
+    parquet, table, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 512)
+    source = tmp_path / "in.parquet"
+    parquet.write_table(table, source, row_group_size=100)
+    before = source.read_bytes()
+    job = as_job(source, tmp_path / "out.parquet", model, keep=("source",))
+
+    class Editing(StubEngine):
+        def step(self):
+            place = len(before) // 2
+            source.write_bytes(before[:place] + b"#" + before[place + 1 :])
+            return super().step()
+
+    with pytest.raises(JobError, match="has changed while the job ran"):
+        run_stub(job, Editing())
+    assert not job.output.exists()
+    source.write_bytes(before)
+    run_stub(job)
+    assert parquet.read_table(job.output).num_rows == table.num_rows
+
+
 def test_parquet_has_a_column_for_each_field_of_a_result(parquet):
-    from nanovllm.jobs import parquet as rows
+    from nanovllm.apps.jobs import parquet as rows
 
     assert {"line", *(name for name, _ in rows.RESULT)} == {*RESULT}
 
@@ -428,8 +461,8 @@ def test_what_parquet_cannot_be_is_refused(parquet, table, model, tmp_path, caps
 
 def test_without_pyarrow_it_says_what_to_install(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.jobs.parquet", raising=False)
-    monkeypatch.delattr("nanovllm.jobs.parquet", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm.apps.jobs.parquet", raising=False)
+    monkeypatch.delattr("nanovllm.apps.jobs.parquet", raising=False)
     (tmp_path / "in.parquet").write_text("x")
     assert main(arguments(tmp_path / "in.parquet", tmp_path / "out.jsonl", model)) == 2
     assert "nanovllm[parquet]" in capsys.readouterr().err

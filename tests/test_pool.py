@@ -7,10 +7,10 @@ import pytest
 from job_helpers import StubEngine, as_job, read_lines, write_lines
 
 from nanovllm import SamplingParams
-from nanovllm.jobs.errors import JobError, RefusedError
-from nanovllm.jobs.formats import Request
-from nanovllm.jobs.job import run_job
-from nanovllm.jobs.pool import CALLS, MOST_STARTS, TOGETHER, Pool, ReplicaLostError
+from nanovllm.apps.jobs.errors import JobError, RefusedError
+from nanovllm.apps.jobs.formats import Request
+from nanovllm.apps.jobs.job import run_job
+from nanovllm.apps.jobs.pool import CALLS, MOST_STARTS, TOGETHER, Pool, ReplicaLostError
 
 
 class Life:
@@ -111,7 +111,7 @@ def clocked(monkeypatch):
     """A function: a simulation -> itself, whose time is the pool's."""
 
     def clock(simulation: Simulation) -> Simulation:
-        monkeypatch.setattr("nanovllm.jobs.pool.monotonic", lambda: simulation.time)
+        monkeypatch.setattr("nanovllm.apps.jobs.pool.monotonic", lambda: simulation.time)
         return simulation
 
     return clock

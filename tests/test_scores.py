@@ -18,8 +18,8 @@ from simulated_device import check_empty, output_alone
 from test_scheduler import NO_WINDOW, WINDOWS, Server, make_scheduler, serve, streams
 
 from nanovllm import SamplingParams
-from nanovllm.sampling import prompt_logprobs
-from nanovllm.session import AsleepError
+from nanovllm.engine.errors import AsleepError
+from nanovllm.features.sampling import prompt_logprobs
 
 LONG = PROMPTS[7]  # 70 tokens
 NEAR = 1e-4
@@ -441,6 +441,11 @@ WRONG = {
     r".*continuations\[0\]: the continuation has no tokens: give a": ([[1]], [[]]),
     r".*continuations\[0\]: the continuation has .*: the tokenizer joins it to": (["i"], ["n"]),
     r".*: one is text, the other is not: give both": (["in"], [[1]]),
+    r".*0\]: the continuation has no tokens: give at least one token$": (["in"], [[]]),
+    r".*\[0\]\[1\]: the continuation has no tokens": (["in"], [["q", []]]),
+    r".*\[0\]: the context has no tokens: give at least": ([[]], ["in"]),
+    r".*\[0\]: the continuation is None: give text or a list": (["in"], [None]),
+    r".*\[0\]: the context is 5: give text or a list": ([5], ["in"]),
     r".*continuations\[0\]\[0\]: one is text": ([[1]], [["q"]]),
     r".*: the context is 3: give text or": ([3], [[1]]),
     r".*continuations\[0\]: the continuation is None: give text": ([[1]], [None]),

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.errors import InvalidLogitsError
-from nanovllm.structured import grammars
-from nanovllm.structured.grammars import Grammars
-from nanovllm.text import load_tokenizer
+from nanovllm.features.sampling import grammars
+from nanovllm.features.sampling.grammars import Grammars
+from nanovllm.frontend.tokenizer import load_tokenizer
 
 PROMPTS = ["import json\n\nexample = ", "class Point:\n", "def main():\n    return ", "x = "]
 REGEX = r"[a-z]{2,8}(, [a-z]{2,8}){0,3}\."
@@ -337,13 +337,15 @@ def test_without_a_tokenizer_the_error_says_so(make_llm):
 
 def test_a_form_that_is_found_too_complex_in_mid_run_is_named(llm):
     long = form(structured_outputs=dict(regex="a{1000000}"))
+    other = form(structured_outputs=dict(regex="ab"))
+    bad, good = llm.generate(["x", "x"], [long, other], use_tqdm=False)
+    assert (bad["finish_reason"], good["text"]) == ("error", "ab")
     with pytest.raises(InvalidLogitsError, match="in structured_outputs is too complex: simplify"):
         llm.generate("x", long, use_tqdm=False)
     assert_empty(llm)
 
 
 def test_a_matcher_that_can_read_no_further_fails_its_request_alone(make_llm, monkeypatch):
-    """As NaN does: the error names it, and the LLM is empty and usable."""
     llm = make_llm(TINY_MODEL)
     unexpected = [1]
     lose = lambda self, output: self.state.consume_tokens(unexpected)  # noqa: E731

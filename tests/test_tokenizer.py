@@ -25,10 +25,10 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL
-from nanovllm.text import chat as chat_module
-from nanovllm.text.time_limit import run_limited
-from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.text.tokenizer_json import QWEN_WORDS
+from nanovllm.frontend import chat as chat_module
+from nanovllm.frontend.time_limit import run_limited
+from nanovllm.frontend.tokenizer import load_tokenizer
+from nanovllm.frontend.tokenizer_json import QWEN_WORDS
 from nanovllm.weights.hf_config import load_eos_ids
 
 TEXTS = [
@@ -201,7 +201,7 @@ import sys
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 with LLM(TINY_MODEL) as llm:
     (output,) = llm.generate("import", SamplingParams(max_tokens=2), use_tqdm=False)
-    assert output["text"] and not llm.has_chat_template and "transformers" not in sys.modules
+    assert output["text"] and llm.has_chat_template and "transformers" not in sys.modules
     assert llm.tokenizer.decode(output["token_ids"]) and "transformers" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

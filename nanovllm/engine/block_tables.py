@@ -7,7 +7,8 @@ batch slot and no policy: those are the scheduler's.
 
 from typing import NamedTuple
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
+from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
 
 
@@ -34,8 +35,15 @@ class BlockTables:
     copies: pairs of blocks (source, copy), for the planned step to copy before it writes any.
     """
 
-    def __init__(self, blocks: BlockManager, window: int | None, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        window: int | None,
+        max_step_tokens: int,
+        listener: EngineListener = NOBODY,
+    ) -> None:
         self.blocks = blocks
+        self.listener = listener
         self.block_size = blocks.block_size
         self.window = window
         self.most_blocks = blocks.num_blocks
@@ -71,11 +79,11 @@ class BlockTables:
         blocks, cached = self.blocks, start.cached
         seq.num_given_back = start.num_behind
         seq.num_registered_blocks = len(cached)
-        seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
+        seq.prefix = blocks.prefix(cached[-1]) if cached else NO_PREFIX
         # After the cached blocks, the first tokens of one more may be cached: they are copied.
         num_cached = len(cached) * self.block_size
         end = min(num_cached + self.block_size, seq.num_reusable)
-        run = blocks.match_run(seq.prefix_id, seq.token_ids[num_cached:end])
+        run = blocks.match_run(seq.prefix, seq.token_ids[num_cached:end])
         blocks.share(start.shared)
         seq.block_table = cached + blocks.allocate(start.num_new)
         # The source may have just been allocated itself: a step copies before it writes.
@@ -110,7 +118,10 @@ class BlockTables:
         """
         if length > seq.capacity:
             self.give_back(seq)
+            num_before = len(seq.block_table)
             self.extend(seq, length)
+            if len(seq.block_table) > num_before:
+                self.listener.blocks_grown(seq, seq.block_table[num_before:])
         return min(length, seq.capacity)
 
     def give_back(self, seq: Sequence) -> None:
@@ -122,6 +133,7 @@ class BlockTables:
         if num_behind > seq.num_given_back:
             self.blocks.release(seq.block_table[seq.num_given_back : num_behind])
             seq.num_given_back = num_behind
+            self.listener.blocks_given_back(seq)
 
     def _num_behind(self, position: int) -> int:
         """Leading blocks that no token from `position` on sees."""
@@ -135,15 +147,24 @@ class BlockTables:
         for start in range(seq.num_registered_blocks * size, length, size):
             token_ids = seq.token_ids[start : min(start + size, length)]
             block = seq.block_table[start // size]
-            prefix_id = self.blocks.register(block, seq.prefix_id, token_ids)
+            prefix = self.blocks.register(block, seq.prefix, token_ids)
             if len(token_ids) == size:
-                seq.prefix_id = prefix_id
+                seq.prefix = prefix
                 seq.num_registered_blocks += 1
         for fork in seq.forks:
-            fork.num_registered_blocks, fork.prefix_id = seq.num_registered_blocks, seq.prefix_id
+            fork.num_registered_blocks, fork.prefix = seq.num_registered_blocks, seq.prefix
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks back. A step in flight may still use them: later steps follow it."""
         # The last token has no K and V yet, unless it ran one step too far.
         self.register(seq, min(seq.num_computed, len(seq.token_ids) - 1))
         self.blocks.release(seq.block_table[seq.num_given_back :])
+
+    def discard(self, seq: Sequence) -> None:
+        """Give all blocks back, and let the prefix cache forget whatever begins as the sequence
+        does: the K and V may be no numbers.
+        """
+        held = seq.block_table[seq.num_given_back :]
+        for block in [*self.blocks.match(seq.token_ids), *held]:
+            self.blocks.forget(block)
+        self.blocks.release(held)

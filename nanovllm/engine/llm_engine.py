@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.errors import explain, warn
 from nanovllm.engine.interfaces import Constraints, Detokenizer
-from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.listener import EngineListener, Listeners
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -23,8 +25,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
 from nanovllm.models.config_fields import largest_window
+from nanovllm.outputs import StepRecord
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.loader import check_num_layers
 
 
 class Launched(NamedTuple):
@@ -45,36 +47,46 @@ class LLMEngine:
         config: Config,
         hf_config,
         folder: str | Path,
-        make_runner: Callable[..., Any],
+        runner: Any,
         policy: SchedulingPolicy = SchedulingPolicy(),
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        constraints: Constraints | None = None,
+        make_detokenizer: Callable[[], Detokenizer] | None = None,
+        enough_seqs: int | None = None,
+        listeners: tuple[EngineListener, ...] = (),
     ) -> None:
-        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run.
+        """Get ready to run the model in `folder`, whose configuration is `hf_config`.
 
-        `make_runner`: a class of runners, such as ModelRunner, or a function like one.
+        Args:
+            runner: what holds the model; a ModelRunner, or what has its interface.
+            stop_ids: tokens that end a request when they are sampled.
+            constraints: what says which tokens may follow, for requests that restrict them.
+            make_detokenizer: makes what reads the text of requests as it grows.
+            listeners: who hears what happens, beside the metrics.
+            enough_seqs: sequences that make the device about as fast as it gets; None: the more,
+                the faster.
         """
-        # Refuse other models first: they may not have what is read below.
         self.model_class = find_model(hf_config)
-        if config.load_format == "auto":
-            check_num_layers(hf_config.num_hidden_layers, folder, self.model_class)
         self.policy = policy
+        self.stop_ids = stop_ids
+        self.constraints = constraints
+        self.make_detokenizer = make_detokenizer
         self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
-        # compose.py sets these three once the model is loaded.
-        self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
-        self.make_detokenizer: Callable[[], Detokenizer] | None = None
-        self.constraints: Constraints | None = None
-
         self.vocab_size = hf_config.vocab_size
-        self.runner = make_runner(config, hf_config, folder)
+        self.runner = runner
         self.max_model_len = self.runner.info.max_model_len
         self.window = largest_window(hf_config)
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
+        self._enough_seqs = enough_seqs
         self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
+        self.metrics = EngineMetrics()
+        self.listeners = (self.metrics, *listeners)
+        self._listener = Listeners(*self.listeners)
         self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # computed so far
-        self.total = Metrics()
-        self.last_call = Metrics()  # whoever begins a call may begin a new one
         self.num_steps = 0
         self.last_step: StepRecord | None = None  # as it was launched
         self._in_flight: Launched | None = None
@@ -86,12 +98,17 @@ class LLMEngine:
         config = self._config
         return Scheduler(
             BlockManager(
-                self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+                self.runner.num_blocks,
+                config.kvcache_block_size,
+                config.enable_prefix_caching,
+                self._listener,
             ),
             self.policy,
+            listener=self._listener,
             max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
+            enough_seqs=self._enough_seqs,
         )
 
     def add(
@@ -124,6 +141,7 @@ class LLMEngine:
         if params.max_tokens:
             for one in seq.completions:
                 self._follow(one, streams)
+        self._listener.request_added(seq)
         # The others wait as requests do, and find the prompt in the prefix cache.
         for one in (seq, *siblings[num_forks:]):
             self.scheduler.add(one)
@@ -176,15 +194,18 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step and commit one: the last with overlap, else this one.
 
-        Returns the sequences that have ended. Raises InvalidLogitsError if the model computed NaN
-        or infinite logits: `reset` is needed then.
+        Returns the sequences that have ended: one of which the logits are NaN or infinite, or the
+        constraints leave no token, with finish_reason "error".
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
+        self._listener.step_begins()
         batch = self.scheduler.schedule()
-        self._record_launch(batch or Batch(), begin, num_preempted)
+        step = self._record_step(batch or Batch(), begin, num_preempted)
         launched = None
         if batch is not None:
+            self._listener.step_scheduled(batch)
             launched = Launched(self.runner.launch(batch), bool(batch.prefills))
+            self._listener.step_launched(step)
         if not self.overlap:
             if self._constrained:
                 launched = self._constrain(launched)
@@ -214,10 +235,12 @@ class LLMEngine:
         return launched._replace(tokens=tokens)
 
     def _commit(self, launched: Launched | None) -> list[Sequence]:
-        """Wait for a step's tokens; returns the sequences that end with theirs."""
+        """Wait for a step's tokens; returns the sequences that end with this step."""
         if launched is None:
             return []
-        sampled, ended = self.scheduler.commit(*launched.tokens.wait())
+        sampled, ended = self._take_tokens(launched)
+        if failed := [seq for seq in ended if seq.finish_reason == "error"]:
+            self._end_with_error(failed)
         if self._constrained and self.constraints is not None:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
@@ -225,9 +248,28 @@ class LLMEngine:
         for seq in ended:  # the caller may keep it for long, and what holds it to a form is large
             seq.constraint = None
         if launched.has_prefills or ended:
-            self._record_commit(sampled if launched.has_prefills else [], ended)
+            self._record_times(sampled if launched.has_prefills else [], ended)
+        for seq in ended:
+            self._listener.sequence_finished(seq)
         self._drop_surplus_step()
         return ended
+
+    def _take_tokens(self, launched: Launched) -> tuple[list[Sequence], list[Sequence]]:
+        """Wait for a step's tokens and commit them; returns what `Scheduler.commit` does."""
+        result = launched.tokens.wait()
+        self._listener.tokens_arrived()
+        sampled, ended = self.scheduler.commit(*result)
+        self._listener.tokens_committed(len(sampled))
+        return sampled, ended
+
+    def _end_with_error(self, failed: list[Sequence]) -> None:
+        """Say of sequences why none of their tokens could be sampled, and end their texts."""
+        for seq in failed:
+            seq.error = explain(seq)
+            if self.detokenizer is not None:
+                self.detokenizer.end(seq)
+        if not self.metrics.last_call.errors:
+            warn(failed[0])
 
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
         """Sequences that are complete, or come to a stop string, join those that `ended`."""
@@ -240,11 +282,14 @@ class LLMEngine:
     def _drop_surplus_step(self) -> None:
         """When every sequence has ended, nobody wants the tokens of the step in flight."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            self.scheduler.commit(*self._in_flight.tokens.wait())
+            self._take_tokens(self._in_flight)
             self._in_flight = None
 
-    def _record_launch(self, batch: Batch, begin: float, num_preempted: int) -> None:
-        """`num_preempted`: what the scheduler had preempted before this step."""
+    def _record_step(self, batch: Batch, begin: float, num_preempted: int) -> StepRecord:
+        """Note the figures of the step `batch`, which began to be planned at `begin`.
+
+        `num_preempted`: sequences that the scheduler had preempted before it.
+        """
         scheduler = self.scheduler
         self.last_step = step = StepRecord(
             number=self.num_steps,
@@ -259,20 +304,21 @@ class LLMEngine:
         )
         self.num_steps += 1
         self.num_prefill_tokens += step.prefill_tokens
-        for metrics in (self.total, self.last_call):
-            metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
+        self._listener.step_recorded(step)
+        return step
 
-    def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
+    def _record_times(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
         for seq in sampled:
             if seq.first_token_at is None:
                 seq.first_token_at = seq.clock(now)
         for seq in ended:
-            self.total.record(seq, seq.clock(now))
-            self.last_call.record(seq, seq.clock(now))
+            seq.finished_at = seq.clock(now)
 
     def abort(self, request: Sequence) -> None:
         """End what has not ended of a request's completions."""
+        self._listener.step_begins()
+        unfinished = [seq for seq in request.completions if seq.status is not Status.FINISHED]
         for seq in request.unfinished:
             self.scheduler.abort(seq)
         for seq in request.completions:
@@ -280,6 +326,8 @@ class LLMEngine:
             if self.detokenizer is not None:
                 self.detokenizer.remove(seq)
         self._drop_surplus_step()
+        for seq in unfinished:
+            self._listener.sequence_finished(seq)
 
     def pause(self, request: Sequence) -> None:
         """Let what has not ended of a request run no more, until `resume`."""
@@ -303,6 +351,7 @@ class LLMEngine:
         It may have come between any two lines of the scheduler's, so a new scheduler takes its
         place. Another interrupt may come in here.
         """
+        self._listener.engine_reset()
         for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
             seq.status, seq.finish_reason, seq.constraint = Status.FINISHED, "abort", None
         self.scheduler, self._in_flight = self._make_scheduler(), None
@@ -311,4 +360,7 @@ class LLMEngine:
         self.runner.synchronize()
 
     def close(self) -> None:
-        self.runner.close()
+        try:
+            self.runner.close()
+        finally:
+            self._listener.engine_closed()

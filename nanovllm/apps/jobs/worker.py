@@ -1,0 +1,120 @@
+"""Serve a job's requests with an LLM: many at a time, and a wrong one harms no other."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nanovllm.apps.jobs.formats import Request
+from nanovllm.engine.metrics import StepRecord
+from nanovllm.llm import LLM
+
+Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
+# What LLM.step returned for a request; or why it could not be done, as {"error": ...}.
+Outputs = list[tuple[Request, dict[str, Any]]]
+
+
+class Worker:
+    """Requests in, outputs out, in the order in which they end."""
+
+    def __init__(self, llm: LLM, policy: Any = None) -> None:
+        """`policy`: the LLM's, if it is to be told when the last request has come."""
+        self._llm = llm
+        self._policy = policy
+        self._requests: dict[int, Request] = {}  # unfinished, by the LLM's id
+        self.num_prompt_tokens = 0  # of these
+        self.num_prefill_tokens = self.num_decode_tokens = 0  # computed so far
+        llm.on_step(self._count)
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._requests)
+
+    def _count(self, step: StepRecord) -> None:
+        self.num_prefill_tokens += step.prefill_tokens
+        self.num_decode_tokens += step.decode_tokens
+
+    def add(self, requests: list[Request]) -> Refused:
+        """Queue requests; returns those that cannot be served."""
+        refused: Refused = []
+        for request, tokens in zip(requests, self._encode(requests)):
+            try:
+                if isinstance(tokens, Exception):
+                    raise tokens
+                if self._policy is not None and request.params.priority:
+                    raise ValueError(
+                        f"priority is {request.params.priority}, of which nothing takes notice: "
+                        "leave it out, or run the job with --scheduling-policy priority"
+                    )
+                self._requests[self._llm.add_request(tokens, request.params)] = request
+                self.num_prompt_tokens += len(tokens)
+            except (ValueError, TypeError) as error:
+                refused.append((request, str(error)))
+        return refused
+
+    def no_more(self) -> None:
+        """The last request was added."""
+        if self._policy is not None:
+            self._policy.more_to_come = False
+
+    def step(self) -> Outputs:
+        """Run one step; returns what has ended with it."""
+        ended: Outputs = []
+        for output in map(dict, self._llm.step()):  # what else outputs carry would travel with them
+            request = self._requests.pop(output["id"])
+            self.num_prompt_tokens -= len(output["prompt_token_ids"])
+            if problem := problem_of(output):
+                output = {"error": problem}
+            elif request.wants_token_texts and request.params.logprobs is not None:
+                output["token_texts"] = self._token_texts(output)
+            ended.append((request, output))
+        return ended
+
+    def _encode(self, requests: list[Request]) -> list[Any]:
+        """The token ids of each request, or the error that it raises.
+
+        All texts go to the tokenizer together, which uses all cores then; so do all conversations
+        with the same options for the chat template.
+        """
+        encoded = [request.prompt for request in requests]  # token ids are left as they are
+        groups: dict[tuple[bool, str], list[int]] = {}
+        for i, request in enumerate(requests):
+            if request.is_chat or isinstance(request.prompt, str):
+                key = request.is_chat, repr(request.template_options)
+                groups.setdefault(key, []).append(i)
+        for (is_chat, _), places in groups.items():
+            options = requests[places[0]].template_options
+            encode = self._llm.encode
+            if is_chat:
+                encode = partial(self._llm.encode_chat, chat_template_kwargs=options)
+            prompts = [requests[i].prompt for i in places]
+            for i, tokens in zip(places, together_or_alone(encode, prompts)):
+                encoded[i] = tokens
+        return encoded
+
+    def _token_texts(self, output: dict[str, Any]) -> dict[int, str]:
+        completions = output.get("completions", [output])
+        tokens = {token for one in completions for values in one["logprobs"] for token in values}
+        tokenizer = self._llm.tokenizer
+        return {token: str(tokenizer.decode([token])) if tokenizer else "" for token in tokens}
+
+
+def problem_of(output: dict[str, Any]) -> str | None:
+    """Say why a request could not be done: what went wrong with the first of its completions that
+    ended with an error. None: it is done.
+    """
+    completions = output.get("completions", [output])
+    for i, completion in enumerate(completions):
+        if "error" in completion:
+            which = f"completion {i} of {len(completions)}: " if len(completions) > 1 else ""
+            return which + completion["error"]
+    return None
+
+
+def together_or_alone(encode: Callable[[list[Any]], list[Any]], items: list[Any]) -> list[Any]:
+    """Encode all in one call; if one of them is wrong, each by itself, errors in their places."""
+    try:
+        return encode(items) if items else []
+    except (ValueError, TypeError) as error:
+        if len(items) == 1:
+            return [error]
+    return [one for item in items for one in together_or_alone(encode, [item])]

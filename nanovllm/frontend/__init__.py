@@ -1,0 +1,1 @@
+"""What stands between the user's calls and the engine: inputs, sessions, tokenizer, outputs."""

@@ -1,0 +1,249 @@
+"""Check what a call asks for, all of it before any of it is queued.
+
+Every error names the place, the value and the remedy: TypeError for what is of a wrong type,
+ValueError for the rest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypedDict
+
+from nanovllm.checks import (
+    as_integer,
+    as_list,
+    check_vocabulary,
+    refuse_unknown_names,
+    shown,
+    token_ids,
+)
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.foreign_names import IN_PROMPT
+from nanovllm.frontend.params import resolve_constraints
+from nanovllm.frontend.tokenizer import Tokenizer, need_tokenizer
+from nanovllm.sampling_params import SamplingParams
+
+# A prompt's token ids, what is asked for, and the prompt's text if it has one.
+Request = tuple[list[int], SamplingParams, str | None]
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text, as vLLM has it: a plain dict, whoever makes it."""
+
+    prompt: str
+
+
+class _Text(TypedDict, total=False):
+    prompt: str  # what the ids were made of, for `RequestOutput.prompt`
+
+
+class TokensPrompt(_Text):
+    """A prompt of token ids, and of the text that they were made of."""
+
+    prompt_token_ids: list[int]
+
+
+PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
+
+
+class Inputs:
+    """Makes requests of what a user gives, if an engine can serve them."""
+
+    def __init__(self, config: Config, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.vocab_size = engine.vocab_size
+        self.max_model_len = engine.max_model_len
+        self.num_blocks = engine.runner.info.num_blocks
+        self.window = engine.window
+        self.constraints = engine.constraints
+        self.stop_ids = engine.stop_ids
+
+    def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """Prompts of text or of token ids, one or several; parameters for all or for each."""
+        read = [_read(f"prompts[{i}]", one) for i, one in enumerate(_split_prompts(prompts))]
+        texts, token_ids = [text for text, _ in read], [ids for _, ids in read]
+        # By index, the texts of prompts that come without token ids.
+        unread = {i: text for i, (text, ids) in enumerate(read) if text is not None and ids is None}
+        if unread:
+            # One call of the tokenizer for all texts, so that it uses all cores. Prompts of token
+            # ids are empty texts in it: its errors give the index among all prompts.
+            encoded = self.encode([unread.get(i, "") for i in range(len(read))])
+            token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
+        return self.requests("prompts", token_ids, sampling_params, texts)
+
+    def encode(self, texts: Any, name: str = "prompts") -> list[list[int]]:
+        """The token ids of one text or several, which errors call `name`."""
+        texts = _split_prompts(texts)
+        for i, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise TypeError(f"{name}[{i}] is a {type(text).__name__}: give a str")
+        tokenizer = need_tokenizer(self.tokenizer, f"{name} holds text", "give token ids")
+        return tokenizer.encode(name, texts)
+
+    def requests(
+        self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]
+    ) -> list[Request]:
+        """Prompts of token ids, which errors call `name`; parameters for all or for each."""
+        requests = []
+        resolved: dict[int, SamplingParams] = {}  # by the id of what was given
+        for i, params in enumerate(_spread(sampling_params, len(prompts))):
+            if id(params) not in resolved:
+                resolved[id(params)] = self.resolve_params(f"sampling_params[{i}]", params)
+            one = self.request(f"{name}[{i}]", prompts[i], resolved[id(params)], texts[i])
+            requests.append(one)
+        return requests
+
+    def request(
+        self, name: str, prompt: Any, params: SamplingParams, text: str | None = None
+    ) -> Request:
+        """One request of token ids, which errors call `name`; `text`: what they were made of."""
+        token_ids = _token_ids(name, prompt, self.vocab_size)
+        self._check_length(name, len(token_ids), params)
+        if params.max_tokens is None:
+            room = self.max_model_len - len(token_ids)
+            params = replace(params, max_tokens=max(room, params.min_tokens))
+        self._check_room(name, len(token_ids), params)
+        return token_ids, params, text
+
+    def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
+        if length == 0:
+            raise ValueError(f"{name} is empty: give at least one token")
+        # One place is left for an output. Where there is none, the prompt's last token is scored by
+        # the logits of the one before it, and takes no place in the KV cache.
+        generates = params.max_tokens != 0
+        if length > self.max_model_len + (-1 if generates else 1):
+            raise ValueError(f"{name} has {length} tokens, {self._limit_and_remedy(generates)}")
+
+    def _limit_and_remedy(self, generates: bool) -> str:
+        """What is said of a prompt that is too long."""
+        if not generates:
+            return (
+                f"max_model_len is {self.max_model_len} and takes one more, as none follows it: "
+                "shorten it, or raise max_model_len if the model takes more"
+            )
+        asked = self.config.max_model_len
+        if asked is None or self.max_model_len < asked:
+            return (
+                f"the model itself takes {self.max_model_len} of prompt and output together: "
+                "shorten it to leave room for one"
+            )
+        return (
+            f"max_model_len is {self.max_model_len}: "
+            "shorten it to leave room for one, or raise max_model_len"
+        )
+
+    def resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
+        """Returns params with bad_words as token ids. Raises ValueError for what this model cannot
+        do, or this library without a room.
+        """
+        stop_ids = params.stop_token_ids or ()
+        check_vocabulary(f"{name}.stop_token_ids", stop_ids, self.vocab_size)
+        if params.min_tokens and len(set(stop_ids)) == self.vocab_size:
+            raise ValueError(
+                f"{name}.stop_token_ids holds the whole vocabulary, of which "
+                f"min_tokens={params.min_tokens} lets none be sampled: "
+                "leave a token out, or use min_tokens=0"
+            )
+        policy = self.config.scheduling_policy
+        if params.priority and isinstance(policy, str) and policy != "priority":
+            raise ValueError(
+                f"{name}.priority is {params.priority}, of which scheduling_policy={policy!r} "
+                "takes no notice: leave it out, or make the LLM with scheduling_policy='priority'"
+            )
+        if params.stop:
+            need_tokenizer(self.tokenizer, "stop needs text", "use stop_token_ids")
+        if params.edits_logits:
+            eos_ids = frozenset() if params.ignore_eos else self.stop_ids
+            params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, eos_ids)
+        if params.structured_outputs is not None:
+            assert self.constraints is not None, "build.py makes them"
+            try:
+                self.constraints.check(params)
+            except ValueError as error:
+                raise ValueError(f"{name}.{error}") from error
+        return params
+
+    def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
+        """The KV cache must hold the request at its longest, or the window and a block more."""
+        assert params.max_tokens is not None
+        # K and V of the last token are never needed.
+        needed = max(length, min(length + params.max_tokens, self.max_model_len)) - 1
+        if self.window is not None:
+            needed = min(needed, self.window + self.config.kvcache_block_size)
+        there = self.num_blocks * self.config.kvcache_block_size
+        if needed > there:
+            raise ValueError(
+                f"{name} needs {needed} tokens of KV cache ({length} of prompt and "
+                f"max_tokens={params.max_tokens}), which holds {there}: "
+                "lower max_tokens, shorten the prompt, "
+                "or raise num_kvcache_blocks or gpu_memory_utilization"
+            )
+
+
+def _split_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several -> a list of prompts."""
+    prompts = as_list(prompts)
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(
+            f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
+            "token ids, such as the input_ids that a tokenizer makes"
+        )
+    # A bool is an int, and no token id: it is refused as one.
+    if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
+    """A prompt's text if it has one, and its token ids: None if they are to be made of the text."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, dict):
+        return None, prompt
+    known = refuse_unknown_names(name, "key", prompt, PROMPT_KEYS, IN_PROMPT)
+    given = {key: as_list(value) for key, value in known.items() if value is not None}
+    if not given or not all(isinstance(value, PROMPT_KEYS[key]) for key, value in given.items()):
+        raise TypeError(
+            f"{name} is {shown(prompt)}: give a str as 'prompt', or a list of token ids as "
+            "'prompt_token_ids'"
+        )
+    return given.get("prompt"), given.get("prompt_token_ids")
+
+
+def _spread(params: Any, count: int) -> list[SamplingParams]:
+    """One SamplingParams for all prompts, or one for each -> one for each."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(
+            f"sampling_params is a {type(params).__name__}: give a SamplingParams or a list of them"
+        )
+    if len(params) != count:
+        raise ValueError(
+            f"sampling_params has {len(params)} entries for {count} prompts: "
+            "give one for all, or one for each prompt"
+        )
+    for i, one in enumerate(params):
+        if not isinstance(one, SamplingParams):
+            raise TypeError(
+                f"sampling_params[{i}] is a {type(one).__name__}: give a SamplingParams"
+            )
+    return list(params)
+
+
+def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
+    """The ids as a list of int, all of them in the vocabulary."""
+    ids = as_list(ids)
+    if not isinstance(ids, (list, tuple)):
+        raise TypeError(
+            f"{name} is a {type(ids).__name__}: give a str, a list of token ids, or a dict with "
+            "one of them as 'prompt' or 'prompt_token_ids'"
+        )
+    checked = token_ids(name, ids)
+    check_vocabulary(name, checked, vocab_size)
+    return list(checked)
