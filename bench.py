@@ -454,8 +454,7 @@ def num_output_tokens(work: Work, name: str) -> int:
 
 def find_policy(name: str):
     """A new policy: by a name of the library's, or as "module:Class"."""
-    from nanovllm.build import choose_policy
-    from nanovllm.features.policies import POLICIES
+    from nanovllm.features.policies import POLICIES, choose_policy
 
     if name in POLICIES:
         return POLICIES[name]()
