@@ -6,10 +6,10 @@ from io import StringIO
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from process_helpers import SECONDS, in_thread
-from test_bench import bench
 from tqdm.auto import tqdm
 
 from nanovllm import LLM
+from nanovllm.apps.bench.report import plot
 from nanovllm.engine.metrics import StepRecord
 
 
@@ -260,5 +260,5 @@ def test_a_bar_that_cannot_be_written_costs_no_results(
 
 def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     pytest.importorskip("matplotlib")
-    bench.plot(recorded(llm), tmp_path / "run.png", "a run")
+    plot(recorded(llm), tmp_path / "run.png", "a run")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
