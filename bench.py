@@ -22,24 +22,24 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
 from nanovllm.apps.bench.checks import EXAMPLE, check
-from nanovllm.apps.bench.engines import ENGINES, device_name, versions
+from nanovllm.apps.bench.engines import ENGINES, device_name, start, versions
 from nanovllm.apps.bench.host import host_cost
 from nanovllm.apps.bench.policies import compare_policies
 from nanovllm.apps.bench.report import end_trace, plot_run, print_row, print_start, print_table
 from nanovllm.apps.bench.roofline import ceilings, roofline
 from nanovllm.apps.bench.runs import run_once
-from nanovllm.apps.bench.shapes import SHAPES, model_folder
-from nanovllm.apps.bench.workloads import WORKLOADS, num_output_tokens, workload
+from nanovllm.apps.bench.shapes import SHAPES
+from nanovllm.apps.bench.workloads import WORKLOADS
 
 
 def make_parser() -> argparse.ArgumentParser:
-    names = "\n".join(f"  {name:<13} {text}" for name, text in WORKLOADS.items())
+    """Declare the options."""
+    names = "\n".join(f"  {name:<13} {one.description}" for name, one in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -72,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    """Do what the command line asks for."""
     parser = make_parser()
     args = parser.parse_args()
     if args.host:
@@ -91,34 +92,40 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """Run the workloads on one engine in this process."""
-    folder, dummy = model_folder(args.model)
-    limits = ceilings() if args.model in SHAPES else None
-    begin = time.perf_counter()
-    engine = ENGINES[args.engine](folder, dummy, args)
-    engine.run([([1, 2, 3], 16)], dict(temperature=0.0))
+    """Run the workloads on one engine in this process, and print a row for each."""
+    limits = ceilings() if args.model in SHAPES else None  # while the GPU is empty
+    options = json.loads(args.options)
+    engine, startup_seconds = start(
+        args.engine,
+        args.model,
+        max_model_len=args.max_model_len,
+        tensor_parallel_size=args.tensor_parallel_size,
+        **(options | dict(trace=str(args.trace)) if args.trace else options),
+    )
     common = dict(
         engine=args.engine,
         model=args.model,
-        startup_seconds=time.perf_counter() - begin,
+        startup_seconds=startup_seconds,
         device=device_name(),
-        options=json.loads(args.options),
+        options=options,
         versions=versions(args.engine),
     )
     print_start(common, args)
     rows: list[dict] = []
-    steps: list = []
+    steps: list = []  # of the last run, for a picture
     if args.plot:
         engine.llm.on_step(steps.append)
+
     for name in args.workload.split(","):
-        work = workload(name, engine.vocab)[: args.requests]
+        workload = WORKLOADS[name]
+        work = workload.work(engine.vocab)[: args.requests]
         seconds = []
         for repeat in range(args.repeat):
-            steps.clear()  # a picture is of the last run, and so is a trace
+            steps.clear()
             if args.trace:
                 engine.llm.engine.listeners[-1].restart(bandwidth=limits[0] if limits else None)
-            seconds.append(run_once(engine, work, name, repeat, args))
-        tokens, best = num_output_tokens(work, name), min(seconds)
+            seconds.append(run_once(engine, work, name, repeat, args.repeat))
+        best, tokens = min(seconds), workload.num_output_tokens(work)
         rates = [rate * args.tensor_parallel_size for rate in limits or ()]
         limit = roofline(args.model, work, name, *rates) if rates else None
         row = common | dict(
@@ -136,15 +143,16 @@ def measure(args: argparse.Namespace) -> list[dict]:
         print_row(row)
         if args.plot:
             plot_run(steps, name, common["device"], args)
+
     if args.trace:
         rows[-1]["trace"] = end_trace(engine.llm, args.trace)
     return rows
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
-    """Run nanovllm and the other engine in processes of their own, and print one table.
+    """Measure nanovllm, then the other engine, and print one table.
 
-    Each prints its rows as they come.
+    Each is measured by this script in a process of its own, which prints its rows as they come.
     """
     results: dict[str, dict[str, dict]] = {}
     for engine in ("nanovllm", args.compare):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 
 from nanovllm import LLM, TINY_MODEL
-from nanovllm.apps.bench import checks, engines, host, policies, report, workloads
+from nanovllm.apps.bench import checks, engines, host, policies, report
 from nanovllm.apps.bench.roofline import roofline
 from nanovllm.apps.bench.shapes import VOCAB, model_folder
-from nanovllm.apps.bench.workloads import WORKLOADS, refresh, workload
+from nanovllm.apps.bench.workloads import WORKLOADS, Work
 from nanovllm.config import Config
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.layers.parallel import ParallelGroup
@@ -31,10 +32,10 @@ def run(monkeypatch, *args: str) -> None:
     bench.main()
 
 
-def use_work(monkeypatch, work: workloads.Work) -> None:
+def use_work(monkeypatch, work: Work) -> None:
     """Let every workload be `work`."""
-    for module in (bench, policies):
-        monkeypatch.setattr(module, "workload", lambda name, vocab: work)
+    for name, workload in WORKLOADS.items():
+        monkeypatch.setitem(WORKLOADS, name, replace(workload, draw=lambda vocab: work))
 
 
 TOTALS = {  # requests, tokens in, tokens out
@@ -65,7 +66,10 @@ LIMITS = {
 @pytest.fixture(scope="module")
 def work():
     # The greedy ones draw within the vocabulary: these are the tiny model's totals.
-    return {name: workload(name, 4096 if name in workloads.GREEDY else VOCAB) for name in WORKLOADS}
+    return {
+        name: one.work(VOCAB if one.sampling["temperature"] else 4096)
+        for name, one in WORKLOADS.items()
+    }
 
 
 def test_every_option_says_what_it_does():
@@ -90,18 +94,19 @@ def test_workloads_are_what_they_were_to_the_token(work):
 
 
 def test_what_is_said_of_a_workload_is_so(work):
-    for name, text in WORKLOADS.items():
-        assert text.startswith(f"{TOTALS[name][0]} request")
-    assert "133,966" in WORKLOADS["bench"]
+    for name, one in WORKLOADS.items():
+        assert one.description.startswith(f"{TOTALS[name][0]} request")
+    assert "133,966" in WORKLOADS["bench"].description
 
 
 def test_prompts_fit_any_vocabulary():
-    assert all(0 <= token < 100 for prompt, _ in workload("shared", 100)[:3] for token in prompt)
+    prompts = [prompt for prompt, _ in WORKLOADS["shared"].work(100)[:3]]
+    assert all(0 <= token < 100 for prompt in prompts for token in prompt)
 
 
 def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
     for name in ("bench", "shared"):
-        first, second = (refresh(work[name], name, repeat, VOCAB) for repeat in (0, 1))
+        first, second = (WORKLOADS[name].refresh(work[name], repeat, VOCAB) for repeat in (0, 1))
         assert not {prompt[0] for prompt, _ in first} & {prompt[0] for prompt, _ in second}
         assert [(prompt[1:], n) for prompt, n in first] == [
             (prompt[1:], n) for prompt, n in work[name]
@@ -110,9 +115,9 @@ def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
 
 
 def test_workloads_with_the_same_prompts_share_no_prefix(work):
-    names = ("bench", *workloads.ASKED)
+    names = ("bench", "qwen-sampling", "logprobs", "penalties")
     begins = [
-        {prompt[0] for prompt, _ in refresh(work[name], name, repeat, VOCAB)}
+        {prompt[0] for prompt, _ in WORKLOADS[name].refresh(work[name], repeat, VOCAB)}
         for name in names
         for repeat in range(10)
     ]
@@ -158,6 +163,18 @@ def test_a_shape_with_experts_is_the_model_of_its_name():
     assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
         30.5e9, rel=0.01
     )
+
+
+def test_a_start_counts_the_import_of_its_own_engine_alone(monkeypatch):
+    class Ready:
+        def __init__(self, *args, **options):
+            self.run = lambda work, sampling: None
+
+    monkeypatch.setattr(engines, "uncounted_import_seconds", lambda: 1000.0)
+    for name, counted in (("nanovllm", 1000), ("vllm", 0)):
+        monkeypatch.setitem(engines.ENGINES, name, Ready)
+        _, seconds = engines.start(name, "tiny")
+        assert counted <= seconds < counted + 1000
 
 
 def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):

@@ -19,7 +19,7 @@ from test_bench import run, use_work
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.apps.bench import runs
+from nanovllm.apps.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.trace.__main__ import main
@@ -388,7 +388,8 @@ def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     common = list(range(40))
     small = [([*common, 50, 51], 5), ([*common, 52], 3)]
     use_work(monkeypatch, small)
-    monkeypatch.setattr(runs, "refresh", lambda work, *how: work)  # the prefix stays cached
+    # The prefix stays cached between repeats.
+    monkeypatch.setattr(Workload, "refresh", lambda self, work, *how: work)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
     path = tmp_path / "run.jsonl"
     arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]

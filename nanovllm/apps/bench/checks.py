@@ -12,7 +12,7 @@ EXAMPLE = '{"max_num_batched_tokens": 2048}'  # of --options
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what is wrong."""
+    """Raise ValueError if the options do not fit each other, or name what does not exist."""
     names = set(args.workload.split(","))
     if unknown := sorted(names - WORKLOADS.keys()):
         raise ValueError(f"--workload {unknown[0]}: the workloads are {', '.join(WORKLOADS)}")

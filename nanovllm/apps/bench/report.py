@@ -9,16 +9,19 @@ from nanovllm.features.trace.summary import Summary
 
 
 def options_name(options: str) -> str:
+    """Say which options were measured."""
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
 def print_start(common: dict, args: argparse.Namespace) -> None:
+    """Print what is measured, and how long its start took."""
     start = f"ready after {common['startup_seconds']:.1f} s"
     about = ", ".join((common["device"], options_name(args.options), start))
     print(f"{common['engine']:>12}  on {about}", flush=True)
 
 
 def print_row(row: dict) -> None:
+    """Print the times of one workload."""
     fraction = (
         f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
     )
@@ -31,7 +34,7 @@ def print_row(row: dict) -> None:
 
 
 def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
-    """Two engines' rows, by workload, as a table in Markdown."""
+    """Print two engines' rows, by workload, as a table in Markdown."""
     one = next(iter(ours.values()))
     setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
     print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(args.options)}\n")
@@ -53,7 +56,7 @@ def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> N
     stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
     path = args.plot.with_stem(stem)
     setting = f"{device}, {options_name(args.options)}"
-    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name]}\n{setting}")
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name].description}\n{setting}")
     print(f"              drawn in {path}")
 
 
@@ -94,7 +97,7 @@ def plot(steps: list, path: Path, title: str) -> None:
 def tokens_a_second(
     times: list[float], counts: list[int], num_spans: int = 60
 ) -> tuple[list[float], list[float]]:
-    """Rates within equal spans of a run, and the edges of the spans."""
+    """Return the rates within equal spans of a run, and the edges of the spans."""
     span = max(times[-1], 1e-6) / num_spans
     totals = [0] * num_spans
     for at, count in zip(times, counts):
@@ -103,7 +106,7 @@ def tokens_a_second(
 
 
 def end_trace(llm, path: Path) -> dict:
-    """Write a trace, and print what its run was like; returns the figures."""
+    """Write the trace, print the figures of its run, and return them."""
     summary = Summary(llm.engine.listeners[-1].events)
     llm.close()
     print(f"              the last run, replayed in {path}:")

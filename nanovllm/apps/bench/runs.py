@@ -1,36 +1,31 @@
-"""One run of a workload."""
+"""One timed run of a workload on an engine."""
 
-import argparse
 import sys
 import time
 
-from nanovllm.apps.bench.workloads import (
-    ASKED,
-    GREEDY,
-    ROUNDS,
-    Work,
-    next_round,
-    num_output_tokens,
-    refresh,
-)
+from nanovllm.apps.bench.engines import Engine
+from nanovllm.apps.bench.workloads import WORKLOADS, Work, next_round
 
 
-def run_once(engine, work: Work, name: str, repeat: int, args: argparse.Namespace) -> float:
-    """Run a workload, with prompts of its own in each repeat; returns the seconds it took."""
-    count = 2 if args.policy else args.repeat
-    print(f"{name}: run {repeat + 1} of {count}", file=sys.stderr, flush=True)
-    fresh = refresh(work, name, repeat, engine.vocab)
-    sampling = dict(temperature=0.0 if name in GREEDY else 0.6) | ASKED.get(name, {})
+def run_once(engine: Engine, work: Work, name: str, repeat: int, num_repeats: int) -> float:
+    """Run a workload's requests, all rounds of them, and return the seconds it took.
+
+    Each repeat has first tokens of its own, so that no earlier run has cached its prefixes.
+    """
+    print(f"{name}: run {repeat + 1} of {num_repeats}", file=sys.stderr, flush=True)
+    workload = WORKLOADS[name]
+    prompts = workload.refresh(work, repeat, engine.vocab)
     outputs: list[list[int]] = []
     tokens, seconds = 0, 0.0
-    for round in range(ROUNDS.get(name, 1)):
+    for round in range(workload.rounds):
         if outputs:
-            fresh = next_round(fresh, outputs, round, engine.vocab)
+            prompts = next_round(prompts, outputs, round, engine.vocab)
         begin = time.perf_counter()
-        outputs = engine.run(fresh, sampling)
+        outputs = engine.run(prompts, workload.sampling)
         seconds += time.perf_counter() - begin
         tokens += sum(map(len, outputs))
-    wanted = num_output_tokens(work, name)
+    wanted = workload.num_output_tokens(work)
     if tokens != wanted:
-        raise RuntimeError(f"{name}: {args.engine} made {tokens} tokens instead of {wanted}")
+        made = f"{type(engine).__name__} made {tokens} tokens"
+        raise RuntimeError(f"{name}: {made} instead of {wanted}")
     return seconds

@@ -1,46 +1,61 @@
-"""The workloads, to the token."""
+"""Workloads: what is asked of an engine, the same tokens on every machine and in every version."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from math import log
 from random import Random
 
-WORKLOADS = {
-    "bench": "256 requests, 100-1024 tokens in, 100-1024 out (133,966 in all)",
-    "latency": "1 request, 128 in, 512 out",
-    "prefill": "128 requests, 2048 in, 1 out",
-    "shared": "256 requests, 2048 common tokens + 128 own in, 128 out",
-    "long": "64 requests, 3000 in, 512 out",
-    "many": "2048 requests, 16-128 in, 16-128 out",
-    "conversations": "192 requests, 64-512 in, 128 out; then 4 times all of that and 64 more in",
-    "lognormal": "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
-    "laptop": "64 requests, 16-256 in, 16-256 out, greedy",
-    "small": "8 requests, 16-128 in, 32 out, greedy",
-    "qwen-sampling": "256 requests of bench, with top_p 0.95 and top_k 20: Qwen3's own settings",
-    "logprobs": "256 requests of bench, with logprobs 1",
-    "penalties": "256 requests of bench, with presence_penalty 1",
-}
-
-GREEDY = ("laptop", "small")
-
-# What the requests of a workload ask for beside a temperature, which is 0.6 unless it is greedy.
-# Their prompts are those of bench.
-ASKED: dict[str, dict] = {
-    "qwen-sampling": dict(top_p=0.95, top_k=20),
-    "logprobs": dict(logprobs=1),
-    "penalties": dict(presence_penalty=1.0),
-}
-
-ROUNDS = {"conversations": 5}  # calls one after the other; of others 1
-
-NEW_TOKENS = 64  # of each further round
-
-Work = list[tuple[list[int], int]]  # prompt, output length
+Work = list[tuple[list[int], int]]  # each request's prompt and number of output tokens
+NEW_TOKENS = 64  # that each further round of a conversation adds
 
 
-def workloads() -> Iterator[tuple[str, Work]]:
-    """Every workload but the greedy ones, drawn in this order from one stream.
+@dataclass(frozen=True)
+class Workload:
+    """A named set of requests.
 
-    They are what was measured elsewhere, to the token.
+    Its prompts are drawn once. Each run then replaces their first tokens (`refresh`).
+    """
+
+    description: str
+    draw: Callable[[int], Work]  # from the size of the vocabulary
+    sampling: dict = field(default_factory=lambda: dict(temperature=0.6))
+    rounds: int = 1  # calls one after the other, each with the answers to the call before
+    common_prefix: int = 0  # tokens that all prompts have in common
+    first_token: int = 20000  # of the first prompt in the first run
+
+    def work(self, vocab: int) -> Work:
+        """Return the requests for a model with `vocab` tokens."""
+        return [([token % vocab for token in prompt], n) for prompt, n in self.draw(vocab)]
+
+    def refresh(self, work: Work, repeat: int, vocab: int) -> Work:
+        """Replace the first token of each prompt by one that belongs to this repeat.
+
+        The prefix cache then helps inside a run, but neither between repeats nor between workloads
+        that have the same prompts.
+        """
+        begin = self.first_token + 300 * repeat
+        first = [begin + (0 if self.common_prefix else i % 256) for i in range(len(work))]
+        return [([token % vocab, *prompt[1:]], n) for token, (prompt, n) in zip(first, work)]
+
+    def num_output_tokens(self, work: Work) -> int:
+        """Count the tokens that all rounds of a run generate."""
+        return sum(n for _, n in work) * self.rounds
+
+
+def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> Work:
+    """Append to each prompt what was answered to it, and new tokens."""
+    r = Random(seed)
+    return [
+        (prompt + output + [r.randrange(vocab) for _ in range(NEW_TOKENS)], n)
+        for (prompt, n), output in zip(work, outputs)
+    ]
+
+
+def draw_stream() -> Iterator[tuple[str, Work]]:
+    """Draw six workloads from one stream of random numbers.
+
+    Their order is a part of what they are: other engines have been measured on these tokens.
     """
     r = Random(0)
 
@@ -57,57 +72,90 @@ def workloads() -> Iterator[tuple[str, Work]]:
     yield "many", [(ids(r.randint(16, 128)), r.randint(16, 128)) for _ in range(2048)]
 
 
-def workload(name: str, vocab: int) -> Work:
-    if name == "laptop":
-        r = Random(0)
-        work = [
-            ([r.randrange(vocab) for _ in range(r.randint(16, 256))], r.randint(16, 256))
-            for _ in range(64)
-        ]
-    elif name == "small":
-        r = Random(0)
-        work = [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
-    elif name == "conversations":
-        r = Random(0)
-        prompts = [[r.randrange(vocab) for _ in range(r.randint(64, 512))] for _ in range(192)]
-        work = [(prompt, 128) for prompt in prompts]
-    elif name == "lognormal":
-        r = Random(0)
-
-        def length(median: int, longest: int) -> int:
-            return round(min(max(16, r.lognormvariate(log(median), 1)), longest))
-
-        work = [
-            ([r.randrange(vocab) for _ in range(length(150, 2048))], length(180, 1024))
-            for _ in range(768)
-        ]
-    else:
-        drawn_as = "bench" if name in ASKED else name
-        work = next(work for key, work in workloads() if key == drawn_as)
-    return [([token % vocab for token in prompt], length) for prompt, length in work]
+def draw_from_stream(name: str, vocab: int) -> Work:
+    """Draw one of the six workloads of the stream; their tokens do not depend on `vocab`."""
+    return next(work for key, work in draw_stream() if key == name)
 
 
-def refresh(work: Work, name: str, repeat: int, vocab: int) -> Work:
-    """Change the first token of each prompt.
-
-    So a prefix cache helps inside a workload, but not between repeats, nor between workloads with
-    the same prompts.
-    """
-    begin = 20000 + 300 * repeat
-    if name in ASKED:
-        begin += 30000 * (1 + list(ASKED).index(name))
-    first = [begin + (0 if name == "shared" else i % 256) for i in range(len(work))]
-    return [([token % vocab, *prompt[1:]], length) for token, (prompt, length) in zip(first, work)]
+def draw_conversations(vocab: int) -> Work:
+    """Draw the first round of the conversations."""
+    r = Random(0)
+    prompts = [[r.randrange(vocab) for _ in range(r.randint(64, 512))] for _ in range(192)]
+    return [(prompt, 128) for prompt in prompts]
 
 
-def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> Work:
-    """Each prompt, what was answered to it, and new tokens."""
-    r = Random(seed)
+def draw_lognormal(vocab: int) -> Work:
+    """Draw requests whose lengths are as skewed as those of real users."""
+    r = Random(0)
+
+    def length(median: int, longest: int) -> int:
+        return round(min(max(16, r.lognormvariate(log(median), 1)), longest))
+
     return [
-        (prompt + output + [r.randrange(vocab) for _ in range(NEW_TOKENS)], length)
-        for (prompt, length), output in zip(work, outputs)
+        ([r.randrange(vocab) for _ in range(length(150, 2048))], length(180, 1024))
+        for _ in range(768)
     ]
 
 
-def num_output_tokens(work: Work, name: str) -> int:
-    return sum(n for _, n in work) * ROUNDS.get(name, 1)
+def draw_laptop(vocab: int) -> Work:
+    """Draw requests for a small model without a GPU."""
+    r = Random(0)
+    return [
+        ([r.randrange(vocab) for _ in range(r.randint(16, 256))], r.randint(16, 256))
+        for _ in range(64)
+    ]
+
+
+def draw_small(vocab: int) -> Work:
+    """Draw few short requests, for a real model without a GPU."""
+    r = Random(0)
+    return [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
+
+
+draw_bench = partial(draw_from_stream, "bench")
+
+WORKLOADS = {
+    "bench": Workload(
+        "256 requests, 100-1024 tokens in, 100-1024 out (133,966 in all)", draw_bench
+    ),
+    "latency": Workload("1 request, 128 in, 512 out", partial(draw_from_stream, "latency")),
+    "prefill": Workload("128 requests, 2048 in, 1 out", partial(draw_from_stream, "prefill")),
+    "shared": Workload(
+        "256 requests, 2048 common tokens + 128 own in, 128 out",
+        partial(draw_from_stream, "shared"),
+        common_prefix=2048,
+    ),
+    "long": Workload("64 requests, 3000 in, 512 out", partial(draw_from_stream, "long")),
+    "many": Workload("2048 requests, 16-128 in, 16-128 out", partial(draw_from_stream, "many")),
+    "conversations": Workload(
+        "192 requests, 64-512 in, 128 out; then 4 times all of that and 64 more in",
+        draw_conversations,
+        rounds=5,
+    ),
+    "lognormal": Workload(
+        "768 requests, 16-2048 in (median 150), 16-1024 out (median 180), log-normal",
+        draw_lognormal,
+    ),
+    "laptop": Workload(
+        "64 requests, 16-256 in, 16-256 out, greedy", draw_laptop, dict(temperature=0.0)
+    ),
+    "small": Workload("8 requests, 16-128 in, 32 out, greedy", draw_small, dict(temperature=0.0)),
+    "qwen-sampling": Workload(
+        "256 requests of bench, with top_p 0.95 and top_k 20: Qwen3's own settings",
+        draw_bench,
+        dict(temperature=0.6, top_p=0.95, top_k=20),
+        first_token=50000,
+    ),
+    "logprobs": Workload(
+        "256 requests of bench, with logprobs 1",
+        draw_bench,
+        dict(temperature=0.6, logprobs=1),
+        first_token=80000,
+    ),
+    "penalties": Workload(
+        "256 requests of bench, with presence_penalty 1",
+        draw_bench,
+        dict(temperature=0.6, presence_penalty=1.0),
+        first_token=110000,
+    ),
+}
