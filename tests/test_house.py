@@ -25,9 +25,10 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 PLAIN_DATA = {
     "checks",
     "config",
-    "constraint_checks",
+    "foreign_names",
+    "options",
+    "outputs",
     "sampling_params",
-    "structured_outputs",
 }
 CORE = ("weights", "layers", "models", "engine")
 SHELVES: dict[str, set[str]] = {
@@ -39,9 +40,8 @@ SHELVES: dict[str, set[str]] = {
     "features": {*PLAIN_DATA, *CORE},
     "backends": {*PLAIN_DATA, *CORE, "features"},
     "frontend": {*PLAIN_DATA, *CORE},
-    "compat": {*PLAIN_DATA, *CORE},
     "build": {*PLAIN_DATA, *CORE, "features", "backends", "frontend"},
-    "llm": {*PLAIN_DATA, *CORE, "features", "backends", "frontend", "build", "compat"},
+    "llm": {*PLAIN_DATA, *CORE, "features", "backends", "frontend", "build"},
     # Programs use what users import from the package itself, too.
     "apps": {*PLAIN_DATA, *CORE, "features", "frontend", "llm", *nanovllm.__all__},
     "__init__": {*PLAIN_DATA, "engine", "frontend", "llm"},

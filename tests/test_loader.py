@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.errors
@@ -549,9 +550,68 @@ def test_values_nested_too_deep_are_an_error_that_names_the_file_and_a_remedy(fo
         LLM(folder, device="cpu")
 
 
+def name_in_index(folder: Path, old: str, new: str) -> None:
+    """Let the index name a file otherwise."""
+    path = folder / INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"] = {
+        tensor: new if file == old else file for tensor, file in index["weight_map"].items()
+    }
+    path.write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
-    "names", [["x" * 5000], ["a\0b"], [5], [None], ["/dev/zero"], ["."]], ids=repr
+    "name",
+    ["../other/it.safetensors", "a/../it.safetensors", "a/../../other/it.safetensors", "/it"],
 )
+def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(folder, tmp_path, name):
+    """Also where the path would lead back, and although the file is the right one."""
+    path = max(folder.glob("*.safetensors"))
+    (tmp_path / "other").mkdir()
+    (folder / "a").mkdir()
+    shutil.copy(path, tmp_path / "other" / "it.safetensors")
+    path.rename(folder / "it.safetensors")
+    if name.startswith("/"):
+        name = str(tmp_path / "other" / "it.safetensors")
+    name_in_index(folder, path.name, name)
+    message = f"{INDEX}: weight_map names '{name[:60]}.* outside of the folder: put the file into "
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_an_index_leads_nowhere_through_a_linked_folder(folder, tmp_path):
+    path = max(folder.glob("*.safetensors"))
+    (tmp_path / "other").mkdir()
+    path.rename(tmp_path / "other" / path.name)
+    (folder / "part").symlink_to(tmp_path / "other")
+    name_in_index(folder, path.name, f"part/{path.name}")
+    with pytest.raises(ValueError, match=f"names 'part/{path.name}', which lies outside of"):
+        load(folder)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["", "the folder is a link"])
+def test_an_index_may_name_a_file_in_a_folder_of_the_folder(folder, tmp_path, linked):
+    path = max(folder.glob("*.safetensors"))
+    (folder / "part").mkdir()
+    path.rename(folder / "part" / path.name)
+    name_in_index(folder, path.name, f"part/{path.name}")
+    (tmp_path / "link").symlink_to(folder)
+    load(tmp_path / "link" if linked else folder)
+
+
+def test_files_of_the_hubs_cache_are_links_out_of_the_folder(folder, tmp_path):
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for i, path in enumerate(sorted(folder.iterdir())):
+        shutil.copy(path, blobs / str(i))
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    assert hub.resolve_model_folder(str(snapshot)) == snapshot
+    load(snapshot)
+
+
+@pytest.mark.parametrize("names", [["x" * 5000], ["a\0b"], [5], [None], ["."], [""]], ids=repr)
 def test_an_index_that_names_no_file_is_refused(folder, names):
     (folder / INDEX).write_text(
         json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}})

@@ -8,9 +8,8 @@ from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from process_helpers import SECONDS, in_thread
 from tqdm.auto import tqdm
 
-from nanovllm import LLM
+from nanovllm import LLM, StepRecord
 from nanovllm.apps.bench.report import plot
-from nanovllm.engine.metrics import StepRecord
 
 
 @pytest.fixture(params=[False, True], ids=["", "overlap"])

@@ -9,7 +9,7 @@ import torch
 from model_helpers import BLOCK_SIZE, load, make_checkpoint
 from test_fused_layers import SIZES
 from torch import nn
-from transformers import Gemma2Config, Qwen3Config
+from transformers import Gemma2Config, Qwen3Config, Qwen3MoeConfig
 
 pytest.importorskip("triton")
 
@@ -47,6 +47,14 @@ def folder(tmp_path_factory):
 def gemma(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma")
     make_checkpoint(folder, Gemma2Config(**SIZES, **WINDOWS_AND_CAPS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = SIZES | dict(moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    make_checkpoint(folder, Qwen3MoeConfig(**sizes))
     return folder
 
 
@@ -120,6 +128,21 @@ def test_a_padded_step_computes_what_it_does_as_it_is(folder, cached, decodes, c
 
 def test_a_padded_step_keeps_to_windows_and_caps(gemma, monkeypatch):
     compare(gemma, [20, 3, 15, 0], 2, [11, 9], monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["folder", "experts"])
+def test_what_lies_in_the_memory_of_padding_changes_no_result(name, request, monkeypatch):
+    """No kernel of attention writes rows of padding. Experts are the one layer that looks at all
+    rows at once.
+    """
+    empty = torch.empty
+
+    def poisoned(*args, **options):
+        new = empty(*args, **options)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    compare(request.getfixturevalue(name), [3, 20, 12, 0, 6], 3, [11, 2], monkeypatch)
 
 
 def compare(folder, cached, decodes, chunks, monkeypatch):

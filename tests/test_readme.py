@@ -5,7 +5,6 @@ tables and calls are the code's. The other pages are for readers and contributor
 they name exist.
 """
 
-import ast
 import inspect
 import json
 import os
@@ -14,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +28,11 @@ from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.apps.bench.roofline import roofline
 from nanovllm.apps.bench.shapes import VOCAB
 from nanovllm.apps.bench.workloads import WORKLOADS
-from nanovllm.config import Config
-from nanovllm.engine.metrics import StepRecord
+from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.features.policies import POLICIES
 from nanovllm.models import MODELS
+from nanovllm.options import options_of
+from nanovllm.outputs import StepRecord
 
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -198,20 +198,33 @@ def test_its_seeds_hold_as_the_example_says(names_of):
     assert names["alone"]["token_ids"] == names["second"]["token_ids"]
 
 
-def options_table(heading: str) -> dict[str, object]:
-    """Name -> default, of the table under a heading."""
-    rows = re.findall(
-        r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\|", section(USERS_TEXT, heading), flags=re.MULTILINE
-    )
-    return {name: ast.literal_eval(value) if value else MISSING for name, value in rows}
+def options_table(options: type) -> list[str]:
+    """The rows of the README's table of a class of options."""
+    rows = []
+    for name, declared in options_of(options).items():
+        default = declared.default
+        written = json.dumps(default) if isinstance(default, str) else repr(default)
+        cell = "" if default is MISSING else f"`{written}` "
+        rows.append(f"| `{name}` | {cell}| {declared.help} |")
+    return rows
 
 
 @pytest.mark.parametrize(
     "heading, options", [("### LLM", Config), ("### SamplingParams", SamplingParams)]
 )
-def test_its_tables_of_options_are_those_of_the_code(heading, options):
-    expected = {field.name: field.default for field in fields(options)}
-    assert list(options_table(heading).items()) == list(expected.items())
+def test_its_tables_of_options_are_the_declarations(heading, options):
+    """Name, default and help. The README may make links of words."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", section(USERS_TEXT, heading))
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows == options_table(options)
+
+
+@pytest.mark.parametrize("options", [Config, SamplingParams])
+def test_the_help_of_an_option_names_each_of_its_choices(options):
+    for name, declared in options_of(options).items():
+        choices = SCHEDULING_POLICIES if name == "scheduling_policy" else declared.choices
+        for choice in choices:
+            assert not isinstance(choice, str) or f'`"{choice}"`' in declared.help
 
 
 def test_its_choices_of_an_option_are_accepted():

@@ -207,7 +207,8 @@ def least_kept(logits, params):
 def exact_least(x, params):
     """In float64: the least logit that is kept, and how near top_p comes to another."""
     best = x.double().sort(descending=True).values
-    best = best[: params.top_k or None]
+    if params.top_k > 0:
+        best = best[best >= best[min(params.top_k, len(best)) - 1]]
     if params.min_p > 0:
         best = best[best >= best[0] + params.temperature * math.log(params.min_p)]
     near = 1.0
@@ -261,6 +262,13 @@ def test_the_kept_tokens_are_those_that_sorting_finds(kind, vocab, dtype):
         assert same or near < 2e-6, (one, found[row], exact, near)
     if kind != "sharp" and vocab >= 17_000:
         assert num_open[-2] > 128
+
+
+def test_top_p_is_a_part_of_all_tokens_as_likely_as_the_kth():
+    probs = torch.tensor([[0.4, 0.3, 0.1, 0.1, 0.1]], device=DEVICE)
+    for p, expected in ((0.85, 0.1), (0.71, 0.1), (0.69, 0.3)):  # of three tokens, 0.875 are two
+        found, _ = least_kept(probs.log(), [SamplingParams(top_k=3, top_p=p)])
+        assert found[0].exp().item() == pytest.approx(expected)
 
 
 def test_what_many_chunks_hold_is_found_by_a_sample(monkeypatch):

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import html
 import json
+import math
 import os
 import random
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
@@ -39,7 +41,7 @@ from nanovllm.features.trace.events import (
     Run,
     Started,
 )
-from nanovllm.features.trace.files import PAGE, PLACE, make_page, read_jsonl, write
+from nanovllm.features.trace.files import KIND_OF_NAME, PAGE, PLACE, make_page, read_jsonl, write
 from nanovllm.features.trace.replay import Replay
 from nanovllm.features.trace.summary import Summary
 
@@ -74,7 +76,11 @@ class Watched:
         references = Counter(block for table in held.values() for block in table)
         assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
         assert replay.ref_counts.count(0) == blocks.num_free
-        assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
+        assert replay.known == {
+            block: f"{blocks.prefix(block).hash:016x}"
+            for block, key in enumerate(blocks._keys)
+            if key is not None
+        }
 
 
 def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
@@ -87,6 +93,10 @@ def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
         stop_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))],
     )
     return prompt, params
+
+
+def bar_all_after_fifteen(output, logits):
+    return logits - math.inf if len(output) > 15 else logits
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -104,7 +114,10 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
     for _ in range(40):
-        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        prompt, params = random_request(rng, beginnings)
+        if len(ids) % 6 == 3:  # some end with an error
+            params = dataclasses.replace(params, logits_processors=[bar_all_after_fifteen])
+        ids.append(llm.add_request(prompt, params))
         for _ in range(rng.randrange(4)):
             done = {output["id"] for output in llm.step()}
             ids = [id for id in ids if id not in done]
@@ -114,6 +127,8 @@ def test_the_events_replay_to_the_blocks_of_every_step(
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
+    reasons = {e.reason for e in llm.engine.listeners[-1].events if isinstance(e, Finished)}
+    assert reasons >= {"length", "error", "abort"}
     kinds = {type(event) for event in llm.engine.listeners[-1].events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     for _ in range(8):  # a few more, that are scored
@@ -241,6 +256,74 @@ def test_a_file_that_is_no_trace_is_refused(make_llm, tmp_path, monkeypatch, cap
             main()
         said = capsys.readouterr()
         assert said.out == "" and f"{path} " in said.err and "give what LLM(..., " in said.err
+
+
+def fields_of(kinds=KINDS) -> list[tuple[str, str]]:
+    return [(kind.__name__, field) for kind in kinds for field in kind._fields]
+
+
+MARKUP = "<img src=x onerror=document.title='run'>"
+
+
+@pytest.mark.parametrize("kind, field", fields_of())
+def test_a_value_of_another_type_is_refused(tmp_path, kind, field):
+    declared = KIND_OF_NAME[kind].__annotations__[field]
+    wrong: list = [{}, [[[1]]], ["a", 1], [-1]]
+    if declared is not str:
+        wrong.append(MARKUP)
+    if declared in (int, float):
+        wrong += [True, None, math.nan, math.inf, -math.inf, 2**53, 10**400]
+    if declared is int:
+        wrong += [-1, 0.5]
+    if declared in (str, bool):
+        wrong += [0, None]
+    if get_origin(declared) in (list, tuple):
+        wrong += [[MARKUP, 1], [[MARKUP] * 3], [None], None, "12"]
+    lines = [{"event": name, **fields} for name, fields in EXAMPLES.items()]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert len(read_jsonl(path)) == len(KINDS)
+    (line,) = [line for line in lines if line["event"] == kind]
+    for value in wrong:
+        line[field] = value
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        message = rf"run.jsonl holds no events, at line .*give what .*{field} of {kind} is "
+        with pytest.raises(ValueError, match=message):
+            read_jsonl(path)
+
+
+# A value for each field, by its type.
+OF_TYPE = {str: "a", bool: False, int: 1, float: 0.5}
+EXAMPLES = {
+    kind.__name__: {
+        field: OF_TYPE.get(declared, [] if get_origin(declared) in (list, tuple) else None)
+        for field, declared in kind.__annotations__.items()
+    }
+    for kind in KINDS
+}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"event": "Grew", "seq": 99, "blocks": [1]}', "names what it did not begin"),
+        ('{"event": "Grew", "seq": 0, "blocks": [99]}', "names what it did not begin"),
+        ('{"event": "Grew", "seq": 0, "blocks": [0]}', "block 0 is taken"),
+        ('{"event": "Grew", "seq": 0, "blocks": ' + "[" * 100_000, "holds no events, at line 4"),
+    ],
+    ids=["sequence", "block", "taken", "depth"],
+)
+def test_a_trace_that_contradicts_itself_is_refused_by_a_message(
+    tmp_path, monkeypatch, capsys, line, message
+):
+    run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
+    write([run, Added(0.0, 0, 0, 1, 1), Started(0, 0, (0,), 0, 0)], path := tmp_path / "run.jsonl")
+    path.write_text(path.read_text() + line)
+    monkeypatch.setattr("sys.argv", ["trace", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr()
+    assert said.out == "" and message in said.err
 
 
 def test_a_trace_without_a_step_has_figures():
@@ -420,6 +503,15 @@ def test_a_name_cannot_end_the_pages_script(make_llm, tmp_path):
     events = trace_of(make_llm, tmp_path)
     page = make_page([events[0]._replace(model="</script><script>alert(1)"), *events[1:]])
     assert page.count("</script>") == PAGE.read_text(encoding="utf-8").count("</script>")
+
+
+def test_text_becomes_markup_in_one_place_which_escapes_it():
+    page = PAGE.read_text(encoding="utf-8")
+    ways = r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\.write|createContextualFragment"
+    assert re.findall(ways, page) == ["innerHTML"]
+    assert "$(id).innerHTML = markup(content);" in page
+    unmarked = re.findall(r"(?<!html)`\s*<", page)
+    assert not unmarked, "of a string without html, the page shows the tags as text"
 
 
 # In a browser.
@@ -623,6 +715,41 @@ def test_a_pause_is_told_once_and_so_is_its_end(make_llm, tmp_path):
     assert [type(event) for event in told] == [Paused, Finished, Resumed, Finished]
     assert [event.seq == paused for event in told] == [True, False, True, True]
     assert [event.time for event in told] == sorted([event.time for event in told])
+
+
+@needs_chromium
+def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
+    """Of events that no reader checked, too: names, reasons, and the ids of sequences."""
+    events = trace_of(make_llm, tmp_path)
+    events[0] = events[0]._replace(model=MARKUP, dtype=MARKUP, attention=MARKUP, began_at=MARKUP)
+    lines = []
+    for event in events:
+        line = (
+            dict(event._asdict(), reason=MARKUP) if isinstance(event, Finished) else event._asdict()
+        )
+        for field in ("seq", "request", "joined", "left"):
+            if field in line:
+                line[field] = marked(line[field])
+        for field in {"prefills", "forked", "grown"} & {*line}:
+            line[field] = [[marked(seq), *rest] for seq, *rest in line[field]]
+        lines.append(type(event)(**line))
+    write(lines, tmp_path / "run.html")
+    script = """
+        for (const id of seqs.keys()) follow({seq: id});
+        for (let block = 0; block < run.num_blocks; block++) follow({block});
+        for (let p = 0; p <= steps.length; p++) seek(p);
+        follow({seq: [...seqs.keys()][3]});
+        document.body.dataset.images = document.images.length;
+    """
+    dom = browse(tmp_path / "run.html", script=script)
+    assert 'data-images="0"' in dom and "<title>run</title>" not in dom
+    assert MARKUP in shown(dom, "facts")
+    assert MARKUP in html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
+
+
+def marked(ids):
+    """Ids that are markup instead of numbers, each another one."""
+    return [*map(marked, ids)] if isinstance(ids, (list, tuple)) else f"{MARKUP}{ids}"
 
 
 @needs_chromium

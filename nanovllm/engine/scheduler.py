@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
-from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -234,14 +233,14 @@ class Scheduler:
     ) -> tuple[list[Sequence], list[Sequence]]:
         """Take what the oldest step in flight gave: a StepResult's fields.
 
-        Returns the sequences that got a token, and those among them that ended with it. One that
-        had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
-        if logits were NaN or infinite: only a new scheduler goes on from there.
+        Returns the sequences that got a token, and those that have ended: with their token, or
+        with finish_reason "error" where no token could be sampled. One that had ended before ran
+        one step too far, and its token is dropped.
         """
         sampling = self._steps_in_flight.popleft()
         assert len(sampling) == len(tokens), "a step gives a token to each sequence that samples"
         for i, record in (logprobs or {}).items():
-            if sampling[i].status is not Status.FINISHED:
+            if sampling[i].status is not Status.FINISHED and tokens[i] != INVALID_TOKEN:
                 sampling[i].logprobs.append(record)
         for records in prompt_logprobs:
             self._scoring.popleft().records.append(records)
@@ -252,8 +251,10 @@ class Scheduler:
             if seq.status is finished:
                 continue
             if token == INVALID_TOKEN:
-                invalid = [one for one, its in zip(sampling, tokens) if its == INVALID_TOKEN]
-                raise InvalidLogitsError([one for one in invalid if one.status is not finished])
+                seq.finish_reason = "error"
+                seq.token_ids += seq.held_back or ()
+                ended.append(seq)
+                continue
             sampled.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)
@@ -332,7 +333,10 @@ class Scheduler:
             one.status = Status.WAITING
 
     def _release(self, seq: Sequence) -> None:
-        self.tables.release(seq)
+        if seq.finish_reason == "error":
+            self.tables.discard(seq)
+        else:
+            self.tables.release(seq)
         self._free_slots.append(seq.batch_slot)
         self.listener.sequence_released(seq)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.metrics import StepRecord
+from nanovllm.outputs import StepRecord
 
 Shown = bool | Callable[..., Any]  # whether to show a bar; or what makes one, as tqdm does
 

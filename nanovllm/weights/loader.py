@@ -248,14 +248,33 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has no *.safetensors file: {hint}")
     try:
         names = set(read_json(index)["weight_map"].values())
-        missing = {name for name in names if not (folder / name).is_file()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        outside = {name for name in names if leads_outside(folder, name)}
+        missing = {name for name in names - outside if not (folder / name).is_file()}
+    except (OSError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is corrupt: download it again ({error})") from error
+    if outside:
+        raise ValueError(
+            f"{index}: weight_map names {min(outside)!r:.99}, which lies outside of the folder: "
+            "put the file into the folder and name it without a path, or download the model again"
+        )
     if missing:
         raise ValueError(
             f"{folder} lacks {some_of(missing)}, which {INDEX} names: download the model again"
         )
     return [folder / name for name in sorted(names)]
+
+
+def leads_outside(folder: Path, name: str) -> bool:
+    """Whether a name in an index leads out of the model's folder.
+
+    A file may be a link, as all are in the hub's cache: who made the folder made the link as well.
+    The index may come from elsewhere, so its names must not choose another folder, nor go through
+    a link to one.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        return True
+    return not (folder / path.parent).resolve().is_relative_to(folder.resolve())
 
 
 def some_of(names: Iterable[str]) -> str:

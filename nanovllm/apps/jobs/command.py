@@ -19,6 +19,7 @@ from nanovllm.apps.jobs.worker import Worker
 from nanovllm.config import Config
 from nanovllm.features.policies.rolling import RollingPolicy
 from nanovllm.llm import LLM
+from nanovllm.options import options_of
 from nanovllm.sampling_params import SamplingParams
 
 FILES = "JSON Lines; or Parquet, if it is called .parquet"
@@ -49,7 +50,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(function=run)
     parser.add_argument("input", metavar="INPUT", type=Path, help=FILES)
     parser.add_argument("-o", "--output", metavar="OUTPUT", type=Path, required=True, help=FILES)
-    parser.add_argument("--model", required=True, help="a folder in Hugging Face form, or a hub id")
+    model = options_of(Config)["model"].help.replace("`", "")
+    parser.add_argument("--model", required=True, help=model)
     parser.add_argument("--strict", action="store_true", help="stop at a line that cannot be done")
     parser.add_argument(
         "--keep",

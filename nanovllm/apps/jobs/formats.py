@@ -5,17 +5,18 @@ Two formats: the library's own, and in `openai_batch.py` that of OpenAI's batche
 
 import hashlib
 import json
-from dataclasses import dataclass, fields, replace
-from types import NoneType
-from typing import Any, Protocol, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from nanovllm.checks import refuse_unknown_names, shown
+from nanovllm.foreign_names import IN_LINE
+from nanovllm.options import options_of
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-SAMPLING = tuple(field.name for field in fields(SamplingParams))
+SAMPLING = tuple(options_of(SamplingParams))
 # Where null says something else than that a field is not there.
-NULLABLE = {field.name for field in fields(SamplingParams) if NoneType in get_args(field.type)}
+NULLABLE = {name for name, one in options_of(SamplingParams).items() if one.takes_none}
 # What a result may have, in the library's own format and in Parquet.
 RESULT = (
     *("line", "text", "token_ids", "finish_reason", "stop_reason", "logprobs"),
@@ -100,7 +101,7 @@ class NativeFormat:
         self._known = known_fields(keep)
 
     def parse(self, line: int, fields: dict[str, Any]) -> Request:
-        fields = refuse_unknown_names("a line", "field", fields, self._known)
+        fields = refuse_unknown_names("a line", "field", fields, self._known, IN_LINE)
         kinds = [name for name in PROMPTS if fields.get(name) is not None]
         if len(kinds) != 1:
             said = f"has {' and '.join(kinds)}" if kinds else "has no prompt"

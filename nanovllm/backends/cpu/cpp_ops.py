@@ -11,12 +11,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nanovllm.backends.cpu.library_cache import load_library, open_cache
 from nanovllm.layers.attention import AttentionOptions
 
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -47,14 +49,21 @@ def load() -> ctypes.CDLL | None:
     compiler = find_compiler()
     if compiler is None:
         return None
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            library = cached_library([*compiler, *FLAGS]) or Path(folder, "cpp_ops.so")
-            if not library.exists():
-                compile_to(library, [*compiler, *FLAGS])
-            loaded = ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError):
-        return None
+    command = [*compiler, *FLAGS]
+    name = file_name(command)
+    loaded = None
+    with open_cache() as cache:
+        if cache and (library := cache.read(name)):
+            with suppress(OSError):  # compiled where the C library is a newer one
+                loaded = load_library(library)
+        if loaded is None:
+            try:
+                library = compile_library(command)
+                loaded = load_library(library)
+            except (OSError, subprocess.SubprocessError):
+                return None
+            if cache:
+                cache.keep(name, library)
     for name, kinds in ARGUMENTS.items():
         getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
     return loaded
@@ -73,19 +82,11 @@ def find_compiler() -> list[str] | None:
     return command if shutil.which(command[0]) else None
 
 
-def cached_library(command: list[str]) -> Path | None:
-    """Where `command` keeps what it compiles on this CPU; None: nothing can be kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(root, "nanovllm")
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return None
-    if folder.stat().st_uid != os.getuid() or not os.access(folder, os.W_OK):
-        return None
+def file_name(command: list[str]) -> str:
+    """The name under which what `command` compiles on this CPU is kept."""
     # Homes are shared between machines, and -march=native is not.
     parts = [SOURCE.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
-    return folder / f"cpp_ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    return f"cpp_ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
 def this_cpu() -> str:
@@ -98,18 +99,15 @@ def this_cpu() -> str:
     return platform.machine() + "".join(sorted({x for x in lines if x.startswith(names)}))
 
 
-def compile_to(library: Path, command: list[str]) -> None:
-    """Raises SubprocessError if the compiler fails.
-
-    Other processes find the whole file there, or none.
+def compile_library(command: list[str]) -> bytes:
+    """Compile the kernels. Raises SubprocessError if the compiler fails, and OSError if it leaves
+    nothing.
     """
-    unfinished = library.with_suffix(f".{os.getpid()}")
-    try:
-        command = [*command, "-o", str(unfinished)]
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "cpp_ops.so")
+        command = [*command, "-o", str(library)]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        os.replace(unfinished, library)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        return library.read_bytes()
 
 
 def _call(name: str, *args: Tensor | int | float | None) -> None:

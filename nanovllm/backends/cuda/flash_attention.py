@@ -23,7 +23,7 @@ def why_not_v2(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, sinks: bool
 ) -> str | None:
     """What keeps flash-attn 2 from serving, as the user would put it right; None if it can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return (
             f"device {device} is not an Ampere or newer NVIDIA GPU: take attention_backend='auto'"
         )

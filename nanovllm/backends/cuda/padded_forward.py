@@ -4,6 +4,9 @@ Such a step's kernels take the host some 10 ms to launch, and the device less wh
 or the model is small. So the tokens are padded to one of a few numbers and copied to a fixed place,
 and all that differs from step to step is read there: which tokens are of which chunk, which
 sequences decode, which results are wanted. Knows the inputs; knows nothing of graphs.
+
+Attention writes no rows of padding, so that from the first layer on they hold whatever lay in
+memory, NaN too. Each kernel after it must keep them from changing other rows.
 """
 
 import torch

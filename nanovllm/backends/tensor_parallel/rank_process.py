@@ -16,7 +16,8 @@ import time
 from dataclasses import dataclass
 from typing import IO
 
-from nanovllm.backends.tensor_parallel.channel import Channel, Ready
+from nanovllm.backends.tensor_parallel.answers import Ready
+from nanovllm.backends.tensor_parallel.channel import Channel
 
 END_SECONDS = 5  # that a rank may take to leave when asked to
 

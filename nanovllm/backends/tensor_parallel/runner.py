@@ -15,24 +15,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 
 from nanovllm.backends.cuda.device import resolve_device
-from nanovllm.backends.tensor_parallel.channel import (
-    Channel,
-    ChannelClosed,
-    Constrain,
+from nanovllm.backends.tensor_parallel.answers import (
     Done,
     Failed,
+    MalformedAnswer,
+    Ready,
+    unpack_answer,
+)
+from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
+from nanovllm.backends.tensor_parallel.commands import (
+    Constrain,
     Launch,
     ReadLogits,
-    Ready,
     Start,
     Synchronize,
     Task,
+    pack_command,
 )
 from nanovllm.backends.tensor_parallel.rank_process import (
     Rank,
@@ -45,6 +49,7 @@ from nanovllm.backends.tensor_parallel.rank_process import (
 )
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
+from nanovllm.engine.errors import RankError
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 
@@ -52,8 +57,7 @@ from nanovllm.models import build_model
 EVIDENCE_SECONDS = 0.5
 
 
-class RankError(RuntimeError):
-    """A rank died, raised or hung. All ranks are gone, and the LLM with them: make a new one."""
+Result = TypeVar("Result", StepResult, np.ndarray)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class RemoteTokens:
     replaced: int | None = None
 
     def wait(self) -> StepResult:
-        result = self.runner.result_of(self.step)
+        result = self.runner.result_of(self.step, StepResult)
         if self.replaced is not None:
             self.runner.drop_result(self.replaced)
         return result
@@ -130,7 +134,7 @@ class TensorParallelRunner:
                 self._ranks.append(rank)
                 self._by_fd[rank.channel.sock.fileno()] = rank
                 self._poll.register(rank.channel.sock, select.POLLIN)
-            frame = Channel.frame(replace(start, store_path=store_path(store)))
+            frame = Channel.frame(pack_command(replace(start, store_path=store_path(store))))
             self._outgoing = frame, [(rank, []) for rank in self._ranks]
             self._send()
             self._listen(lambda: all(rank.ready for rank in self._ranks), self._start_seconds)
@@ -149,7 +153,7 @@ class TensorParallelRunner:
         logits: dict[int, np.ndarray] = {}
         if processors:
             read = self._command(ReadLogits(self._step + 1, edits, [*processors]))
-            rows = torch.from_numpy(self.result_of(read))
+            rows = torch.from_numpy(self.result_of(read, np.ndarray))
             logits = {
                 row: function(rows[i]).float().numpy(force=True)
                 for i, (row, function) in enumerate(processors.items())
@@ -157,9 +161,12 @@ class TensorParallelRunner:
         step = self._command(Constrain(self._step + 1, edits, logits))
         return RemoteTokens(self, step, replaced=self._launched)
 
-    def result_of(self, step: int) -> Any:
+    def result_of(self, step: int, kind: type[Result]) -> Result:
         self._listen(lambda: step in self._results, self._step_seconds)
-        return self._results.pop(step)
+        result = self._results.pop(step)
+        if not isinstance(result, kind):
+            self._give_up(f"rank 0 answered a {type(result).__name__}, not a {kind.__name__}")
+        return result
 
     def drop_result(self, step: int) -> None:
         """Forget what has come of a step whose result nobody takes."""
@@ -197,7 +204,7 @@ class TensorParallelRunner:
             raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._lost}")
         self._send()  # what an interrupt left of the last command: every rank gets all commands
         self._step = message.step
-        self._outgoing = Channel.frame(message), [(rank, []) for rank in self._ranks]
+        self._outgoing = Channel.frame(pack_command(message)), [(rank, []) for rank in self._ranks]
         self._send()
         return message.step
 
@@ -256,9 +263,13 @@ class TensorParallelRunner:
 
     def _hear(self, rank: Rank) -> None:
         try:
-            message = rank.channel.receive()
+            message = unpack_answer(rank.channel.receive())
         except (ChannelClosed, OSError):
             self._fail(rank)
+        except MalformedAnswer as error:
+            self._give_up(
+                f"rank {rank.number} of {len(self._ranks)} sent what is no answer ({error})"
+            )
         if isinstance(message, Done):
             rank.done = message.step
             if message.result is not None:

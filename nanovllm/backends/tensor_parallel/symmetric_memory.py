@@ -50,7 +50,7 @@ class SymmetricMemorySum:
         return (
             device.type == "cuda"
             and size in cls.MAX_BYTES
-            and hasattr(torch.ops.symm_mem, "one_shot_all_reduce_copy")
+            and hasattr(torch.ops.symm_mem, "one_shot_all_reduce")
             and all(
                 torch.cuda.can_device_access_peer(device, peer)
                 for peer in range(
@@ -80,6 +80,9 @@ class SymmetricMemorySum:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' `x`."""
         shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(
-            shared, x.contiguous(), "sum", self.group_name
-        )
+        # Not one_shot_all_reduce_copy: there, the first threads of a block tell the other ranks
+        # that the block's part is copied without waiting for its other threads. A copy that is a
+        # kernel of its own has ended before the sum begins. The sum ends on each rank when all
+        # ranks have read, so no rank still reads what the copy overwrites.
+        shared.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self.group_name)

@@ -23,20 +23,18 @@ import torch
 
 from nanovllm.backends.cpu.threads import threads_of_rank
 from nanovllm.backends.cuda.device import resolve_device
-from nanovllm.backends.tensor_parallel.channel import (
-    Channel,
-    ChannelClosed,
+from nanovllm.backends.tensor_parallel.answers import Answer, Done, Failed, Ready, pack_answer
+from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
+from nanovllm.backends.tensor_parallel.collectives import join_group
+from nanovllm.backends.tensor_parallel.commands import (
     Constrain,
-    Done,
-    Failed,
     Launch,
     ReadLogits,
-    Ready,
     Start,
     Synchronize,
     Task,
+    unpack_command,
 )
-from nanovllm.backends.tensor_parallel.collectives import join_group
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 
@@ -61,7 +59,7 @@ def run_rank(rank: int, fd: int, *, engine_pid: int, dies_with_parent: bool) -> 
         is_users = isinstance(error, ValueError)
         failed = Failed(str(error) if is_users else "", traceback.format_exc(), is_users)
         with suppress(OSError):  # the engine may be gone
-            channel.send(failed)
+            _answer(channel, failed)
     # Stay until the engine closes the channel. If this process ended, the other ranks would fail
     # as well, and it would be harder to tell who failed first.
     threading.Event().wait()
@@ -94,8 +92,8 @@ def _serve(rank: int, channel: Channel) -> None:
             step, sampled = in_flight[0]
             if sampled.ready():
                 in_flight.popleft()
-                channel.send(Done(step, sampled.wait()))
-        command = channel.receive()
+                _answer(channel, Done(step, sampled.wait()))
+        command = unpack_command(channel.receive())
         if isinstance(command, (Launch, Constrain)):
             if isinstance(command, Launch):
                 sampled = runner.launch(command.batch)
@@ -104,18 +102,22 @@ def _serve(rank: int, channel: Channel) -> None:
             if rank == 0:
                 in_flight.append((command.step, sampled))
             else:
-                channel.send(Done(command.step))
+                _answer(channel, Done(command.step))
         elif isinstance(command, ReadLogits):
             logits = runner.read_logits(command.edits, command.rows)
-            channel.send(Done(command.step, logits if rank == 0 else None))
+            _answer(channel, Done(command.step, logits if rank == 0 else None))
         elif isinstance(command, Synchronize):
             in_flight.clear()
             runner.synchronize()
-            channel.send(Done(command.step))
+            _answer(channel, Done(command.step))
         elif isinstance(command, Task):
-            channel.send(Done(command.step, error=do(command, runner)))
+            _answer(channel, Done(command.step, error=do(command, runner)))
         else:
             raise AssertionError(f"no command: {command!r}")
+
+
+def _answer(channel: Channel, answer: Answer) -> None:
+    channel.send(pack_answer(answer))
 
 
 def _with_logits(command: Constrain) -> LogitsEdits:
@@ -138,7 +140,8 @@ def do(command: Task, runner: ModelRunner) -> str:
 
 
 def _start(rank: int, channel: Channel) -> ModelRunner:
-    start: Start = channel.receive()
+    start = unpack_command(channel.receive())
+    assert isinstance(start, Start)
     device = resolve_device(start.config.device, rank)
     if device.type == "cpu":
         # The ranks share the cores.
@@ -151,5 +154,5 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
         symmetric_memory=start.config.symmetric_memory,
     )
     runner = start.build_runner(start.config, start.hf_config, start.folder, group=group)
-    channel.send(Ready(runner.info))
+    _answer(channel, Ready(runner.info))
     return runner

@@ -20,6 +20,8 @@ def main() -> None:
         print(*Summary(events).lines(), sep="\n")
         if args.page:
             write(events, args.page)
+    except LookupError as error:
+        parser.error(f"{args.jsonl} names what it did not begin, such as a sequence: {error!r}")
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

@@ -30,6 +30,7 @@ class Run(NamedTuple):
     weight_bytes: int | None  # that each step reads; None: it depends on the tokens, as of experts
     bandwidth: float | None = None  # of the device's memory in bytes a second, if somebody knows it
     cached_blocks: tuple[int, ...] = ()  # free blocks that the prefix cache knows at the beginning
+    cached_hashes: tuple[str, ...] = ()  # of these, as `Registered` has them
     began_at: str = ""  # date and time, ISO 8601
 
 
@@ -58,10 +59,13 @@ class Registered(NamedTuple):
     """The prefix cache knows blocks from now on: whoever begins alike may share them."""
 
     blocks: list[int]
+    hashes: list[str]  # of each, the content hash by which it is found, as hexadecimal digits
 
 
 class Evicted(NamedTuple):
-    """The prefix cache forgot blocks, for somebody takes them for something else."""
+    """The prefix cache forgot blocks: somebody takes them for something else, or what they hold may
+    be no numbers.
+    """
 
     blocks: list[int]
 
@@ -142,7 +146,7 @@ class Finished(NamedTuple):
 
     time: float
     seq: int
-    reason: str  # "stop", "length" or "abort"
+    reason: str  # "stop", "length", "error" or "abort"
     output_tokens: int
 
 

@@ -162,17 +162,22 @@ def _route_kernel(
         )
         peak = tl.max(tl.where(token < T, scores, 0.0), axis=1)[:, None]
         total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
+        # Rows of padding may be NaN (see gpu/padded_forward.py). Threads find a row's arg max by
+        # exchanging what they hold. Every comparison with NaN is false, so each would keep another
+        # expert: the pairs that they count would not be those that they store, and the sort would
+        # lose pairs of other rows.
+        scores = tl.where(scores == scores, scores, float("-inf"))
         best_scores = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
         best_experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
         for k in tl.static_range(K):
-            # NaN must not lead out of bounds
-            best = tl.minimum(tl.argmax(scores, axis=1), E - 1)[:, None]
+            best = tl.argmax(scores, axis=1)[:, None]
             best_scores = tl.where(pick == k, tl.max(scores, axis=1)[:, None], best_scores)
             best_experts = tl.where(pick == k, best, best_experts)
             count += tl.sum(((expert == best) & (token < T)).to(tl.int32), axis=0)
             scores = tl.where(expert == best, float("-inf"), scores)
         weight = tl.exp(best_scores - peak)
         weight /= tl.sum(weight, axis=1)[:, None] if RENORMALIZE else total
+        weight = tl.where(total == total, weight, total)  # of a row that has NaN, all are NaN
         tl.store(weights + token * K + pick, weight, mask=(token < T) & (pick < K))
         tl.store(experts + token * K + pick, best_experts, mask=(token < T) & (pick < K))
     tl.store(counts + chunk * E + tl.arange(0, BLOCK_E), count, mask=tl.arange(0, BLOCK_E) < E)

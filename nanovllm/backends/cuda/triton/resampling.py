@@ -468,11 +468,8 @@ def least_kept(edited, opened, chunk, maximum, weight, between, limits):
         least = _search(edited, opened, num_open, least, k.to(tl.float32), False)
     if p < 1:
         if not bounds_only_top_p:
-            # A part of what is left: of k tokens, though more may be as likely as the last.
-            above, more, _, _ = _split(edited, opened, num_open, least + 1)
-            some, total, _, _ = _split(edited, opened, num_open, least)
-            equal = tl.maximum(some - above, 1.0)
-            total = more + (total - more) * (tl.minimum(k - above, equal) / equal)
+            # A part of what is left, with all tokens that are as likely as the k-th.
+            _, total, _, _ = _split(edited, opened, num_open, least)
         is_found = False
         if bounds_only_top_p & (num_open > MANY_CHUNKS):
             open_weight = tl.sum(tl.where(_key(maximum) >= least, weight, 0.0), axis=0)
