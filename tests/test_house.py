@@ -70,7 +70,7 @@ ROOMS = {
     "compat": set(),
     "jobs": {"llm", "compose"},  # it calls an LLM, as any script does
     # A job's rows and lines are asked for alike; a model of another tool calls an LLM.
-    "integrations": {"jobs", "llm"},
+    "integrations": {"jobs", "llm", "text"},
     "distributed": {
         "kernels",  # ranks that read each other's memory sum in a kernel
         "compose",  # each rank's process puts its own runner together
