@@ -10,13 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from call_helpers import make_folder, make_tokenizer
 from job_helpers import arguments, read_lines, write_lines
-from nanovllm.frontend.sandbox import BoundedEnvironment, TooMuchWorkError, render
 from process_helpers import alarms
 
 from nanovllm.__main__ import main
 from nanovllm.apps.jobs.formats import Defaults, NativeFormat
 from nanovllm.frontend import sandbox
 from nanovllm.frontend.chat import write_chats
+from nanovllm.frontend.sandbox import BoundedEnvironment, TooMuchWorkError, render
 from nanovllm.sampling_params import SamplingParams
 
 # In the styles of known families, with what their templates use of Jinja.

@@ -20,8 +20,8 @@ from nanovllm.apps.jobs.command import local_engine
 from nanovllm.apps.jobs.errors import RefusedError
 from nanovllm.apps.jobs.formats import Request
 from nanovllm.apps.jobs.pool import Answers, Pool, ReplicaLostError
-from nanovllm.config import Config
 from nanovllm.apps.ray_session import session_folder
+from nanovllm.config import Config
 
 # How long a replica works on one call. Between two calls it gives its results away, which takes it
 # about a millisecond; a GPU works on meanwhile.
