@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.backends.cpu.batch_size import enough_sequences
 from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cpu.threads import SharedCores
 from nanovllm.backends.cuda.device import resolve_device, start_cuda_driver
 from nanovllm.checks import shown
 from nanovllm.config import SCHEDULING_POLICIES, Config
+from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.policy import SchedulingPolicy
@@ -70,6 +72,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
             policy,
             stop_ids=stop_ids,
             constraints=Constraints(hf_config.vocab_size, forms),
+            enough_seqs=count_enough_sequences(runner.info, hf_config),
             make_detokenizer=None if tokenizer is None else lambda: Detokenizer(tokenizer),
             listeners=() if recorder is None else (recorder,),
         )
@@ -163,6 +166,13 @@ def check_kernels(config: Config, device: torch.device) -> None:
         raise ValueError(
             f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'"
         )
+
+
+def count_enough_sequences(info: RunnerInfo, hf_config) -> int | None:
+    """Return how many sequences make the device about as fast as it gets; None: more are faster."""
+    if info.device == "cpu":
+        return enough_sequences(info.num_parameters, hf_config)
+    return None
 
 
 def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractContextManager]:

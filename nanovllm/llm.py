@@ -203,9 +203,9 @@ class LLM:
             session.steppable_engine()
             with session.running():
                 session.step()
-            finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
-            session.finished.clear()
-            outputs = self._outputs(finished)
+                finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
+                session.finished.clear()
+                outputs = self._outputs(finished)
         return [
             with_attributes({"id": seq.id, **output}, seq, self._token_texts)
             for seq, output in zip(finished, outputs)

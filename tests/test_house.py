@@ -29,6 +29,7 @@ PLAIN_DATA = {
     "options",
     "outputs",
     "sampling_params",
+    "whole_files",
 }
 CORE = ("weights", "layers", "models", "engine")
 SHELVES: dict[str, set[str]] = {
@@ -105,6 +106,14 @@ def test_imports_go_down_the_shelves(shelf):
         if shelf_of(name) == shelf:
             used = {one.split(".")[1] for one in imports(name) if one.startswith("nanovllm.")}
             assert used - {shelf} <= SHELVES[shelf], name
+
+
+def test_the_package_exports_every_public_name():
+    errors = {"AsleepError", "ClosedError", "InvalidLogitsError", "RankError"}
+    outputs = {"CompletionOutput", "Logprob", "RequestOutput", "StepRecord"}
+    inputs = {"SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"}
+    public = {"LLM", "SchedulingPolicy", "TINY_MODEL"} | errors | outputs | inputs
+    assert public == {*nanovllm.__all__} and public <= vars(nanovllm).keys()
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)

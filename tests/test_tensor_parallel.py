@@ -442,9 +442,9 @@ def test_fields_of_another_number_type_or_shape_are_no_answer(fields):
 @pytest.mark.parametrize(
     "lie, message",
     [
-        ("a pickle", "rank 1 of 2 sent what is no answer"),
-        ("nothing", "rank 1 of 2 sent what is no answer"),
-        ("half an answer", "rank 1 of 2 sent what is no answer"),
+        ("a pickle", "rank 1 of 2 sent a malformed answer"),
+        ("nothing", "rank 1 of 2 sent a malformed answer"),
+        ("half an answer", "rank 1 of 2 sent a malformed answer"),
         ("another result", "rank 0 answered a ndarray, not a StepResult"),
     ],
 )

@@ -254,7 +254,8 @@ def test_a_file_that_is_no_trace_is_refused(make_llm, tmp_path, monkeypatch, cap
         with pytest.raises(SystemExit):
             main()
         said = capsys.readouterr()
-        assert said.out == "" and f"{path} " in said.err and "give what LLM(..., " in said.err
+        assert said.out == "" and str(path) in said.err
+        assert "give a file that LLM(..., " in said.err
 
 
 def fields_of(kinds=KINDS) -> list[tuple[str, str]]:
@@ -286,7 +287,7 @@ def test_a_value_of_another_type_is_refused(tmp_path, kind, field):
     for value in wrong:
         line[field] = value
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        message = rf"run.jsonl holds no events, at line .*give what .*{field} of {kind} is "
+        message = rf"run.jsonl: line .* is not an event: give .*{field} of {kind} is "
         with pytest.raises(ValueError, match=message):
             read_jsonl(path)
 
@@ -305,10 +306,10 @@ EXAMPLES = {
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"event": "Grew", "seq": 99, "blocks": [1]}', "names what it did not begin"),
-        ('{"event": "Grew", "seq": 0, "blocks": [99]}', "names what it did not begin"),
+        ('{"event": "Grew", "seq": 99, "blocks": [1]}', "did not introduce"),
+        ('{"event": "Grew", "seq": 0, "blocks": [99]}', "did not introduce"),
         ('{"event": "Grew", "seq": 0, "blocks": [0]}', "block 0 is taken"),
-        ('{"event": "Grew", "seq": 0, "blocks": ' + "[" * 100_000, "holds no events, at line 4"),
+        ('{"event": "Grew", "seq": 0, "blocks": ' + "[" * 100_000, "line 4 is not an event"),
     ],
     ids=["sequence", "block", "taken", "depth"],
 )
@@ -458,6 +459,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(che
     with pytest.raises(ValueError, match="trace is .*run.html', which is a folder: name a file in"):
         LLM(checkpoint.folder, trace=tmp_path / "run.html")
     assert len(list(tmp_path.iterdir())) == 1, "nothing is left of the attempt"
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_the_name_that_traces_once_had_until_complete_is_left_alone(
+    make_llm, tmp_path, is_link
+):
+    part, other = tmp_path / "run.jsonl.part", tmp_path / "other"
+    other.write_text("precious")
+    part.symlink_to(other) if is_link else part.write_text("precious")
+    llm = make_llm(trace=tmp_path / "run.jsonl")
+    llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+    llm.close()
+    assert part.read_text() == other.read_text() == "precious" and part.is_symlink() == is_link
+    assert read_jsonl(tmp_path / "run.jsonl")
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs a folder that root cannot write to")

@@ -285,7 +285,7 @@ def test_wrong_weights_are_named_and_leave_the_old_ones(make_llm, checkpoint, tr
     assert_some(llm, checkpoint)
     with pytest.raises(error, match=match):
         llm.update_weights(change(list(state(trained).items())))
-    assert new_weights.kept(llm.engine.runner).arriving is None
+    assert new_weights.pending(llm.engine.runner).incoming is None
     assert_some(llm, checkpoint)
     llm.update_weights(state(trained).items())
     assert_some(llm, trained)
@@ -300,7 +300,7 @@ def test_an_iterable_that_fails_leaves_the_old_weights(make_llm, checkpoint, tra
     llm = make_llm()
     with pytest.raises(error, match="lost"):
         llm.update_weights(weights())
-    assert new_weights.kept(llm.engine.runner).arriving is None
+    assert new_weights.pending(llm.engine.runner).incoming is None
     assert_some(llm, checkpoint)
 
 
@@ -519,7 +519,7 @@ def test_new_weights_come_to_an_llm_that_sleeps(make_llm, checkpoint, trained, l
         llm.update_weights([])
     llm.wake_up()
     assert_some(llm, trained)
-    assert new_weights.kept(llm.engine.runner).waiting is None
+    assert new_weights.pending(llm.engine.runner).for_wake_up is None
     llm.sleep(2)
     llm.wake_up()
     assert_some(llm, checkpoint)  # the folder's

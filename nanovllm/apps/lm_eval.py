@@ -7,6 +7,7 @@ for generated text. It gets what its model "hf" gives, which runs transformers: 
 cut and decoded in the same way, by the harness's own functions where it has them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -183,7 +184,7 @@ class NanovllmLM(TemplateLM):
         return prompt, SamplingParams(**kwargs)
 
 
-def refuse_errors(answers: list[dict[str, Any]]) -> None:
+def refuse_errors(answers: Sequence[dict[str, Any]]) -> None:
     """Raise FloatingPointError if one ended with an error: no figure should be made of it."""
     for i, answer in enumerate(answers):
         if "error" in answer:

@@ -53,6 +53,7 @@ class LLMEngine:
         stop_ids: frozenset[int] = frozenset(),
         constraints: Constraints | None = None,
         make_detokenizer: Callable[[], Detokenizer] | None = None,
+        enough_seqs: int | None = None,
         listeners: tuple[EngineListener, ...] = (),
     ) -> None:
         """Get ready to run the model in `folder`, whose configuration is `hf_config`.
@@ -63,6 +64,8 @@ class LLMEngine:
             constraints: what says which tokens may follow, for requests that restrict them.
             make_detokenizer: makes what reads the text of requests as it grows.
             listeners: who hears what happens, beside the metrics.
+            enough_seqs: sequences that make the device about as fast as it gets; None: the more,
+                the faster.
         """
         self.model_class = find_model(hf_config)
         self.policy = policy
@@ -76,6 +79,7 @@ class LLMEngine:
         self.window = largest_window(hf_config)
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
+        self._enough_seqs = enough_seqs
         self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
         self.metrics = EngineMetrics()
@@ -104,6 +108,7 @@ class LLMEngine:
             max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
+            enough_seqs=self._enough_seqs,
         )
 
     def add(

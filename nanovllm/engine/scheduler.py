@@ -34,9 +34,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window: int | None = None,
+        enough_seqs: int | None = None,
         listener: EngineListener = NOBODY,
     ) -> None:
-        """`window`: see BlockTables."""
+        """`window`: see BlockTables. `enough_seqs`: how many sequences make the device about as
+        fast as it gets; None: as many as may run.
+        """
         self.blocks = blocks
         self.tables = BlockTables(blocks, window, max_num_batched_tokens, listener)
         self.listener = listener
@@ -44,6 +47,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
         self.max_num_seqs = max_num_seqs
+        # For the policy, which may hold others back once so many run.
+        self.enough_seqs = min(enough_seqs or max_num_seqs, max_num_seqs)
         # Blocks to leave free when a sequence starts beside others, so that none is preempted soon.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from nanovllm.apps.jobs.formats import Request
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.llm import LLM
 
 Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
@@ -21,10 +22,16 @@ class Worker:
         self._policy = policy
         self._requests: dict[int, Request] = {}  # unfinished, by the LLM's id
         self.num_prompt_tokens = 0  # of these
+        self.num_prefill_tokens = self.num_decode_tokens = 0  # computed so far
+        llm.on_step(self._count)
 
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
+
+    def _count(self, step: StepRecord) -> None:
+        self.num_prefill_tokens += step.prefill_tokens
+        self.num_decode_tokens += step.decode_tokens
 
     def add(self, requests: list[Request]) -> Refused:
         """Queue requests; returns those that cannot be served."""

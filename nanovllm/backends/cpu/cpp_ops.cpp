@@ -1,7 +1,7 @@
-// The kernels of cpp_ops.py: what the plain layers say, in one pass over memory each, in float32.
+// The kernels of cpp_ops.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
 //
 // T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
-// is given. Each token or sequence is computed alone, so a result does not depend on its batch.
+// is given. Each token or sequence is computed alone, so its result does not depend on the batch.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ static float dot(const float* a, const float* b, int64_t n) {
     return sum;
 }
 
-// e to the power of x as 2^n times a polynomial, within 2e-7 of it: unlike expf, compilers turn it into vector code.
+// Compute e^x as 2^n times a polynomial, with an error within 2e-7. Unlike expf, compilers turn this into vector code.
 static inline float exponential(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     const float n = std::floor(x * 1.44269504f + 0.5f);
@@ -31,20 +31,20 @@ static inline float exponential(float x) {
     return p * power.value;
 }
 
-// out = x scaled to root mean square 1, times weight; out may be x.
+// Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
 static void norm_row(const float* x, const float* weight, float* out, int64_t n, float eps) {
     const float scale = 1 / std::sqrt(dot(x, x, n) / n + eps);
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// x, out [T, N]
+// Norm each row: x [T, N] -> out [T, N].
 extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t T, int64_t N, float eps) {
 #pragma omp parallel for if (T * N > 4096)
     for (int64_t t = 0; t < T; t++) norm_row(x + t * N, weight, out + t * N, N, eps);
 }
 
-// x [T, 2F] -> out [T, F]
+// Compute silu(gate) * up, where a row of x holds gate and then up: x [T, 2F] -> out [T, F].
 extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
 #pragma omp parallel for if (T * F > 4096)
     for (int64_t t = 0; t < T; t++) {
@@ -55,7 +55,8 @@ extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
     }
 }
 
-// qkv [T, H + 2G, D] is overwritten: q and k normed (where there are weights) and rotated. k and v go to the caches too.
+// Norm q and k (where there are weights) and rotate them, in place in qkv [T, H + 2G, D]. Store k and v in the caches, but
+// not those of a token whose slot is -1.
 extern "C" void qk_norm_rope_store(
     float* qkv, const float* q_weight, const float* k_weight, const float* cos_sin, const int64_t* positions,
     const int64_t* slots, float* k_cache, float* v_cache, int64_t T, int64_t H, int64_t G, int64_t D, float eps) {
@@ -82,16 +83,16 @@ extern "C" void qk_norm_rope_store(
     }
 }
 
-// Of one sequence: `heads` queries over tokens [first, end) of the KV head that they share, so that memory is read once.
-// Scores s become softcap tanh(s / softcap) where softcap is not 0. Where there are sinks, each head has one more score,
-// of no token. DIM is the head size where it is known when this is compiled, which makes straight vector code of the loops
-// over it, and 0 elsewhere.
+// Attend with `heads` queries of one sequence to its tokens [first, end). The queries share a KV head, so its memory is
+// read once for all of them. A score s becomes softcap tanh(s / softcap) unless softcap is 0. Where there are sinks, each
+// head has one more score, of a token that does not exist. DIM is the head size where it is a constant, so that loops over
+// it compile to straight vector code, and 0 where the head size is known only at run time.
 template <int64_t DIM>
 static void attend(const float* query, const float* k_cache, const float* v_cache, const int32_t* table, int64_t first,
                    int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float softcap,
                    const float* sinks, float* out) {
     const int64_t D = DIM ? DIM : any_dim, len = end - first;
-    auto for_each_token = [&](const float* cache, auto use) {  // use(t, the K or V of token first + t)
+    auto for_each_token = [&](const float* cache, auto use) {  // calls use(t, K or V of token first + t)
         for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
             const int64_t stop = std::min((start / block_size + 1) * block_size, end);
             const float* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
@@ -132,13 +133,14 @@ static void attend(const float* query, const float* k_cache, const float* v_cach
     });
 }
 
-// q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W] -> out [B, H, D].
+// Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
+// -> out [B, H, D].
 extern "C" void decode_attention(
     const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables,
     const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
     int64_t block_size, int64_t window, float scale, float softcap) {
     const int64_t heads = H / G;
-    const int64_t at_once = B > 8 ? G : 1;  // a sequence's groups lie side by side in memory: best read by one thread
+    const int64_t at_once = B > 8 ? G : 1;  // one thread takes all KV heads of a sequence: they are neighbours in memory
     const auto attend_dim = D == 64 ? attend<64> : D == 128 ? attend<128> : attend<0>;
 #pragma omp parallel for collapse(2) schedule(dynamic, at_once)
     for (int64_t b = 0; b < B; b++)

@@ -1,6 +1,6 @@
-"""Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine at the first start; float32.
+"""Fused CPU kernels in C++ for float32 (cpp_ops.cpp), compiled for this machine at the first start.
 
-What they compute is said by the plain layers: RMSNorm, GatedMLP and SelfAttention.
+The kernels compute what the plain layers RMSNorm, GatedMLP and SelfAttention compute.
 """
 
 import ctypes
@@ -23,15 +23,16 @@ from nanovllm.layers.attention import AttentionOptions
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
-# Let loops with sums, exponentials and comparisons become vector code: they meet no NaN, infinity
-# or trap.
+# Let loops with sums, exponentials and comparisons become vector code. The flags are safe because
+# no loop meets a NaN, an infinity or a trap.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
 FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
-# The threads are PyTorch's: said to the compiler alone, -fopenmp links no OpenMP library, and the
-# one that PyTorch has loaded is used.
+# Tell only the compiler of -fopenmp, not the linker. Then no second OpenMP library is linked, and
+# the kernels run on the threads of the one that PyTorch has loaded.
 FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
+# The kinds of each kernel's arguments, in order, by the letters above.
 ARGUMENTS = {
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
@@ -42,9 +43,9 @@ ARGUMENTS = {
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """The kernels; None if they cannot be had.
+    """Load the kernels; compile them first, in half a second, unless an earlier start kept them.
 
-    Compiled now, in half a second, if no earlier start has kept them.
+    Returns None if there is no compiler, or if it fails.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -54,7 +55,7 @@ def load() -> ctypes.CDLL | None:
     loaded = None
     with open_cache() as cache:
         if cache and (library := cache.read(name)):
-            with suppress(OSError):  # compiled where the C library is a newer one
+            with suppress(OSError):  # it was compiled where the C library is newer
                 loaded = load_library(library)
         if loaded is None:
             try:
@@ -70,38 +71,40 @@ def load() -> ctypes.CDLL | None:
 
 
 def find_compiler() -> list[str] | None:
-    """The command that compiles C++: CXX, which may hold options as in make, else g++.
+    """Return the command that compiles C++: the variable CXX, else g++.
 
-    None if there is no such program.
+    CXX may hold options, as in make. Returns None if there is no such program.
     """
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
-    except ValueError:  # a quotation mark without its partner
+    except ValueError:  # CXX has a quotation mark without its partner
         return None
     command = chosen or ["g++"]
     return command if shutil.which(command[0]) else None
 
 
 def file_name(command: list[str]) -> str:
-    """The name under which what `command` compiles on this CPU is kept."""
-    # Homes are shared between machines, and -march=native is not.
+    """Return the file name of the library that `command` compiles on this CPU."""
+    # Machines may share a home folder, but code of -march=native fits one CPU. So the CPU is part
+    # of the name.
     parts = [SOURCE.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
     return f"cpp_ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
 def this_cpu() -> str:
-    """What tells CPUs apart for which compilers make different code."""
+    """Describe this CPU so that CPUs for which compilers make different code differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # this is not Linux
         lines = []
     names = ("model name", "flags", "Features", "CPU part")
     return platform.machine() + "".join(sorted({x for x in lines if x.startswith(names)}))
 
 
 def compile_library(command: list[str]) -> bytes:
-    """Compile the kernels. Raises SubprocessError if the compiler fails, and OSError if it leaves
-    nothing.
+    """Compile the kernels and return the bytes of the library.
+
+    Raises SubprocessError if the compiler fails, and OSError if it leaves no file.
     """
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "cpp_ops.so")
@@ -111,7 +114,7 @@ def compile_library(command: list[str]) -> bytes:
 
 
 def _call(name: str, *args: Tensor | int | float | None) -> None:
-    """Tensors, all dense, go as pointers, None as a null pointer."""
+    """Call a kernel. Tensors must be dense and are passed as pointers, None as a null pointer."""
     values = []
     for x in args:
         if isinstance(x, Tensor):
@@ -124,12 +127,14 @@ def _call(name: str, *args: Tensor | int | float | None) -> None:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm each row by its root mean square: x [..., N], weight [N] -> [..., N]."""
     out = torch.empty_like(x)
     _call("rms_norm", x, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
     return out
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
+    """Compute silu(gate) * up, where a row of x holds gate and then up: [T, 2F] -> [T, F]."""
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     _call("silu_and_mul", x, out, *out.shape)
     return out
@@ -148,6 +153,11 @@ def qk_norm_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate q and k, and store k and v in the caches: qkv [T, (H + 2G) D] is overwritten.
+
+    q and k are not normed where q_weight and k_weight are None. Returns views of qkv: q [T, H, D],
+    k and v [T, G, D].
+    """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     caches = (k_cache, v_cache) if k_cache.numel() else (None, None)
@@ -175,6 +185,7 @@ def decode_attention(
     tables: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
+    """Attend with one query a sequence: q [B, H, D], lens [B], tables [B, W] -> [B, H, D]."""
     out = q.new_empty(q.shape)
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     if q.stride()[1:] != (head_dim, 1):

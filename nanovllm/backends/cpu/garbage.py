@@ -1,13 +1,13 @@
-"""Fewer full garbage collections while a call runs."""
+"""A way to have fewer full garbage collections while a call runs."""
 
 import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# A full collection looks at every object of the process: 170,000 after the imports of PyTorch,
-# Triton and transformers, which took 90 to 110 ms, the device waiting (Python 3.12). A call of
-# thousands of requests makes so many objects that one falls due every second or third time.
+# A full collection looks at every object of the process: at 170,000 after the imports of PyTorch,
+# Triton and transformers. That took 90 to 110 ms, in which the device waited (Python 3.12). A call
+# of thousands of requests makes so many objects that every second or third call had a full one.
 TIMES_RARER = 20
 
 _lock = threading.Lock()
@@ -17,10 +17,11 @@ _before = _within = (0, 0, 0)
 
 @contextmanager
 def full_collections_are_rare() -> Iterator[None]:
-    """Inside, a full collection takes TIMES_RARER as many collections of young objects.
+    """Make full garbage collections rarer inside the block, by the factor TIMES_RARER.
 
-    Those go on as ever, and what falls due inside runs soon after. The thresholds are the whole
-    process's: whoever changes them meanwhile keeps his own.
+    Collections of young objects run as usual, and a full one that was put off runs soon after the
+    block. The thresholds belong to the whole process: code that changes them inside the block keeps
+    the values that it has set.
     """
     global _callers, _before, _within
     with _lock:

@@ -1,10 +1,10 @@
-"""Make a model of plain layers fast on a CPU: layers that compute the same in a better way for
-it take their place.
+"""Layers for a CPU that take the place of the plain layers and compute the same, faster.
 
-Products with weights go to oneDNN, whose weights are packed at the start. PyTorch gives its own
-products in float32 to MKL: with few rows that is slower on any CPU, and on AMD's at all times (one
-core of an EPYC, PyTorch 2.13, [40, 576] x [576, 3072]: 93 and 228 GFLOP/s; one row: 42 for both).
-In float32, all else but attention to prompts goes to C++ (cpp_ops.py) where there is a compiler.
+Products with weights go to oneDNN, for which the weights are packed at the start. PyTorch itself
+gives products in float32 to MKL. MKL is slower than oneDNN with few rows on any CPU, and with any
+number of rows on AMD's (one core of an EPYC, PyTorch 2.13, [40, 576] x [576, 3072]: MKL 93 and
+oneDNN 228 GFLOP/s; one row: 42 for both). In float32, all other layers but attention to prompts go
+to C++ (cpp_ops.py) where there is a compiler.
 """
 
 import torch
@@ -20,11 +20,15 @@ from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
 
-ROWS = 1024  # that an MLP computes at once: what lies between its products stays in the cache
+# Rows that an MLP computes at once, so that what lies between its products fits the CPU's cache.
+ROWS = 1024
 
 
 def use_cpu_layers(model: nn.Module) -> None:
-    """Exchange the layers of a loaded model, in place. Works for any dtype."""
+    """Replace the layers of a loaded model by faster ones, in place. The model may be of any dtype.
+
+    In a dtype that oneDNN does not compute in on this CPU, the layers stay as they are.
+    """
     dtype = next(model.parameters()).dtype
     if can_pack(dtype):
         pack_weights(model)
@@ -33,7 +37,7 @@ def use_cpu_layers(model: nn.Module) -> None:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there, and computes in this dtype on this CPU."""
+    """Return whether oneDNN is there and computes in this dtype on this CPU."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (
@@ -42,9 +46,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Bring weights into the order in which oneDNN reads them.
+    """Bring the weights of linear layers into the order in which oneDNN reads them.
 
-    A tied head gets its own: the embedding looks up rows, which a packed weight does not have.
+    A tied head gets a packed copy of its own, because the embedding looks up rows, which a packed
+    weight does not have.
     """
     for module in model.modules():
         if type(module).forward is StackedLinear.forward:
@@ -59,20 +64,23 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def packed(weight: Tensor) -> nn.Parameter:
-    # As for 64 rows: the order that is made for one row is slow for all others.
+    """Copy a weight into the order in which oneDNN reads it."""
+    # oneDNN chooses the order for a number of rows. The order for one row is slow for any other
+    # number; the order for 64 is fast for all.
     reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)
     return nn.Parameter(reordered, requires_grad=False)
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + bias with a packed weight W."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 class Packed(nn.Module):
-    """Before any class of layer that has a weight to pack."""
+    """A mixin that stands before the class of a layer and keeps the layer's weight packed."""
 
     def take_weights(self, plain: nn.Module) -> None:
-        """Those of a layer like this one that is not packed."""
+        """Copy the weights of the same layer in its plain form, which is not packed."""
         for name, parameter in plain.named_parameters(recurse=False):
             if name == "weight":
                 self.weight = packed(parameter)
@@ -81,22 +89,31 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed, StackedLinear):
+    """A linear layer whose product is oneDNN's."""
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class PackedRowParallelLinear(Packed, RowParallelLinear):
+    """A linear layer, split over the ranks by input, whose product is oneDNN's."""
+
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(linear(x, self.weight, self.bias_of_this_rank))
 
 
 class PackedLMHead(Packed, ParallelLMHead):
+    """A head whose product is oneDNN's."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight, None)
 
 
 def use_cpp(model: nn.Module) -> None:
-    """Layers of other kinds, and subclasses, which do something else, stay what they are."""
+    """Replace layers by those that call the C++ kernels, in place.
+
+    Layers of other classes stay as they are. So do subclasses, because they compute something else.
+    """
     for module in model.modules():
         if type(module) is SelfAttention:
             suits = CppSelfAttention.suits(module)
@@ -108,11 +125,15 @@ def use_cpp(model: nn.Module) -> None:
 
 
 class CppRMSNorm(RMSNorm):
+    """RMSNorm as one C++ kernel."""
+
     def forward(self, x: Tensor) -> Tensor:
         return cpp_ops.rms_norm(x.contiguous(), self.weight, self.eps)
 
 
 class CppGatedMLP(GatedMLP):
+    """A gated MLP with SiLU whose activation and product are one C++ kernel."""
+
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > ROWS:
             return torch.cat([self(rows) for rows in x.split(ROWS)])
@@ -120,6 +141,8 @@ class CppGatedMLP(GatedMLP):
 
 
 class CppDecodeAttention(SelfAttention):
+    """Self-attention whose decoding is one C++ kernel."""
+
     attention_name = "C++"
 
     def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -128,8 +151,11 @@ class CppDecodeAttention(SelfAttention):
 
 
 class CppSelfAttention(CppDecodeAttention):
+    """Self-attention in which another C++ kernel norms, rotates and stores q, k and v."""
+
     @staticmethod
     def suits(plain: SelfAttention) -> bool:
+        """Return whether the kernel computes the norms and the rotation of a plain layer."""
         norms = {type(plain.q_norm), type(plain.k_norm)}
         return type(plain.rotary) is RotaryEmbedding and norms in ({RMSNorm}, {nn.Identity})
 

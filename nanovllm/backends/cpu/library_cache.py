@@ -1,9 +1,10 @@
-"""A folder of this user's that keeps compiled libraries between starts.
+"""A folder in the user's cache that keeps compiled libraries between starts.
 
-Who writes a library there has his code run by whoever loads it. So the folder and the files in it
-must belong to this user, and nobody else may write to them. A library is read from its file,
-checked, and loaded from memory: what runs is what was checked, even if the file changes afterwards.
-A file ends with a checksum, because a power loss or a full disk can leave part of one.
+Anyone who can write a library into the folder can run code as the user who loads it. So the folder
+and its files must belong to this user, and nobody else may write to them. A library is read from
+its file, checked, and loaded from memory, so the code that runs is the code that was checked, even
+if the file changes afterwards. A file ends with a checksum, because a power loss or a full disk can
+leave a file in part.
 """
 
 import ctypes
@@ -25,18 +26,22 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class LibraryCache:
-    """The open folder. All that is done in it goes through its descriptor, so that nobody can put
-    another folder in the place of the one that was checked.
+    """The open folder of libraries.
+
+    Files are read and written through the folder's descriptor, so that nobody can put another
+    folder in the place of the one that was checked.
     """
 
     def __init__(self, path: Path, folder: int) -> None:
         self._path, self._folder = path, folder
 
     def read(self, name: str) -> bytes | None:
-        """Return the library that was kept under `name`. None: there is none, or it is not whole,
-        or another user may have written it.
+        """Return the library that was kept under `name`.
+
+        Returns None if there is no such library, if its file is not whole, or if another user may
+        have written it.
         """
-        # A link in the file's place is not followed, and a pipe is not waited for.
+        # Do not follow a link in the file's place, and do not wait for a pipe there.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             with open(os.open(name, flags, dir_fd=self._folder), "rb") as file:
@@ -56,9 +61,10 @@ class LibraryCache:
         return library if checksum == hashlib.sha256(library).digest() else None
 
     def keep(self, name: str, library: bytes) -> None:
-        """Keep a library under `name`, or leave what is there if that cannot be done.
+        """Keep a library under `name`, or leave the folder as it is if it cannot be written to.
 
-        Other processes find a whole file, whenever they look and whenever the power goes out.
+        Other processes never find a part of the file, whenever they look and whenever the power
+        fails.
         """
         part = f"{name}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -78,10 +84,11 @@ class LibraryCache:
 
 @contextmanager
 def open_cache() -> Iterator[LibraryCache | None]:
-    """Open the folder for the time of a `with`; make it if there is none.
+    """Open the folder of libraries for the `with` block; make the folder if there is none.
 
-    Gives None if there can be none, or if other users could have written there: then a warning
-    says so, and names a remedy. The path may hold links: what counts is the folder they lead to.
+    Yields None if the folder cannot be made or opened. Yields None and logs a warning with a remedy
+    if other users could have written to the folder. The path may hold links: the folder to which
+    they lead is the one that is checked.
     """
     path = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "nanovllm")
     try:
@@ -105,16 +112,16 @@ def open_cache() -> Iterator[LibraryCache | None]:
 
 
 def reason_for_distrust(status: os.stat_result) -> str:
-    """Say why another user may have written a file or a folder; "" if none can have."""
+    """Say why another user may have written to a file or folder; return "" if nobody else can."""
     if status.st_uid != os.getuid():
         return f"belongs to another user, number {status.st_uid}"
     return "may be written to by other users" if status.st_mode & OTHERS_MAY_WRITE else ""
 
 
 def load_library(library: bytes) -> ctypes.CDLL:
-    """Load a library from memory. Raises OSError if it is none."""
+    """Load a library from memory. Raises OSError if the bytes are no library."""
     if hasattr(os, "memfd_create"):
-        with suppress(OSError):  # no /proc, or a kernel that runs nothing from there
+        with suppress(OSError):  # there is no /proc, or the kernel runs nothing from there
             return _load_from_memory(library)
     with tempfile.NamedTemporaryFile(suffix=".so") as file:
         file.write(library)
@@ -123,15 +130,15 @@ def load_library(library: bytes) -> ctypes.CDLL:
 
 
 def _load_from_memory(library: bytes) -> ctypes.CDLL:
-    """Load a library from a file without a name: many servers run nothing from /tmp."""
+    """Load a library from a file without a name, because many servers run nothing from /tmp."""
     with open(os.memfd_create("nanovllm-library"), "wb") as file:
         file.write(library)
         file.flush()
-        # Not the number of a closed stdin, stdout or stderr.
+        # The copy's number is at least 3, so it cannot be that of a closed stdin, stdout or stderr.
         descriptor = fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)
     try:
-        # The dynamic linker knows a library by its path. The descriptor stays open, so that no
-        # other file gets the same one.
+        # The dynamic linker takes two libraries of the same path for one. The descriptor stays
+        # open, so that no other library gets the same number and thus the same path.
         return ctypes.CDLL(f"/proc/self/fd/{descriptor}")
     except OSError:
         os.close(descriptor)

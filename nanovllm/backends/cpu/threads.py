@@ -1,14 +1,14 @@
-"""How many threads a step runs on.
+"""The number of threads on which a step runs.
 
 PyTorch starts a thread for each core of the machine, and threads that wait for each other spin.
-That is the fastest way as long as each has a core to itself. When other processes want the cores
-too, a thread spins for one that the system has set aside, a hundred times a step. Two threads on
-two cores (AMD EPYC, PyTorch 2.13), beside four busy processes, made 3 tokens a second with the
-package's small model, and one thread made 150; on the idle machine either made 560.
+Spinning is fastest as long as each thread has a core to itself. When other processes want the cores
+too, a thread spins while the thread that it waits for has no core, a hundred times a step. Two
+threads on two cores (AMD EPYC, PyTorch 2.13), beside four busy processes, made 3 tokens a second
+with the package's small model, and one thread made 150; on the idle machine either made 560.
 
-So a step runs on at most as many threads as this process may use cores, and on fewer for a while
-when the thread that runs it is kept from its core. What the user has set is left alone. Knows no
-model and no request.
+So a step runs on at most as many threads as this process may use cores. It runs on fewer for a
+while after its thread was kept from its core. A number of threads that the user has set is left
+alone. This file knows no model and no request.
 """
 
 import os
@@ -27,12 +27,14 @@ USERS_VARIABLES = (
     "KMP_BLOCKTIME",
 )
 WINDOW = 0.1  # seconds of steps that are judged together
-CONTESTED, FREE = 0.75, 0.9  # below and above this share of a core, others want it and do not
+# A thread that had less than CONTESTED of a core's time competes with other processes for the core;
+# a thread that had more than FREE does not.
+CONTESTED, FREE = 0.75, 0.9
 FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds before more threads are tried again
 
 
 class SharedCores:
-    """Runs steps on as many threads as there are cores for them."""
+    """The cores that steps share with other processes: as many threads as there are free cores."""
 
     def __init__(self) -> None:
         self._usual = torch.get_num_threads()
@@ -41,11 +43,12 @@ class SharedCores:
         self.threads = self._most
         self._pause = FIRST_PAUSE
         self._retry_at = 0.0
-        self._wall = self._busy = 0.0  # seconds of the window, and those that the thread ran
+        # Seconds of steps in this window, and seconds of them in which the thread had a core.
+        self._wall = self._busy = 0.0
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Run the block on `threads` threads; on the user's, if he has changed them by now."""
+        """Run the block on `threads` threads, or on the user's number if the user has set one."""
         before = torch.get_num_threads()
         if before != self._usual or before == self.threads:
             yield
@@ -58,9 +61,9 @@ class SharedCores:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The same, and learn from how the block went.
+        """Run the block on `threads` threads, and learn from the time that it took.
 
-        The block must keep its thread busy: a wait would look like a lost core.
+        The block must keep its thread busy, because time spent waiting would look like a lost core.
         """
         wall, busy = perf_counter(), thread_time()
         with self.limit():
@@ -69,9 +72,10 @@ class SharedCores:
         self.learn(now - wall, thread_time() - busy, now)
 
     def learn(self, wall: float, busy: float, now: float) -> None:
-        """Choose `threads` anew, after a step of `wall` seconds, which ended at `now`.
+        """Choose `threads` anew after a step.
 
-        Its thread ran for `busy` seconds of them.
+        The step took `wall` seconds and ended at `now`. Its thread had a core for `busy` of these
+        seconds.
         """
         self._wall += wall
         self._busy += busy
@@ -91,10 +95,11 @@ class SharedCores:
 
 
 def is_users_choice(num_threads: int) -> bool:
-    """Whether the user chose how PyTorch's threads run.
+    """Return whether the user chose how PyTorch's threads run.
 
-    He may do so by a variable, or by a number that is not PyTorch's default: one for each core of
-    this process, or for each two where they are halves of one.
+    Users choose by an environment variable or by a number of threads other than PyTorch's default.
+    The default is one thread for each core of this process, or one for each two where two logical
+    cores are halves of one.
     """
     cores = _cores_of_affinity()
     is_default = num_threads in (cores, cores // 2)
@@ -102,14 +107,14 @@ def is_users_choice(num_threads: int) -> bool:
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """The cores that this process may use, by its affinity and its control groups' quotas."""
+    """Count the cores that this process may use, by its affinity and its control groups' quotas."""
     return max(1, min([_cores_of_affinity(), *(int(quota) for quota in _quotas(root))]))
 
 
 def threads_of_rank(num_ranks: int) -> int:
-    """Threads of each of several ranks on one CPU.
+    """Return the number of threads for each of several ranks on one CPU.
 
-    They share the cores that there are, or the number that the user has set.
+    The ranks share the cores of this process, or the number of threads that the user has set.
     """
     threads = torch.get_num_threads()
     if not is_users_choice(threads):
@@ -126,20 +131,21 @@ def _cores_of_affinity() -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """The cores' worth of time that each control group around this process grants.
+    """Yield the time that each control group around this process grants, in cores.
 
-    Version 2 has one file for it, version 1 has two.
+    Version 2 of control groups has one file for the quota, version 1 has two.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # this is not Linux
         return
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # In a container the path may be the host's, which is not there: then the top one is ours.
+        # In a container the path may be the host's and not exist here. Then the group at the top of
+        # the tree is this container's.
         inner = folder / group.strip("/")
         for place in (inner, *inner.parents):
             if not place.is_relative_to(folder):
@@ -150,9 +156,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path, names: list[str]) -> Iterator[float]:
+    """Yield the quota in cores that a control group's files grant, if they set a bound."""
     try:
         quota, period = " ".join((folder / name).read_text() for name in names).split()
         if int(period) > 0 and int(quota) > 0:
             yield int(quota) / int(period)
-    except (OSError, ValueError):  # not there, or "max": no bound
+    except (OSError, ValueError):  # the files are not there, or say "max": there is no bound
         pass

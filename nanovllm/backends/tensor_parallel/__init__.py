@@ -1,1 +1,1 @@
-"""Several ranks: their processes, how they are commanded, and their collectives."""
+"""Tensor parallelism: the ranks' processes, the engine's commands to them, and collectives."""

@@ -1,9 +1,9 @@
-"""What a rank answers its engine, and the bytes that carry it.
+"""The answers of a rank to its engine, and the bytes that carry them.
 
-Nothing of an answer is unpickled, since pickle runs whatever code a message names. An answer is a
-sequence of fields, the first of which names its kind. A field is plain bytes: text, integers, or an
-array's elements. Before the fields stand their number and their lengths. The engine checks all of
-it, and takes no other answer.
+No part of an answer is pickled, because unpickling runs whatever code a message names. An answer is
+a sequence of fields, the first of which names the kind of the answer. A field is plain bytes: text,
+integers, or the elements of an array. The number of fields and their lengths precede them. The
+engine checks all of an answer and accepts no malformed one.
 """
 
 import json
@@ -19,42 +19,43 @@ from nanovllm.engine.batch import RunnerInfo, StepResult
 
 INTEGER = "q"  # 64 bits, as both processes of one machine store them
 INTEGER_BYTES = array(INTEGER).itemsize
-PAIR_BYTES = 8  # of a record of log-probabilities: a token id and a value, of 32 bits each
+PAIR_BYTES = 8  # a record of log-probabilities has pairs of a token id and a value, 32 bits each
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """From a rank: the model is loaded and the KV cache is allocated."""
+    """A rank's answer to Start: the model is loaded and the KV cache is allocated."""
 
     info: RunnerInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """From a rank: the command of this number is done."""
+    """A rank's answer to any other command: the command of number `step` is done."""
 
     step: int
     result: StepResult | np.ndarray | None = None
-    error: str = ""  # of a task: the ValueError that it raised
+    error: str = ""  # the message of the ValueError that a task raised
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From a rank, last of all: what it raised."""
+    """A rank's last answer: the error that it raised."""
 
     error: str
     traceback: str
-    is_users: bool  # a ValueError: the user asked for something that cannot be
+    is_users: bool  # the error is a ValueError: the user asked for something that cannot be done
 
 
 Answer = Ready | Done | Failed
 
 
 class MalformedAnswer(Exception):
-    """Bytes that are no answer of a rank."""
+    """An error that says why some bytes are not the answer of a rank."""
 
 
 def pack_answer(answer: Answer) -> bytes:
+    """Encode an answer as bytes."""
     if isinstance(answer, Ready):
         return join_fields([b"ready", json.dumps(asdict(answer.info)).encode()])
     if isinstance(answer, Failed):
@@ -72,7 +73,7 @@ def pack_answer(answer: Answer) -> bytes:
 
 
 def unpack_answer(data: bytes) -> Answer:
-    """Read an answer. Raises MalformedAnswer for anything else."""
+    """Decode an answer. Raises MalformedAnswer if the bytes are not one."""
     try:
         kind, *fields = split_fields(data)
         return READERS[kind](*fields)
@@ -99,7 +100,7 @@ def read_failed(error: bytes, traceback: bytes, is_users: bytes) -> Failed:
 def read_logits(step: bytes, shape: bytes, values: bytes) -> Done:
     rows, columns = decode_integers(shape)
     logits = np.frombuffer(values, np.float32).copy()  # a user's processor may write to it
-    if rows < 0 or columns < 0:  # which `reshape` would work out
+    if rows < 0 or columns < 0:  # `reshape` would take -1 for a size that it has to work out
         raise ValueError(f"logits have the shape [{rows}, {columns}]")
     return Done(decode_integer(step), logits.reshape(rows, columns))
 
@@ -126,10 +127,12 @@ READERS: dict[bytes, Callable[..., Answer]] = {
 
 
 def join_fields(fields: list[bytes]) -> bytes:
+    """Join fields: their number and their lengths as integers, then the fields."""
     return b"".join((encode_integers([len(fields), *map(len, fields)]), *fields))
 
 
 def split_fields(data: bytes) -> list[bytes]:
+    """Split what `join_fields` joined. Raises ValueError if the lengths do not fit the data."""
     count = decode_integer(data[:INTEGER_BYTES])
     begin = (1 + count) * INTEGER_BYTES
     if not 0 < begin <= len(data):
@@ -156,7 +159,8 @@ def decode_integer(data: bytes) -> int:
 
 
 def encode_text(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # an error may name a file whose name is no text
+    # An error may name a file whose name is not valid text.
+    return text.encode("utf-8", "surrogatepass")
 
 
 def decode_text(data: bytes) -> str:

@@ -1,8 +1,8 @@
-"""The ranks a model is split over, as its layers see them. The one owner of torch.distributed.
+"""The group of ranks over which a model is split, with its collectives, as the layers see it.
 
-Knows collectives and how ranks find each other. Knows nothing about processes: who starts the
-ranks, commands them and notices their death is distributed/tensor_parallel.py. A process is one
-rank of one group for all its life.
+Only this file and symmetric_memory.py use torch.distributed. This file knows how ranks find each
+other, and nothing about processes: runner.py starts the ranks, commands them and notices when one
+dies. A process is one rank of one group for its whole life.
 """
 
 import os
@@ -22,36 +22,38 @@ if TYPE_CHECKING:
     from nanovllm.backends.tensor_parallel.symmetric_memory import SymmetricMemorySum
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-# All ranks of a model are on one host, so nothing that they open listens beyond it.
+# All ranks of a model are on one host, so their sockets listen on its loopback interface alone.
 LOOPBACK_ONLY = {
     "GLOO_SOCKET_IFNAME": LOOPBACK,
     "NCCL_SOCKET_IFNAME": LOOPBACK,
 }
-ENVIRONMENT = {  # unless the user set something else
-    "NCCL_RAS_ENABLE": "0",  # a service that tells every user of the host about the ranks
-    # NVLink multicast stays off: a process that dies while it uses it can put all GPUs of the
-    # host out of order.
+# Environment variables that are set unless the user has set them.
+ENVIRONMENT = {
+    # This service of NCCL tells every user of the host about the ranks.
+    "NCCL_RAS_ENABLE": "0",
+    # NVLink multicast stays off: a process that dies while it uses multicast can leave all GPUs of
+    # the host unusable.
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    # An all-reduce that runs beside a product gets the next multiprocessors that come free, not
-    # those that the product leaves.
+    # An all-reduce beside a product gets the multiprocessors that come free next. Without priority
+    # it would get only those that the product does not use.
     "TORCH_NCCL_HIGH_PRIORITY": "1",
-    # Recording each collective's stack took the host 20 of the 50 us of a launch. The second name
-    # is an older one.
+    # Recording each collective's stack took the host 20 of the 50 us of a launch. The variable had
+    # the second name in older releases of PyTorch.
     "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"),
 }
-# The same function under its name since PyTorch 2.13, or the one before.
+# PyTorch 2.13 renamed this function; older releases have only the second name.
 all_gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# Ranks wait for each other as long as the engine lets them: start_timeout is at most so long.
+# Ranks wait for each other until the engine ends them. No start_timeout is longer than this.
 PATIENCE = timedelta(days=12)
 
 
 @dataclass(frozen=True)
 class DistributedGroup(ParallelGroup):
-    """A ParallelGroup of several processes: by NCCL between GPUs, by gloo between CPUs."""
+    """A ParallelGroup of several processes, which use NCCL between GPUs and gloo between CPUs."""
 
-    device: torch.device = torch.device("cpu")  # of the tensors that the backend exchanges
-    # For small tensors of GPUs that read each other's memory.
+    device: torch.device = torch.device("cpu")  # where the tensors lie that the ranks exchange
+    # Sums small tensors on GPUs that read each other's memory; None: NCCL sums all tensors.
     symmetric: "SymmetricMemorySum | None" = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -61,13 +63,16 @@ class DistributedGroup(ParallelGroup):
         return x
 
     def shared_rows(self, x: Tensor) -> "SharedRows | None":
-        """Where a kernel can sum the ranks' `x` [T, N] on its own; None: nowhere, all-reduce it."""
+        """Return the memory in which a kernel can sum the ranks' `x` [T, N] on its own.
+
+        Returns None if there is none for `x`, which must then be all-reduced.
+        """
         return self.symmetric.rows_for(x) if self.symmetric is not None else None
 
     def begin_all_reduce(self, x: Tensor) -> dist.Work:
-        """Start to sum the ranks' `x` in place.
+        """Begin to sum the ranks' `x` in place, and return a handle at once.
 
-        Other work may go on until `wait` on what this returns.
+        The sum is complete when `wait` of the handle has returned.
         """
         return dist.all_reduce(x, async_op=True)
 
@@ -77,12 +82,13 @@ class DistributedGroup(ParallelGroup):
 
     def all_gather(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        # One after the other: gloo does not stack.
+        # The ranks' rows go one after the other, because gloo cannot gather along a new dimension.
         all_gather_one(gathered.flatten(0, 1), x.contiguous())
         return gathered
 
     def minimum(self, value: int) -> int:
-        # A tensor, since objects would be unpickled, and pickle runs whatever code a message names.
+        # A tensor carries the value. An object would be unpickled, which runs whatever code a
+        # message names.
         least = torch.tensor([value], device=self.device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
@@ -91,11 +97,11 @@ class DistributedGroup(ParallelGroup):
 def join_group(
     rank: int, size: int, device: torch.device, store_path: str, *, symmetric_memory: bool
 ) -> ParallelGroup:
-    """Become rank `rank` of `size`; returns when all have joined.
+    """Join the group as rank `rank` of `size`, and return the group when all ranks have joined.
 
     Ranks tell each other their addresses through the file at `store_path`, which is empty at first.
-    A file and not a TCPStore: that one serves every user of the host who connects, lists all keys
-    and lets them be replaced, while only the ranks can open the file.
+    Only the ranks can open the file. A TCPStore would serve every user of the host who connects,
+    and would let that user list and replace all keys.
     """
     os.environ.update(LOOPBACK_ONLY)
     for name, value in ENVIRONMENT.items():

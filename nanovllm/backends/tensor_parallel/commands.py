@@ -1,8 +1,8 @@
-"""What the engine commands its ranks, and the bytes that carry it.
+"""The commands of the engine to its ranks, and the bytes that carry them.
 
-Commands are pickled: they hold functions and objects of any class. Only a rank unpickles them, and
-only from the engine's process, which started it: they come over a socket pair that no other process
-can open. What a rank answers is not to be trusted as much; see answers.py.
+Commands are pickled, because they hold functions and objects of any class. Only a rank unpickles
+commands, and only those of the engine's process, which started the rank: they come over a socket
+pair that no other process can open. The engine trusts its ranks' answers less; see answers.py.
 """
 
 import pickle
@@ -18,10 +18,13 @@ from nanovllm.engine.batch import Batch, LogitsEdits
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """To every rank, first of all: join the others and build the runner. Answered by Ready."""
+    """The first command to every rank: join the other ranks and build the runner.
 
-    size: int  # number of ranks
-    store_path: str  # of the file through which the ranks find each other
+    Every rank answers with Ready.
+    """
+
+    size: int  # the number of ranks
+    store_path: str  # the path of the file through which the ranks find each other
     build_runner: Callable[..., Any]
     config: Config
     hf_config: Any
@@ -30,9 +33,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """To every rank: start this step.
+    """A command to every rank: launch this step.
 
-    Answered by Done: by rank 0 with the step's result, by the others once it is launched.
+    Every rank answers with Done: rank 0 with the step's result, the others once they have launched
+    the step.
     """
 
     step: int
@@ -41,9 +45,9 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """To every rank: the logits of rows of the last step that wait, edited so far.
+    """A command to every rank: apply `edits` to waiting logits of the last step, and read `rows`.
 
-    Answered by Done, by rank 0 with an array [len(rows), V] float32.
+    Every rank answers with Done, rank 0 with an array [len(rows), V] float32.
     """
 
     step: int
@@ -53,18 +57,21 @@ class ReadLogits:
 
 @dataclass(frozen=True, slots=True)
 class Constrain:
-    """To every rank: complete the last step. Answered as Launch is."""
+    """A command to every rank: complete the last step, whose logits wait for edits.
+
+    Every rank answers as it answers Launch.
+    """
 
     step: int
-    edits: LogitsEdits  # its processors are here
-    logits: dict[int, np.ndarray]  # what they gave
+    edits: LogitsEdits  # without logits processors, which the engine's process calls
+    logits: dict[int, np.ndarray]  # row -> the logits that its processor returned
 
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """To every rank: finish what was launched, and drop the results not yet sent.
+    """A command to every rank: finish all launched steps, and drop the results not yet sent.
 
-    Answered by Done.
+    Every rank answers with Done.
     """
 
     step: int
@@ -72,9 +79,9 @@ class Synchronize:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """To every rank: do `task(runner, *args)`, once all steps have been waited for.
+    """A command to every rank: call `task(runner, *args)`.
 
-    Answered by Done, by every rank.
+    The engine sends it when it has the results of all steps. Every rank answers with Done.
     """
 
     step: int
@@ -86,9 +93,10 @@ Command = Start | Launch | ReadLogits | Constrain | Synchronize | Task
 
 
 def pack_command(command: Command) -> bytes:
+    """Encode a command as bytes."""
     return pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def unpack_command(data: bytes) -> Command:
-    """Read a command. It can run any code: `data` must come from the engine."""
+    """Decode a command. This can run any code, so `data` must come from the engine."""
     return pickle.loads(data)

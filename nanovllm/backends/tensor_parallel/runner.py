@@ -1,9 +1,9 @@
-"""Several ranks behind the interface of one runner.
+"""The runner of several ranks, with the interface of the runner of one.
 
-Commands the ranks' processes, notices when one dies or hangs, and ends all then.
-Every rank, rank 0 included, is a process of its own. This process joins no process group and holds
-no device memory, so nothing here waits in a collective: whatever happens to a rank, this process
-can report it and kill the others.
+It commands the ranks' processes, notices when a rank dies or hangs, and then ends all ranks. Every
+rank, rank 0 included, is a process of its own. The engine's process joins no process group and
+holds no device memory, so it never waits in a collective: whatever happens to a rank, the engine's
+process can report it and kill the other ranks.
 """
 
 import os
@@ -53,7 +53,8 @@ from nanovllm.engine.errors import RankError
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 
-# After the first complaint: if another rank's death is its cause, that is visible by then.
+# The time to wait after a rank reports an error. If the death of another rank caused the error,
+# that rank is seen to be dead by then.
 EVIDENCE_SECONDS = 0.5
 
 
@@ -66,45 +67,47 @@ class RemoteTokens:
 
     runner: "TensorParallelRunner"
     step: int
-    # The step whose answer this one's takes the place of; rank 0 has sent that before, if at all.
+    # The step whose result this one replaces. If rank 0 sends that result at all, it does so before
+    # it sends this one's.
     replaced: int | None = None
 
     def wait(self) -> StepResult:
+        """Wait until rank 0 has sent the step's result, and return it."""
         result = self.runner.result_of(self.step, StepResult)
         if self.replaced is not None:
             self.runner.drop_result(self.replaced)
         return result
 
 
-# A frame, and each rank that gets it with the numbers of bytes it was sent.
+# A frame, and each rank that must get it, with how many bytes of it each call has sent the rank.
 Outgoing = tuple[memoryview, list[tuple[Rank, list[int]]]]
 
 
 class TensorParallelRunner:
-    """Has the interface of ModelRunner. Each of its ranks has a ModelRunner.
+    """A runner with the interface of ModelRunner, whose ranks have a ModelRunner each.
 
-    An interrupt (Ctrl-C) may come anywhere. `synchronize` then makes the runner usable again, and
-    may itself be interrupted and called again.
+    An interrupt (Ctrl-C) may come anywhere. `synchronize` then makes the runner usable again. It
+    may be interrupted, too, and be called again.
     """
 
     def __init__(
         self, config: Config, hf_config, folder: str | Path, build_runner: Callable[..., Any]
     ) -> None:
-        """Start the ranks, each of which builds its runner by `build_runner`."""
+        """Start the ranks. Each of them calls `build_runner` to build its runner."""
         num_parameters = check_split(config, hf_config)
         self._start_seconds = config.start_timeout
         self._step_seconds = config.step_timeout
-        self._step = 0  # the last command's number
-        self._launched: int | None = None  # the last launch's
+        self._step = 0  # the number of the last command
+        self._launched: int | None = None  # the number of the last Launch
         self._outgoing: Outgoing = memoryview(b""), []
-        self._results: dict[int, Any] = {}  # those that have arrived, by step
-        self._errors: dict[int, str] = {}  # of tasks, likewise
-        self._lost: str | None = None  # why the ranks are gone
+        self._results: dict[int, Any] = {}  # command number -> result that nobody has taken yet
+        self._errors: dict[int, str] = {}  # command number -> error of a task
+        self._lost: str | None = None  # why the ranks are gone; None: they are there
         self._ranks: list[Rank] = []
         self._by_fd: dict[int, Rank] = {}
         self._poll = select.poll()
-        # For a runner that nobody closes. `close` ends the ranks itself: a finalizer runs only
-        # once, even if an interrupt cuts it short.
+        # The finalizer serves a runner that nobody closes. `close` ends the ranks without it,
+        # because a finalizer does not run again after an interrupt has cut it short.
         self._owner = os.getpid()
         self._finalizer = weakref.finalize(self, end_ranks, self._ranks, self._owner)
         try:
@@ -112,7 +115,7 @@ class TensorParallelRunner:
                 size=config.tensor_parallel_size,
                 store_path="",
                 build_runner=build_runner,
-                # A policy of the reader's own may not cross. No rank schedules.
+                # A user's own policy may not be picklable, and no rank schedules.
                 config=replace(config, scheduling_policy="fcfs"),
                 hf_config=plain_config(hf_config),
                 folder=str(folder),
@@ -127,7 +130,7 @@ class TensorParallelRunner:
         self.device = torch.device(self.info.device)
 
     def _start(self, start: Start) -> list[RunnerInfo]:
-        """Start every rank and wait until all are ready; returns what each says of its runner."""
+        """Start every rank, wait until all are ready, and return the info of each one's runner."""
         with open_store_file() as store:
             for number in range(start.size):
                 rank = spawn_rank(number, store, timeout=self._step_seconds)
@@ -141,13 +144,18 @@ class TensorParallelRunner:
         return [rank.ready.info for rank in self._ranks if rank.ready is not None]
 
     def launch(self, batch: Batch) -> RemoteTokens:
-        """Start a step on every rank and return at once; `wait` gives the sampled tokens."""
+        """Start a step on every rank and return at once.
+
+        `wait` of the returned object waits for the sampled tokens.
+        """
         self._launched = self._command(Launch(self._step + 1, batch))
         return RemoteTokens(self, self._launched)
 
     def constrain(self, edits: LogitsEdits) -> RemoteTokens:
-        """Complete the last step on every rank. Processors are called here, where the user's
-        functions are, on logits in this process's memory.
+        """Apply edits to the last step's waiting logits on every rank, and complete the step.
+
+        Logits processors are the user's functions. They are called in this process, on a copy of
+        the logits in its memory.
         """
         processors, edits = edits.processors, edits._replace(processors={})
         logits: dict[int, np.ndarray] = {}
@@ -162,6 +170,7 @@ class TensorParallelRunner:
         return RemoteTokens(self, step, replaced=self._launched)
 
     def result_of(self, step: int, kind: type[Result]) -> Result:
+        """Wait for rank 0's result of a command, and take it. It must be of class `kind`."""
         self._listen(lambda: step in self._results, self._step_seconds)
         result = self._results.pop(step)
         if not isinstance(result, kind):
@@ -169,13 +178,13 @@ class TensorParallelRunner:
         return result
 
     def drop_result(self, step: int) -> None:
-        """Forget what has come of a step whose result nobody takes."""
+        """Drop the result of a step that nobody takes, if it has arrived."""
         self._results.pop(step, None)
 
     def synchronize(self) -> None:
-        """Wait until every rank has done what it was commanded, and drop results that nobody took.
+        """Wait until every rank has done all commands, and drop the results that nobody took.
 
-        Does nothing if the ranks are gone.
+        This does nothing if the ranks are gone.
         """
         if self._lost is not None or not self._finalizer.alive:
             return
@@ -185,9 +194,10 @@ class TensorParallelRunner:
         self._errors.clear()
 
     def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
-        """Have every rank do `task(its runner, *args)`, and wait until all have.
+        """Call `task(runner, *args)` on every rank, with its own runner, and wait for all of them.
 
-        It may take as long as the start. A ValueError on a rank is raised here.
+        The task may take as long as the start. A ValueError that it raises on a rank is raised here
+        with the same message.
         """
         step = self._command(Task(self._step + 1, task, args))
         self._listen(lambda: all(rank.done == step for rank in self._ranks), self._start_seconds)
@@ -195,24 +205,27 @@ class TensorParallelRunner:
             raise ValueError(error)
 
     def close(self) -> None:
-        """End every rank's process, which gives its memory back."""
+        """End every rank's process and so free its memory."""
         end_ranks(self._ranks, self._owner)
         self._finalizer.detach()
 
     def _command(self, message: Launch | Constrain | ReadLogits | Synchronize | Task) -> int:
+        """Send a command to every rank, and return the command's number."""
         if self._lost is not None:
-            raise RankError(f"this LLM lost its ranks, make a new one. What happened: {self._lost}")
-        self._send()  # what an interrupt left of the last command: every rank gets all commands
+            raise RankError(f"this LLM lost its ranks: make a new LLM. The cause: {self._lost}")
+        # An interrupt may have left a part of the last command unsent. Every rank gets every
+        # command, so the rest goes first.
+        self._send()
         self._step = message.step
         self._outgoing = Channel.frame(pack_command(message)), [(rank, []) for rank in self._ranks]
         self._send()
         return message.step
 
     def _send(self) -> None:
-        """Send each rank what it has not yet got of the command, and read what ranks say meanwhile.
+        """Send each rank the rest of the last command, and read answers meanwhile.
 
-        A rank whose answer nobody reads accepts no command. Nor do the ranks that wait for it in a
-        collective.
+        A rank whose answer nobody reads accepts no more bytes. Neither do the ranks that wait for
+        it in a collective. So a send that did not read might wait forever.
         """
         frame, receivers = self._outgoing
         for rank, sent in receivers:
@@ -235,9 +248,9 @@ class TensorParallelRunner:
                         self._fail(rank)
 
     def _listen(self, until: Callable[[], Any], seconds: float) -> None:
-        """Read what the ranks say until the condition holds.
+        """Read the ranks' answers until the condition `until` holds.
 
-        Raises RankError if one ends, or if all are silent for so many seconds.
+        Raises RankError if a rank ends, or if all ranks are silent for this many seconds.
         """
         deadline = time.monotonic() + seconds
         while not until():
@@ -248,27 +261,29 @@ class TensorParallelRunner:
                 deadline = time.monotonic() + seconds
                 continue
             for rank in self._ranks:
-                # A process that the rank started may hold its end of the channel open.
+                # A closed channel would tell of a rank's end, but a process that the rank started
+                # may still hold the channel open.
                 if rank.process.poll() is not None:
                     self._fail(rank)
             if time.monotonic() > deadline:
                 self._fail_silent(self._behind(), seconds)
 
     def _behind(self) -> list[Rank]:
-        """The ranks that the others wait for."""
+        """Return the ranks that the other ranks wait for."""
         if self._step == 0:
             return [rank for rank in self._ranks if rank.ready is None]
         least = min(rank.done for rank in self._ranks)
         return [rank for rank in self._ranks if rank.done == least]
 
     def _hear(self, rank: Rank) -> None:
+        """Receive one answer of a rank and record it. End all ranks if it reports a failure."""
         try:
             message = unpack_answer(rank.channel.receive())
         except (ChannelClosed, OSError):
             self._fail(rank)
         except MalformedAnswer as error:
             self._give_up(
-                f"rank {rank.number} of {len(self._ranks)} sent what is no answer ({error})"
+                f"rank {rank.number} of {len(self._ranks)} sent a malformed answer ({error})"
             )
         if isinstance(message, Done):
             rank.done = message.step
@@ -283,11 +298,11 @@ class TensorParallelRunner:
             rank.ready = message
 
     def _fail(self, rank: Rank, failed: Failed | None = None) -> NoReturn:
-        """End all ranks and say why: this one died or, if it says so itself, raised."""
+        """End all ranks and raise the cause: `rank` died or, if `failed` is given, raised."""
         time.sleep(EVIDENCE_SECONDS)
         if failed is not None:
-            # A rank that loses a peer in a collective raises at once, and stays alive. So if one
-            # is dead, its death is the cause.
+            # A rank that loses a peer in a collective raises at once and stays alive. So if another
+            # rank is dead, its death is the cause.
             dead = next((other for other in self._ranks if other.process.poll() is not None), None)
             if dead is not None:
                 rank, failed = dead, None
@@ -301,9 +316,10 @@ class TensorParallelRunner:
         self._give_up(f"rank {rank.number} of {len(self._ranks)} {what}")
 
     def _fail_silent(self, ranks: list[Rank], seconds: float) -> NoReturn:
+        """End all ranks and raise the cause: `ranks` sent no answer for this many seconds."""
         for rank in self._ranks:
-            rank.process.send_signal(signal.SIGUSR1)  # has it print the stack of each thread
-            time.sleep(EVIDENCE_SECONDS)  # two ranks that print at once garble each other's lines
+            rank.process.send_signal(signal.SIGUSR1)  # the rank prints the stack of each thread
+            time.sleep(EVIDENCE_SECONDS)  # ranks that print at the same time would mix their lines
         names = " and ".join(str(rank.number) for rank in ranks)
         remedy = "If a step may take longer, raise step_timeout"
         if self._step == 0 or seconds != self._step_seconds:
@@ -314,6 +330,7 @@ class TensorParallelRunner:
         )
 
     def _give_up(self, what: str) -> NoReturn:
+        """Kill all ranks and raise RankError with what happened."""
         self._lost = what + (" (while starting)" if self._step == 0 else "")
         kill_ranks(self._ranks)
         self.close()
@@ -321,12 +338,12 @@ class TensorParallelRunner:
 
 
 def check_split(config: Config, hf_config) -> int:
-    """Refuse what cannot be split over the ranks, or what there are no devices for.
+    """Raise ValueError if the ranks cannot split the model, or if there are too few devices.
 
-    Returns the number of the whole model's parameters.
+    Returns the number of parameters of the whole model.
     """
     group = ParallelGroup(0, config.tensor_parallel_size)
-    # This comes first, since somebody may ask for a billion ranks.
+    # This check comes first, because a user may ask for a billion ranks.
     group.shard(hf_config.num_attention_heads, "num_attention_heads")
     with torch.device("meta"):
         build_model(hf_config, group)
@@ -337,7 +354,7 @@ def check_split(config: Config, hf_config) -> int:
 
 
 def plain_config(hf_config) -> SimpleNamespace:
-    """The configuration's values without their class.
+    """Copy a configuration's values into an object without its class.
 
     So a rank need not import transformers, which takes seconds.
     """

@@ -1,8 +1,8 @@
-"""The process of one rank: join the other ranks, build the runner, do what the engine commands.
+"""The process of one rank: it joins the other ranks, builds the runner and does the commands.
 
-Knows nothing about sequences or policy. `rank_process.spawn_rank` starts it as a fresh
-interpreter. It ends when the engine closes the channel or dies: a thread waits for that alone, so
-that a rank ends even while it waits in a collective that the other ranks will never join.
+It knows nothing about sequences or policies. `rank_process.spawn_rank` starts it as a fresh
+interpreter. The process ends when the engine closes the channel or dies. A thread does nothing but
+wait for that, so a rank ends even while it waits in a collective that the other ranks never join.
 """
 
 import ctypes
@@ -45,8 +45,9 @@ def run_rank(rank: int, fd: int, *, engine_pid: int, dies_with_parent: bool) -> 
     """Serve the engine at the other end of the socket `fd`. Never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides what Ctrl-C means
     if dies_with_parent and sys.platform == "linux":
-        # Then the kernel ends this process even if no thread of it can run Python. It regards the
-        # thread that started us as the parent, so this is right only if that is the main thread.
+        # The kernel then ends this process together with its parent, even if no thread here can run
+        # Python. The kernel regards the thread that started this process as the parent, so this is
+        # right only if that was the main thread.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sock = socket.socket(fileno=fd)
     threading.Thread(target=_exit_without_engine, args=(sock, engine_pid), daemon=True).start()
@@ -60,19 +61,19 @@ def run_rank(rank: int, fd: int, *, engine_pid: int, dies_with_parent: bool) -> 
         failed = Failed(str(error) if is_users else "", traceback.format_exc(), is_users)
         with suppress(OSError):  # the engine may be gone
             _answer(channel, failed)
-    # Stay until the engine closes the channel. If this process ended, the other ranks would fail
-    # as well, and it would be harder to tell who failed first.
+    # Stay until the engine closes the channel. If this process ended, the other ranks would fail as
+    # well, and it would be harder to tell which rank failed first.
     threading.Event().wait()
 
 
 def _exit_without_engine(sock: socket.socket, engine_pid: int) -> None:
     """Exit when the engine has closed its end of the channel, or its process has ended."""
     gone = select.poll()
-    gone.register(sock, 0)  # poll reports a hang-up without being asked to
+    gone.register(sock, 0)  # poll reports a hang-up in any case
     if hasattr(os, "pidfd_open"):
-        # A process that the engine forked holds a copy of its end of the channel. The copy keeps
-        # the channel open if the engine is killed.
-        with suppress(OSError):  # a kernel without it, or the engine is gone
+        # A process that the engine forked holds a copy of the engine's end of the channel. The copy
+        # keeps the channel open if the engine is killed.
+        with suppress(OSError):  # the kernel has no pidfd_open, or the engine is gone
             gone.register(os.pidfd_open(engine_pid), select.POLLIN)
     if os.getppid() == engine_pid:
         gone.poll()
@@ -80,14 +81,15 @@ def _exit_without_engine(sock: socket.socket, engine_pid: int) -> None:
 
 
 def _serve(rank: int, channel: Channel) -> None:
+    """Start the runner, then do commands until the channel closes."""
     runner = _start(rank, channel)
-    # Steps of rank 0 whose results the engine waits for.
+    # The steps of rank 0 whose results the engine waits for.
     in_flight: deque[tuple[int, SampledTokens]] = deque()
     commands = select.poll()
     commands.register(channel.sock, select.POLLIN)
     while True:
-        # The next command must not wait for a result, nor a result for a command: look for both
-        # by turns.
+        # A command must not wait for a result, nor a result for a command. So look for both by
+        # turns.
         while in_flight and not commands.poll(0):
             step, sampled = in_flight[0]
             if sampled.ready():
@@ -121,7 +123,10 @@ def _answer(channel: Channel, answer: Answer) -> None:
 
 
 def _with_logits(command: Constrain) -> LogitsEdits:
-    """Edits whose processors give what the user's gave in the engine's process."""
+    """Return the command's edits with processors that return the logits of the command.
+
+    The user's processors returned these logits in the engine's process.
+    """
     processors: dict[int, Any] = {row: partial(_replace, by) for row, by in command.logits.items()}
     return command.edits._replace(processors=processors)
 
@@ -131,7 +136,10 @@ def _replace(by: np.ndarray, logits: Any) -> torch.Tensor:
 
 
 def do(command: Task, runner: ModelRunner) -> str:
-    """What a ValueError says: the user's mistake ends no rank. "": there is none."""
+    """Do a task, and return the message of a ValueError that it raises, or "".
+
+    A ValueError is the user's mistake, which must not end the rank.
+    """
     try:
         command.task(runner, *command.args)
     except ValueError as error:
@@ -140,11 +148,12 @@ def do(command: Task, runner: ModelRunner) -> str:
 
 
 def _start(rank: int, channel: Channel) -> ModelRunner:
+    """Receive Start, join the other ranks, build the runner and answer Ready."""
     start = unpack_command(channel.receive())
     assert isinstance(start, Start)
     device = resolve_device(start.config.device, rank)
     if device.type == "cpu":
-        # The ranks share the cores.
+        # The ranks share the cores of one CPU.
         torch.set_num_threads(threads_of_rank(start.size))
     group = join_group(
         rank,

@@ -1,1 +1,1 @@
-"""Write down what an engine does, so that one can watch it afterwards: `LLM(..., trace=path)`."""
+"""A record of what an engine does, to watch afterwards: `LLM(..., trace=path)` writes it."""

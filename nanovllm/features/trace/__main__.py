@@ -1,4 +1,4 @@
-"""Say what a trace in JSON tells in figures, and make a page of it.
+"""A command that prints a trace's figures and makes a page of it.
 
 python -m nanovllm.features.trace run.jsonl [run.html]
 """
@@ -11,8 +11,8 @@ from nanovllm.features.trace.summary import Summary
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.features.trace", description=__doc__)
-    parser.add_argument("jsonl", help="what LLM(..., trace='run.jsonl') wrote")
-    help = "where to write the page, a name that ends in .html"
+    parser.add_argument("jsonl", help="a file that LLM(..., trace='run.jsonl') wrote")
+    help = "the file to which to write the page; its name ends in .html"
     parser.add_argument("page", nargs="?", help=help)
     args = parser.parse_args()
     try:
@@ -21,7 +21,10 @@ def main() -> None:
         if args.page:
             write(events, args.page)
     except LookupError as error:
-        parser.error(f"{args.jsonl} names what it did not begin, such as a sequence: {error!r}")
+        parser.error(
+            f"{args.jsonl} names a sequence, a block or a step that it did not introduce "
+            f"({error!r}): give a file that LLM(..., trace='run.jsonl') wrote"
+        )
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

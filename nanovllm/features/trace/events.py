@@ -1,129 +1,135 @@
-"""The events that a trace is made of.
+"""The events of which a trace is made.
 
-A trace begins with a `Run`. Then each thing that changes the engine's state has an event, in the
-order in which it happened. What the scheduler decides while it plans a step comes before that
-step's `Launched`; what a step's tokens lead to comes before or right after its `Committed`. Which
-blocks are allocated, shared and given back follows from what happens to sequences:
-`replay.Replay` works it out.
+A trace begins with a `Run`. Then every change of the engine's state has an event, in the order in
+which the changes happened. The scheduler's decisions while it plans a step come before the step's
+`Launched`. The effects of a step's tokens come before its `Committed` or right after it. Events do
+not list which blocks are allocated, shared and given back: `replay.Replay` works that out from what
+happens to the sequences.
 
-Times are seconds since the trace began, on the host's clock. Sequences, steps and blocks are
-numbers that the engine gave them. Of a request of n completions each is a sequence; the request
-has the number of the first.
+Times are seconds since the trace began, on the host's clock. Sequences, steps and blocks appear by
+the numbers that the engine gave them. Each of the n completions of a request is a sequence, and the
+request has the number of its first sequence.
 """
 
 from typing import NamedTuple
 
 
 class Run(NamedTuple):
-    """What runs where."""
+    """The model, the device and the engine's options: the first event of a trace."""
 
     model: str
     device: str
     dtype: str
     attention: str
-    overlap: bool  # a step is launched before the tokens of the one before it are read
-    num_blocks: int  # KV blocks
-    block_size: int  # tokens of a block
-    max_num_seqs: int  # batch slots
-    max_num_batched_tokens: int  # tokens of a step
-    kv_bytes_per_token: float  # of K and V, all layers
-    weight_bytes: int | None  # that each step reads; None: it depends on the tokens, as of experts
-    bandwidth: float | None = None  # of the device's memory in bytes a second, if somebody knows it
+    overlap: bool  # whether a step is launched before the tokens of the step before it are read
+    num_blocks: int  # number of KV blocks
+    block_size: int  # tokens that a block holds
+    max_num_seqs: int  # number of batch slots
+    max_num_batched_tokens: int  # limit of tokens in a step
+    kv_bytes_per_token: float  # bytes of a token's K and V in all layers
+    # Bytes of weights that each step reads; None: it depends on the tokens, as with experts.
+    weight_bytes: int | None
+    bandwidth: float | None = None  # bytes a second of the device's memory; None: unknown
     cached_blocks: tuple[int, ...] = ()  # free blocks that the prefix cache knows at the beginning
     cached_hashes: tuple[str, ...] = ()  # of these, as `Registered` has them
     began_at: str = ""  # date and time, ISO 8601
 
 
 class Added(NamedTuple):
-    """A sequence came in, and waits."""
+    """A sequence that was added and waits."""
 
     time: float
     seq: int
     request: int
     prompt_tokens: int
-    max_tokens: int  # of the output
+    max_tokens: int  # limit of the output's tokens
 
 
 class Started(NamedTuple):
-    """A sequence got a batch slot and blocks: for the first time, or again after a preemption."""
+    """A sequence that got a batch slot and blocks, at first or again after a preemption."""
 
     seq: int
     slot: int
-    blocks: tuple[int, ...]  # its block table
-    shared_blocks: int  # so many leading ones were there already; the others were free
-    cached_tokens: int  # tokens that the prefix cache held
-    given_back: int = 0  # so many leading ones it does not hold: they lie behind its window
+    blocks: tuple[int, ...]  # the sequence's block table
+    shared_blocks: int  # number of leading blocks that held tokens already; the others were free
+    cached_tokens: int  # tokens of the sequence that the prefix cache held
+    given_back: int = 0  # number of leading blocks that lie behind the window and are not held
 
 
 class Registered(NamedTuple):
-    """The prefix cache knows blocks from now on: whoever begins alike may share them."""
+    """Blocks that the prefix cache knows from now on: sequences that begin alike may share them."""
 
     blocks: list[int]
     hashes: list[str]  # of each, the content hash by which it is found, as hexadecimal digits
 
 
 class Evicted(NamedTuple):
-    """The prefix cache forgot blocks: somebody takes them for something else, or what they hold may
-    be no numbers.
+    """Blocks that the prefix cache forgot.
+
+    Their memory is needed for something else, or what they hold may be no numbers.
     """
 
     blocks: list[int]
 
 
 class Preempted(NamedTuple):
-    """Blocks ran out: a sequence, and what forks from it, are released and wait again."""
+    """A sequence that was preempted because blocks ran out.
+
+    The sequence and those that fork from it are released and wait again.
+    """
 
     seq: int
 
 
 class Released(NamedTuple):
-    """A sequence gave its slot and its blocks back."""
+    """A sequence that gave its slot and its blocks back."""
 
     seq: int
 
 
 class Paused(NamedTuple):
-    """The user paused a sequence. It keeps its slot and blocks until others need them."""
+    """A sequence that the user paused. It keeps its slot and blocks until others need them."""
 
     time: float
     seq: int
 
 
 class Resumed(NamedTuple):
-    """A paused sequence may go on."""
+    """A paused sequence that may go on."""
 
     time: float
     seq: int
 
 
 class GaveBack(NamedTuple):
-    """A sequence holds its first blocks no more: they lie behind the window of every layer."""
+    """A sequence that gave back its first blocks, which lie behind the window of every layer."""
 
     seq: int
-    blocks: int  # so many by now, counted from the first of its block table
+    blocks: int  # number of leading blocks of its table that it has given back by now
 
 
 class Grew(NamedTuple):
-    """A prompt that is computed in part got more blocks."""
+    """A sequence whose prompt is computed in part, and which got more blocks."""
 
     seq: int
     blocks: tuple[int, ...]
 
 
 class Launched(NamedTuple):
-    """A step was given to the device.
+    """A step that was given to the device.
 
-    If that is the CPU itself, `launch_seconds` is the time to compute the step.
+    If the device is the CPU itself, `launch_seconds` is the time that the step took to compute.
     """
 
     step: int
-    time: float  # at which its scheduling began
+    time: float  # when the scheduling of the step began
     decode_tokens: int
     prefills: tuple[tuple[int, int, int], ...]  # prompt chunks: sequence, first token, end
-    forked: tuple[tuple[int, int], ...]  # that go on where another's prompt ends: sequence, end
+    # Sequences that fork where the prompt of another one ends: sequence, end.
+    forked: tuple[tuple[int, int], ...]
     grown: tuple[tuple[int, int], ...]  # decoding sequences that got a block: sequence, block
-    joined: tuple[int, ...]  # sequences that decode now, and did not in the step before
-    left: tuple[int, ...]  # sequences that did, and do not now
+    joined: tuple[int, ...]  # sequences that decode in this step, but not in the step before
+    left: tuple[int, ...]  # sequences that decoded in the step before, but not in this one
     running: int  # sequences that hold a batch slot
     waiting: int
     blocks_in_use: int
@@ -132,17 +138,17 @@ class Launched(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A step's tokens were read, and appended to their sequences."""
+    """A step whose tokens were read and appended to their sequences."""
 
     step: int
-    time: float  # at which they were there
-    tokens: int  # appended; what a sequence sampled after its end was dropped
-    wait_seconds: float  # that the host waited for them
+    time: float  # when the tokens had arrived
+    tokens: int  # number of appended tokens, without those that a sequence sampled after its end
+    wait_seconds: float  # how long the host waited for the tokens
     commit_seconds: float
 
 
 class Finished(NamedTuple):
-    """A sequence is done."""
+    """A sequence that has ended."""
 
     time: float
     seq: int
@@ -151,7 +157,10 @@ class Finished(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """An error or interrupt left a step unfinished: all sequences and cached blocks are dropped."""
+    """A reset of the engine, after an error or interrupt left a step unfinished.
+
+    All sequences and all cached blocks are dropped.
+    """
 
     time: float
 

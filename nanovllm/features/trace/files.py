@@ -1,7 +1,7 @@
-"""Write a trace: JSON, one event a line, or a page that a browser replays.
+"""The files of a trace: lines of JSON, one for each event, or a page that a browser replays.
 
-A line of JSON is an object of an event's fields, with its kind as `event`. The page is
-`page.html` with the events in it, as arrays of their values: it needs no network and no server.
+A line of JSON is an object of an event's fields, with the event's kind as `event`. The page is
+`page.html` with the events in it, as arrays of their values. It needs no network and no server.
 """
 
 import json
@@ -12,42 +12,41 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nanovllm.checks import shown
 from nanovllm.features.trace.events import KINDS, Event, Run
+from nanovllm.whole_files import draw_mark, open_new, part_of, whole_file
 
 PAGE = Path(__file__).with_name("page.html")
-PLACE = "TRACE-GOES-HERE"  # in the page
+PLACE = "TRACE-GOES-HERE"  # the text in the page that the events replace
 KIND_OF_NAME = {kind.__name__: kind for kind in KINDS}
-FIELDS = {
-    kind: get_type_hints(kind) for kind in KINDS
-}  # their names, and the types of their values
-NUMBERS_END = 2**53  # below it, the page's numbers are exact
+FIELDS = {kind: get_type_hints(kind) for kind in KINDS}  # kind -> {name of a field: its type}
+NUMBERS_END = 2**53  # the page's numbers, JavaScript's, are exact below this
 
 
 def write(events: Iterable[Event], path: str | Path) -> None:
-    """A page if `path` ends in .html, else JSON lines."""
+    """Write a trace to a file: a page if `path` ends in .html, else lines of JSON."""
     text = make_page(events) if str(path).endswith(".html") else make_jsonl(events)
-    # At once: whoever looks at the path sees no half of a file.
-    part = part_of(path)
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    with whole_file(Path(path)) as file:
+        file.write(text.encode())
 
 
 def check_writable(path: str) -> None:
-    """Raise ValueError for what `write` could not write: now, rather than after a long run."""
+    """Raise ValueError if `write` could not write to `path`.
+
+    The check runs before the engine does, because the trace is written after a long run.
+    """
+    part = part_of(Path(path), draw_mark())
     try:
-        part_of(path).touch()
-        part_of(path).unlink()
+        open_new(part).close()
+        part.unlink()
     except OSError as error:
-        raise ValueError(f"trace is {path!r}, which cannot be written: {error}") from error
+        raise ValueError(
+            f"trace is {path!r}, which cannot be written: {error}. Name a file in a folder of yours"
+        ) from error
     if Path(path).is_dir():
         raise ValueError(f"trace is {path!r}, which is a folder: name a file in it")
 
 
-def part_of(path: str | Path) -> Path:
-    """What a file is called until it is complete."""
-    return Path(f"{path}.part")
-
-
 def make_jsonl(events: Iterable[Event]) -> str:
+    """Make lines of JSON from events, one for each."""
     lines = [
         {"event": type(event).__name__, **dict(zip(event._fields, map(rounded, event)))}
         for event in events
@@ -56,10 +55,10 @@ def make_jsonl(events: Iterable[Event]) -> str:
 
 
 def read_jsonl(path: str | Path) -> list[Event]:
-    """The events of a file that `write` wrote; their lists are lists and not tuples.
+    """Read the events of a file that `write` wrote. Tuples come back as lists.
 
-    Raises ValueError for another file, and for a value of another type than its event says: a trace
-    may be somebody else's.
+    A trace may come from somebody else, so it is checked: raises ValueError if the file is not a
+    trace, or if a value is not of the type that its event declares.
     """
     events: list[Event] = []
     with open(path, encoding="utf-8") as file:
@@ -69,18 +68,19 @@ def read_jsonl(path: str | Path) -> list[Event]:
                 events.append(make_event(KIND_OF_NAME[values.pop("event")], values))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path} holds no events, at line {len(events) + 1}: give what "
+                f"{path}: line {len(events) + 1} is not an event: give a file that "
                 f"LLM(..., trace='run.jsonl') wrote ({type(error).__name__}: {error})"
             ) from error
     if not events or not isinstance(events[0], Run):
         raise ValueError(
-            f"{path} is not a whole trace: give what LLM(..., trace='run.jsonl') wrote"
+            f"{path} does not begin with a Run event: give a file that "
+            "LLM(..., trace='run.jsonl') wrote"
         )
     return events
 
 
 def make_event(kind: type[Event], values: dict[str, Any]) -> Event:
-    """Make an event. Raises TypeError for missing and unknown fields and for wrong values."""
+    """Make an event of a kind. Raises TypeError for missing, unknown and wrong values."""
     event = kind(**values)
     for (name, declared), value in zip(FIELDS[kind].items(), event):
         if not has_type(value, declared):
@@ -89,9 +89,9 @@ def make_event(kind: type[Event], values: dict[str, Any]) -> Event:
 
 
 def has_type(value: Any, declared: Any) -> bool:
-    """Whether a value read from JSON is what an event's field declares.
+    """Return whether a value read from JSON has the type that an event's field declares.
 
-    An array of JSON may be a list or a tuple. Numbers are finite, and whole ones count from 0.
+    A declared list or tuple is an array in JSON. Numbers must be finite, and integers at least 0.
     """
     parts = get_args(declared)
     origin = get_origin(declared)
@@ -112,12 +112,13 @@ def has_type(value: Any, declared: Any) -> bool:
 
 
 def make_page(events: Iterable[Event]) -> str:
+    """Make the page that replays events in a browser."""
     index = {kind: i for i, kind in enumerate(KINDS)}
     trace = {
         "kinds": [[kind.__name__, *kind._fields] for kind in KINDS],
         "events": [[index[type(event)], *map(rounded, event)] for event in events],
     }
-    # A "<" in a name would be the page's.
+    # The browser would read a "<" in a name as the page's markup.
     text = json.dumps(trace, separators=(",", ":")).replace("<", "\\u003c")
     page = PAGE.read_text(encoding="utf-8")
     assert page.count(PLACE) == 1
@@ -125,5 +126,5 @@ def make_page(events: Iterable[Event]) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Seconds are given to the microsecond."""
+    """Round a float to six digits, which are microseconds for seconds; return others unchanged."""
     return round(value, 6) if isinstance(value, float) else value

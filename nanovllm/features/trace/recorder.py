@@ -1,7 +1,7 @@
-"""The listener that records what an engine does, as the events of a trace.
+"""The listener that records what an engine does as the events of a trace.
 
-A step that only decodes costs the host a few microseconds, however many sequences run: nothing here
-looks at each of them. Events stay in memory until they are written.
+In a step that only decodes, the listener takes the host a few microseconds, however many sequences
+run, because it does not look at each of them. Events stay in memory until they are written.
 """
 
 import os
@@ -40,8 +40,10 @@ from nanovllm.outputs import StepRecord
 
 
 class Recorder(EngineListener):
-    """Takes notes, and writes them to a file when the engine is closed, when it is collected as
-    garbage, or when the interpreter exits: after an error or Ctrl-C too.
+    """A listener that records events and writes them to a file.
+
+    It writes when the engine is closed, when the engine is collected as garbage, or when the
+    interpreter exits, even after an error or Ctrl-C.
     """
 
     def __init__(self, path: str) -> None:
@@ -54,33 +56,35 @@ class Recorder(EngineListener):
         self._pid = os.getpid()
         self._begin = perf_counter()
         self._num_written = 0
-        self._mark = 0.0  # until when the host's time is accounted for
+        self._mark = 0.0  # the time up to which the host's time is accounted for
         self._seq_of_slot: dict[int, int] = {}
         self._decode_slots: tuple[int, ...] = ()
         self._decoding: frozenset[int] = frozenset()
         self._num_launched = self._num_committed = 0
-        self._wait_seconds = 0.0  # for the tokens that have arrived last
-        self._planned: Launched | None = None  # as far as it is known before its launch
+        self._wait_seconds = 0.0  # how long the host waited for the tokens that arrived last
+        self._planned: Launched | None = None  # the scheduled step, with what is known of it so far
 
     def now(self) -> float:
+        """Return the seconds since the trace began."""
         return perf_counter() - self._begin
 
     def follow(self, engine: LLMEngine, config: Config, hf_config, folder: str | Path) -> None:
         """Begin the trace of an engine that has just been built."""
         self._start(describe(engine, config, hf_config, folder))
-        # `self` knows nothing of the engine, so this does not keep the engine alive.
+        # The finalizer holds `self`, which holds no reference to the engine. So the engine can be
+        # collected.
         weakref.finalize(engine, self.write)
 
     def _start(self, run: Run) -> None:
-        """Begin anew, with nothing but `run`. No sequence may be under way."""
+        """Begin a new trace with the event `run`. No sequence may be under way."""
         self.events = [run._replace(began_at=datetime.now().isoformat(timespec="seconds"))]
         self._begin, self._num_written = perf_counter(), 0
         self._decode_slots, self._decoding = (), frozenset()
 
     def restart(self, **facts: Any) -> None:
-        """Forget what was recorded; the next event is the first. `facts` replace those of the Run.
+        """Drop the recorded events and begin a new trace. `facts` replace fields of its Run.
 
-        No sequence may be under way.
+        No sequence may be under way. The new Run lists the blocks that the prefix cache knows now.
         """
         run, *events = self.events
         assert isinstance(run, Run)
@@ -93,13 +97,13 @@ class Recorder(EngineListener):
         self._start(run._replace(cached_blocks=blocks, cached_hashes=hashes, **facts))
 
     def write(self) -> None:
-        """Write the file, if there is anything new. A forked process does not."""
+        """Write the file if there are new events. A forked process does not write."""
         if os.getpid() == self._pid and self._num_written < len(self.events):
             self._num_written = len(self.events)
             write(self.events, self.path)
 
     def _lap(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call."""
         now = self.now()
         seconds, self._mark = now - self._mark, now
         return seconds
@@ -107,7 +111,7 @@ class Recorder(EngineListener):
     def _add(self, event: Event) -> None:
         self.events.append(event)
 
-    # What the engine tells.
+    # The engine calls these methods; see EngineListener.
 
     def request_added(self, request: Sequence) -> None:
         max_tokens = 0
@@ -163,7 +167,8 @@ class Recorder(EngineListener):
         seq_of_slot = self._seq_of_slot
         joined: frozenset[int] = frozenset()
         left: frozenset[int] = frozenset()
-        # A slot that gets another sequence misses the step in which that one's prompt ends.
+        # Comparing slots is enough to see that sequences changed: a slot that another sequence gets
+        # does not decode in the step that computes the end of that sequence's prompt.
         if batch.decode_slots != self._decode_slots:
             self._decode_slots, before = batch.decode_slots, self._decoding
             self._decoding = frozenset([seq_of_slot[slot] for slot in batch.decode_slots])
@@ -220,6 +225,7 @@ class Recorder(EngineListener):
 
 
 def describe(engine: LLMEngine, config: Config, hf_config, folder: str | Path) -> Run:
+    """Describe an engine as the first event of its trace."""
     info, blocks = engine.runner.info, engine.scheduler.blocks
     return Run(
         model=Path(folder).absolute().name if Path(config.model).is_dir() else config.model,
@@ -237,11 +243,12 @@ def describe(engine: LLMEngine, config: Config, hf_config, folder: str | Path) -
 
 
 def bytes_of_weights(info: RunnerInfo, hf_config) -> int | None:
-    """That each decode step reads, on all ranks together. None: which experts it reads depends on
-    the tokens.
+    """Count the bytes of weights that each decode step reads, on all ranks together.
+
+    Returns None for a model with experts, because the tokens decide which experts a step reads.
     """
     if getattr(hf_config, "num_experts", None):
         return None
-    # Of an embedding that is not the head as well, a step reads a few rows.
+    # A step reads only a few rows of an embedding, unless the embedding is the head as well.
     embedding = 0 if hf_config.tie_word_embeddings else hf_config.vocab_size * hf_config.hidden_size
     return (info.num_parameters - embedding) * (4 if info.dtype == "float32" else 2)

@@ -1,6 +1,6 @@
-"""Work out from a trace's events what every sequence and every KV block was at any time.
+"""The state of all sequences and KV blocks at any time of a trace, worked out from its events.
 
-The page does the same in JavaScript. To draw a trace of one's own, begin here:
+The page does the same in JavaScript. To draw a trace in your own way, begin here:
 
     run, *events = read_jsonl("run.jsonl")
     replay = Replay(run)
@@ -25,35 +25,36 @@ from nanovllm.features.trace.events import (
 
 
 class Replay:
-    """The state after the events that were applied.
+    """The engine's state after the events that were applied.
 
-    A block is referenced by `ref_counts[block]` sequences. If that is 0, it is free, and if it is
-    also in `known`, its content is still cached.
+    ref_counts[block] is the number of sequences that hold a block. A block that no sequence holds
+    is free; if it is also in `known`, the prefix cache can still find its content.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.num_preemptions = 0
-        self.num_evictions = 0  # cached blocks that were taken for something else
+        self.num_evictions = 0  # cached blocks that were taken for other tokens
         self._clear(dict(zip(run.cached_blocks, run.cached_hashes)))
 
     def _clear(self, known: dict[int, str]) -> None:
         self.ref_counts = [0] * self.run.num_blocks
         self.known = known  # cached block -> the content hash by which it is found
-        # Sequence -> its block table; None: it gave that block back.
+        # Sequence -> its block table, with None in the place of a block that it gave back.
         self.tables: dict[int, list[int | None]] = {}
         self.lengths: dict[int, int] = {}  # sequence -> tokens whose K and V its blocks hold
-        self.decoding: set[int] = set()  # in the step that was launched last
+        self.decoding: set[int] = set()  # sequences that decode in the step launched last
 
     def apply(self, event: Event) -> None:
-        """Raises ValueError if it cannot have happened."""
+        """Apply the next event. Raises ValueError if it cannot have happened in this state."""
         if isinstance(event, Started):
             self._start(event)
         elif isinstance(event, Registered):
-            _check(all(self.ref_counts[b] for b in event.blocks), event, "nobody holds a block")
+            held = all(self.ref_counts[b] for b in event.blocks)
+            _check(held, event, "no sequence holds one of the blocks")
             self.known.update(zip(event.blocks, event.hashes))
         elif isinstance(event, Evicted):
-            _check(self.known.keys() >= {*event.blocks}, event, "a block was not known")
+            _check(self.known.keys() >= {*event.blocks}, event, "a block was not cached")
             for block in event.blocks:
                 del self.known[block]
             self.num_evictions += len(event.blocks)
@@ -77,7 +78,7 @@ class Replay:
         _check(event.seq not in self.tables, event, "the sequence runs already")
         for block in event.blocks[event.given_back : event.shared_blocks]:
             used = self.ref_counts[block] > 0 or block in self.known
-            _check(used, event, f"block {block} is shared, and nobody has written it")
+            _check(used, event, f"block {block} is shared, but nothing was written to it")
             self.ref_counts[block] += 1
         for block in event.blocks[event.shared_blocks :]:
             self._allocate(block, event)
@@ -90,11 +91,12 @@ class Replay:
             self._allocate(block, event)
             self.tables[seq].append(block)
         for seq, start, end in event.prefills:
-            _check(start <= self.lengths[seq], event, "a chunk begins where the last one ended")
+            _check(start <= self.lengths[seq], event, "a chunk begins after a gap")
             self.lengths[seq] = end
         self.lengths.update(event.forked)
         self.decoding = self.decoding - set(event.left) | set(event.joined)
-        _check(len(self.decoding) == event.decode_tokens, event, "each decodes one token")
+        count = len(self.decoding)
+        _check(count == event.decode_tokens, event, f"{count} sequences decode a token each")
         for seq in self.decoding:
             self.lengths[seq] += 1
         for seq, length in self.lengths.items():
@@ -102,7 +104,7 @@ class Replay:
             _check(length <= room, event, f"sequence {seq} has {length} tokens in {room} slots")
 
     def _give_back(self, seq: int, count: int) -> None:
-        """The first `count` blocks of a table, but those that were given back before."""
+        """Give back those of a sequence's first `count` blocks that it still holds."""
         table = self.tables[seq]
         for i, block in enumerate(table[:count]):
             if block is not None:
@@ -110,8 +112,8 @@ class Replay:
                 table[i] = None
 
     def _allocate(self, block: int, event: Event) -> None:
-        _check(self.ref_counts[block] == 0, event, f"block {block} is taken, and was not free")
-        _check(block not in self.known, event, f"block {block} was not evicted first")
+        _check(self.ref_counts[block] == 0, event, f"block {block} is taken, but was not free")
+        _check(block not in self.known, event, f"block {block} is taken, but was not evicted")
         self.ref_counts[block] = 1
 
 

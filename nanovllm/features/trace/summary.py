@@ -1,6 +1,4 @@
-"""What a trace says in figures: how long steps took and requests waited, what the caches were
-worth.
-"""
+"""The figures of a trace: how long steps took, how long requests waited, what the caches gained."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,11 +18,12 @@ from nanovllm.features.trace.replay import Replay
 
 
 class Summary:
-    """Figures of a trace's events.
+    """The figures of a trace's events.
 
-    Times are in seconds. A step's is the one from the commit before it to its own: what whoever
-    decodes waits for a token. A KV slot is room for one token; one is unused while a sequence holds
-    its block and has not written it.
+    Times are in seconds. The time of a step is the time from the commit before it, or from its
+    launch if that came later, to its own commit: a decoding sequence waits that long for a token. A
+    KV slot is room for one token. It is unused while a sequence holds its block and has not written
+    to the slot.
     """
 
     def __init__(self, events: Iterable[Event]) -> None:
@@ -33,15 +32,19 @@ class Summary:
         self.first_tokens: dict[int, float] = {}  # request -> time to its first token
         self._cached: dict[int, int] = {}  # sequence -> tokens of its prompt that were cached
         self.step_seconds: list[float] = []
-        self.slots = self.unused_slots = 0  # of the blocks in use, summed over the steps
+        # KV slots of the blocks in use, and those of them that are unused, summed over the steps.
+        self.slots = self.unused_slots = 0
         self.most_blocks = self.output_tokens = self.evictions = 0
-        self.schedule_seconds = self.launch_seconds = self.wait_seconds = 0.0  # of the host
+        # The host's time to schedule and commit steps, to launch them, and to wait for tokens.
+        self.schedule_seconds = self.launch_seconds = self.wait_seconds = 0.0
         self._last_commit = 0.0
         run, *rest = events
         assert isinstance(run, Run)
         self.run, self._replay = run, Replay(run)
         for event in rest:
-            if isinstance(event, Evicted):  # else its holder is about to register it anew, longer
+            # A block that a sequence holds is not lost: the cache forgets it only to register it
+            # again with more tokens.
+            if isinstance(event, Evicted):
                 self.evictions += sum(not self._replay.ref_counts[b] for b in event.blocks)
             self._replay.apply(event)
             self._read(event)
@@ -76,12 +79,15 @@ class Summary:
         self._last_commit = event.time
         for seq, _, end in launched.prefills:
             added = self._added[seq]
-            # A prompt's last chunk samples the first token, of all completions.
+            # The last chunk of a prompt samples the first token of every completion.
             if added.seq == added.request and end >= added.prompt_tokens:
                 self.first_tokens.setdefault(seq, event.time - added.time)
 
     def figures(self) -> dict[str, Any]:
-        """By name. Of times the median and the p99, or None if there are none."""
+        """Return the figures by name.
+
+        Step times and times to the first token have a median and a p99, or None if there are none.
+        """
         requests = [event for event in self._added.values() if event.seq == event.request]
         prompt_tokens = sum(event.prompt_tokens for event in requests)
         cached_tokens = sum(self._cached.get(event.seq, 0) for event in requests)
@@ -105,15 +111,16 @@ class Summary:
         )
 
     def lines(self) -> list[str]:
-        """The figures, for people."""
+        """Format the figures as lines for people to read."""
         found, run = self.figures(), self.run
         return [
             f"{found['steps']:,} steps in {found['seconds']:.3f} s: "
-            f"{shown(found['step_seconds'])}, longest {found['longest_step'] * 1e3:.2f} ms",
+            f"{format_times(found['step_seconds'])}, longest {found['longest_step'] * 1e3:.2f} ms",
             f"of the host: scheduler {self.schedule_seconds:.3f} s, launches "
             f"{self.launch_seconds:.3f} s, waiting {self.wait_seconds:.3f} s",
             f"{found['requests']:,} requests, {found['prompt_tokens']:,} tokens in, "
-            f"{found['output_tokens']:,} out; first token {shown(found['time_to_first_token'])}",
+            f"{found['output_tokens']:,} out; "
+            f"first token {format_times(found['time_to_first_token'])}",
             f"prefix cache: {found['prefix_cache_hit_rate']:.1%} of the prompts, "
             f"{found['evictions']:,} evictions",
             f"KV cache: at most {found['blocks_in_use']:,} of {run.num_blocks:,} blocks of "
@@ -122,7 +129,8 @@ class Summary:
         ]
 
 
-def shown(seconds: dict[str, float] | None) -> str:
+def format_times(seconds: dict[str, float] | None) -> str:
+    """Format the median and the p99 of some times, or "never" if there are none."""
     if seconds is None:
         return "never"
     return f"median {seconds['median'] * 1e3:.2f} ms, p99 {seconds['p99'] * 1e3:.2f} ms"

@@ -1,1 +1,1 @@
-"""New weights for a running model, and its memory lent to others."""
+"""New weights for a running model, and sleep, which lends its memory to others."""

@@ -1,9 +1,10 @@
-"""Give a model new weights, all of them or none.
+"""New weights for a running model, all of them or none.
 
-They come one by one, maybe from a generator whose next tensor takes the place of the last. So each
-rank first collects its part of them, in a plain model in the CPU's memory. Once that is filled, as
-a checkpoint fills a model, it is copied into the model that runs, where its weights lie: whatever
-knows their addresses goes on with the new ones.
+The tensors come one by one, perhaps from a generator that writes each into the memory of the one
+before it. So each rank first collects its part of the weights in a plain model in the CPU's memory.
+New weights fill the plain model as a checkpoint does. Once it is full, its weights are copied to
+where those of the running model lie, so everything that knows their addresses, such as CUDA graphs,
+stays valid.
 """
 
 import signal
@@ -37,22 +38,24 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
-class Kept:
-    """What is kept for a runner."""
+class PendingWeights:
+    """The new weights of a runner that are not in its model yet."""
 
-    arriving: "NewWeights | None" = None
-    waiting: CausalLM | None = None  # the weights for a model that has none as it is asleep
-
-
-_kept: WeakKeyDictionary[ModelRunner, Kept] = WeakKeyDictionary()
+    incoming: "NewWeights | None" = None  # the weights of an update that is under way
+    # The plain model of an update during sleep at level 2, when the runner's model has no weights.
+    for_wake_up: CausalLM | None = None
 
 
-def kept(runner: ModelRunner) -> Kept:
-    return _kept.setdefault(runner, Kept())
+_pending: WeakKeyDictionary[ModelRunner, PendingWeights] = WeakKeyDictionary()
+
+
+def pending(runner: ModelRunner) -> PendingWeights:
+    """Return the object that holds a runner's new weights; make an empty one if there is none."""
+    return _pending.setdefault(runner, PendingWeights())
 
 
 class NewWeights:
-    """New weights, one by one, in a plain `model` that they fill."""
+    """New weights that come one by one, and the plain `model` that they fill."""
 
     def __init__(self, model: CausalLM) -> None:
         self.model = model
@@ -61,7 +64,8 @@ class NewWeights:
         self._slices: dict[str, list[WeightSlice]] = {}
         for part in slices:
             self._slices.setdefault(part.name, []).append(part)
-        # A tied head may come too. It must be the embedding, which may come after it.
+        # A tied head may come, too. It must equal the embedding, which may come after it. So its
+        # values are kept until the end.
         self._heads: dict[str, tuple[Any, WeightSlice]] = {}
         for path, head in tied_heads(model):
             embedding = next(part for part in slices if part.destination is head.weight)
@@ -71,8 +75,10 @@ class NewWeights:
 
     @torch.inference_mode()
     def add(self, name: str, tensor: Tensor) -> None:
-        """Raises ValueError if the tensor has no place in the model, not its shape or dtype, or has
-        come before.
+        """Copy a tensor into its place in the plain model.
+
+        Raises ValueError if the model has no place for the tensor, if its shape or dtype is wrong,
+        or if it has come before.
         """
         name = self._name_in_checkpoint(name)
         if name in self._seen:
@@ -99,7 +105,7 @@ class NewWeights:
             )
         for part in parts:
             if name in self._heads:
-                # A copy in any case: the caller may reuse the tensor's memory.
+                # Always copy, because the caller may reuse the tensor's memory.
                 values = torch.empty_like(part.destination)
                 self._head_values[name] = values.copy_(tensor[part.index])
             else:
@@ -107,7 +113,10 @@ class NewWeights:
         self._seen.add(name)
 
     def _name_in_checkpoint(self, name: str) -> str:
-        """transformers has other names than checkpoints for parts of a model that also sees."""
+        """Return the name that the checkpoint has for a tensor of transformers.
+
+        The names differ in models that take images as well as text.
+        """
         if name in self._slices or name in self._heads:
             return name
         if name.startswith("model.language_model."):
@@ -120,7 +129,7 @@ class NewWeights:
         return other if is_known else name
 
     def finish(self) -> None:
-        """Raises ValueError unless all have come, and a tied head is the embedding."""
+        """Raise ValueError unless all tensors have come, and a tied head equals the embedding."""
         if missing := self._slices.keys() - self._seen:
             raise ValueError(
                 f"weights lacks {some_of(missing)}: give all tensors of the checkpoint"
@@ -129,32 +138,36 @@ class NewWeights:
             head, embedding = self._heads[name]
             if not torch.equal(values, head.weight):
                 raise ValueError(
-                    f"weights has {name} that is not {embedding.name}, to which this model ties "
-                    "it: make a new LLM of a checkpoint with them"
+                    f"weights has {name} with other values than {embedding.name}, but this model "
+                    "ties the two: make a new LLM of a checkpoint that holds both"
                 )
 
 
 def update_weights(engine: LLMEngine, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """See `LLM.update_weights`. The engine must have nothing to do."""
+    """Replace the weights of an engine that has nothing to do; see `LLM.update_weights`."""
     runner = engine.runner
     runner.on_all_ranks(begin)
     try:
-        for name, tensor in each_tensor(weights, engine.model_class):
+        for name, tensor in checkpoint_tensors(weights, engine.model_class):
             runner.on_all_ranks(add, name, tensor.dtype, tuple(tensor.shape), as_bytes(tensor))
         runner.on_all_ranks(finish)
-        if engine.has_unfinished():  # the caller's iterable may use the LLM
+        if engine.has_unfinished():  # the caller's iterable may have used the LLM
             raise ValueError(
                 "weights added requests that are unfinished: let them end, or add them later"
             )
     except BaseException:
         runner.on_all_ranks(discard)
         raise
-    engine.reset()  # the prefix cache holds what the old weights computed
+    engine.reset()  # the prefix cache holds K and V that the old weights computed
     runner.on_all_ranks(put_in_place)
 
 
-def each_tensor(weights: Any, model_class: type[CausalLM]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the caller's iterable, as a checkpoint has them. Checks what they are."""
+def checkpoint_tensors(weights: Any, model_class: type[CausalLM]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the caller's iterable, each as a checkpoint holds it.
+
+    Raises TypeError for items that are not pairs of a name and a tensor, and for shards of a
+    tensor; ValueError for tensors that are not dense.
+    """
     remedy = "give pairs of name and tensor, such as model.state_dict().items()"
     try:
         pairs = iter(weights)
@@ -172,12 +185,14 @@ def each_tensor(weights: Any, model_class: type[CausalLM]) -> Iterator[tuple[str
         if model_class.stacks_experts:
             yield name, tensor.detach()
         else:
-            yield from unstacked(name, tensor.detach())
+            yield from unstack_experts(name, tensor.detach())
 
 
-def unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """transformers holds all experts of a layer in two tensors, [E, 2 I, N] and [E, N, I], of which
-    most checkpoints have three for each expert.
+def unstack_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Split a tensor that stacks all experts of a layer; yield any other tensor unchanged.
+
+    transformers holds the experts of a layer in two tensors, gate_up_proj [E, 2 I, N] and down_proj
+    [E, N, I]. Most checkpoints have three tensors for each expert.
     """
     path, _, kind = name.rpartition(".")
     if not path.endswith(".experts") or tensor.ndim != 3:
@@ -193,57 +208,67 @@ def unstacked(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_bytes(tensor: Tensor) -> np.ndarray:
-    """The values, in the CPU's memory, in a form that crosses to another process: NumPy does not
-    have all dtypes. Of a view of a large tensor, only its own.
+    """Return a tensor's values as bytes in the CPU's memory, which can go to another process.
+
+    NumPy does not have all dtypes, so the values go as bytes. Of a view of a large tensor, only the
+    values of the view go.
     """
     return to_cpu(tensor).contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def to_cpu(tensor: Tensor) -> Tensor:
-    """From a GPU, to pinned memory: other memory is copied to by way of that, and comes page by
-    page. PyTorch rounds its size up to a power of 2, and keeps it for the next tensor of this size.
+    """Copy a tensor to the CPU's memory; from a GPU, to pinned memory.
+
+    A GPU copies to other memory by way of pinned memory, and the system provides that other memory
+    page by page. PyTorch rounds the size of pinned memory up to a power of 2, and keeps the memory
+    for the next tensor of this size.
     """
     if not tensor.is_cuda:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
 
 
-# What each rank does with its runner.
+# Each rank calls the following functions with its runner.
 
 
 def begin(runner: ModelRunner) -> None:
-    kept(runner).arriving = NewWeights(plain_model(runner))
+    """Begin an update with an empty plain model."""
+    pending(runner).incoming = NewWeights(plain_model(runner))
 
 
 def add(
     runner: ModelRunner, name: str, dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray
 ) -> None:
-    arriving(runner).add(name, torch.from_numpy(data).view(dtype).view(shape))
+    """Add a tensor, given as the bytes of its values, to the update."""
+    incoming(runner).add(name, torch.from_numpy(data).view(dtype).view(shape))
 
 
 def finish(runner: ModelRunner) -> None:
-    arriving(runner).finish()
+    """Check that the update is complete."""
+    incoming(runner).finish()
 
 
 def discard(runner: ModelRunner) -> None:
-    kept(runner).arriving = None
+    """Drop the update."""
+    pending(runner).incoming = None
 
 
 def put_in_place(runner: ModelRunner) -> None:
-    new = arriving(runner).model
+    """Copy the new weights into the runner's model, or keep them until the model wakes up."""
+    new = incoming(runner).model
     if is_empty(runner.model):
-        kept(runner).waiting = new
+        pending(runner).for_wake_up = new
     else:
         runner.synchronize()
-        undisturbed(copy_weights, new, runner.model)
+        call_without_interrupt(copy_weights, new, runner.model)
         runner.synchronize()
-    kept(runner).arriving = None
+    pending(runner).incoming = None
 
 
-def undisturbed(function: Callable[..., None], *args: Any) -> None:
-    """Call a function. Ctrl-C is held back until it is done, so that it is never done by half."""
+def call_without_interrupt(function: Callable[..., None], *args: Any) -> None:
+    """Call a function, and put Ctrl-C off until it has returned, so that it never ends half-way."""
     before = signal.getsignal(signal.SIGINT)
-    # Ctrl-C reaches the main thread alone.
+    # Python handles Ctrl-C in the main thread alone, so other threads need no protection.
     if threading.current_thread() is not threading.main_thread() or before is None:
         function(*args)
         return
@@ -257,14 +282,15 @@ def undisturbed(function: Callable[..., None], *args: Any) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
-def arriving(runner: ModelRunner) -> NewWeights:
-    new = kept(runner).arriving
+def incoming(runner: ModelRunner) -> NewWeights:
+    """Return the weights of the update that is under way."""
+    new = pending(runner).incoming
     assert new is not None, "an update begins before anything is added"
     return new
 
 
 def plain_model(runner: ModelRunner) -> CausalLM:
-    """The runner's model, on the CPU, as it is before anything fills and transforms it."""
+    """Build the runner's model on the CPU, neither filled with weights nor transformed."""
     with tensors_default_to(runner.dtype, torch.device("cpu")):
         model = build_model(runner.hf_config, runner.group, runner.max_model_len)
     if model.lm_head.tied and not runner.model.lm_head.tied:
@@ -273,18 +299,18 @@ def plain_model(runner: ModelRunner) -> CausalLM:
 
 
 def is_empty(model: nn.Module) -> bool:
-    """Whether it is asleep and has no weights."""
+    """Return whether a model has no weights, as it has none during sleep at level 2."""
     return next(model.parameters()).is_meta
 
 
 @torch.inference_mode()
 def copy_weights(source: CausalLM, target: CausalLM) -> None:
-    """Copy those of a plain model to where another one's lie, which may have been transformed."""
+    """Copy the weights of a plain model into another model, which may have been transformed."""
     if target.lm_head.tied and not source.lm_head.tied:
         target.lm_head.untie()
     for path, plain in source.named_modules():
         layer: Any = target.get_submodule(path)
-        if hasattr(layer, "take_weights"):  # it keeps them in a form of its own
+        if hasattr(layer, "take_weights"):  # the layer keeps its weights in a form of its own
             layer.take_weights(plain)
             continue
         for name, parameter in plain.named_parameters(recurse=False):

@@ -1,7 +1,7 @@
-"""Give the memory of a device back while an engine has nothing to do, and take it again.
+"""Sleep, in which an engine that has nothing to do gives its device's memory back until it wakes.
 
-Level 1 keeps the weights in the CPU's memory; on a CPU they stay where they are. Level 2 leaves the
-model without any, and `wake_up` builds a new one.
+Level 1 keeps the weights in the CPU's memory; on a CPU they stay where they are. Level 2 drops the
+weights, and `wake_up` loads the model again.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from nanovllm.engine.errors import AsleepError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features.weight_updates.new_weights import (
+    call_without_interrupt,
     copy_weights,
     is_empty,
-    kept,
+    pending,
     to_cpu,
-    undisturbed,
 )
 
 
 def sleep(engine: LLMEngine, level: Any) -> None:
-    """See `LLM.sleep`. The engine must have nothing to do."""
+    """Put an engine that has nothing to do to sleep; see `LLM.sleep`."""
     number = as_integer(level)
     if number is None:
         raise TypeError(f"level is {shown(level)}: use 1 or 2")
@@ -39,17 +39,18 @@ def sleep(engine: LLMEngine, level: Any) -> None:
 
 
 def wake_up(engine: LLMEngine) -> None:
-    """See `LLM.wake_up`. Does nothing if the engine is awake."""
+    """Wake an engine up; see `LLM.wake_up`. This does nothing if the engine is awake."""
     if engine.is_asleep:
         engine.runner.on_all_ranks(restore)
         engine.is_asleep = False
 
 
-# What each rank does with its runner.
+# Each rank calls the following functions with its runner.
 
 
 def release(runner: ModelRunner, level: int) -> None:
-    undisturbed(_release, runner, level)
+    """Give the memory of the weights and of the KV cache back."""
+    call_without_interrupt(_release, runner, level)
 
 
 def _release(runner: ModelRunner, level: int) -> None:
@@ -62,11 +63,11 @@ def _release(runner: ModelRunner, level: int) -> None:
 
 
 def restore(runner: ModelRunner) -> None:
-    """An error leaves it as it was."""
+    """Bring the weights back and allocate the KV cache. After an error the runner sleeps on."""
     if runner.kv_cache.numel():
-        return  # an interrupt came when this had been done
+        return  # the runner is awake: an interrupt came after an earlier call had restored it
     level = 2 if is_empty(runner.model) else 1
-    new = kept(runner).waiting
+    new = pending(runner).for_wake_up
     try:
         if level == 2:
             runner.load(partial(copy_weights, new) if new is not None else runner.read_weights)
@@ -76,10 +77,11 @@ def restore(runner: ModelRunner) -> None:
     except BaseException:
         release(runner, level)
         raise
-    kept(runner).waiting = None
+    pending(runner).for_wake_up = None
 
 
 def forget_weights(model: nn.Module) -> None:
+    """Replace each parameter of a model by one of the same shape that has no memory."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             nothing = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -87,8 +89,11 @@ def forget_weights(model: nn.Module) -> None:
 
 
 def move_weights(runner: ModelRunner, moved: Callable[[Tensor], Tensor]) -> None:
-    """The parameters stay the same objects: layers may share one."""
-    # Tensors made in inference mode could not take the place of others.
+    """Replace the values of each parameter by `moved(values)`.
+
+    The parameters stay the same objects, because layers may share a parameter.
+    """
+    # Tensors made in inference mode could not become the data of parameters.
     with torch.inference_mode(False):
         for parameter in runner.model.parameters():
             parameter.data = moved(parameter.data)
