@@ -25,10 +25,10 @@ WEIGHTS_OF_A_THREAD = 10**9
 
 
 def enough_sequences(num_parameters: int, hf_config: Any) -> int:
-    """The number of sequences from which on more add little to the tokens a second.
+    """Return the number of sequences beyond which more add little to the tokens a second.
 
-    With a mixture of experts a sequence multiplies only the weights of its own ones, so more
-    sequences are needed by the same factor.
+    In a mixture of experts, a token uses only the weights of its own experts. So the number is
+    multiplied by the number of experts and divided by the number of experts of a token.
     """
     threads = min(torch.get_num_threads(), usable_cores())
     enough = max(FEWEST, threads * WEIGHTS_OF_A_THREAD // num_parameters)
