@@ -32,6 +32,7 @@ stub.__path__ = [str(package)]
 for name in (
     "checks",
     "config",
+    "outputs",
     "sampling_params",
     "engine.batch",
     "engine.block_manager",

@@ -1,21 +1,32 @@
-"""Check what users give: numbers, choices, names. How errors show a value is said here too."""
+"""Checks of what users give: numbers, token ids, texts, forms, names.
+
+Each raises TypeError for a wrong type and ValueError for a wrong value, with field, value and
+remedy. Plain data need no more than these; what a model says to a value, frontend/ checks.
+"""
 
 import difflib
 import functools
 import inspect
-import math
+import json
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+from nanovllm.foreign_names import Foreign
 
 Named = TypeVar("Named", bound=Callable[..., Any])
-ABOVE_ZERO = math.ulp(0.0)  # the least number above 0
+MAX_BIAS = 100
+
+
+def shown(value: Any) -> str:
+    """Write a value into an error: as Python does, but always short."""
+    return reprlib.repr(value)
 
 
 def as_integer(value: Any) -> int | None:
-    """The int that `value` is, as a NumPy integer is one; None if it is none. A bool is none."""
+    """Return the int that `value` is, as a NumPy integer is; None for others, and a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -25,20 +36,38 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> Any:
-    """`value` if it is a real number, NumPy's as a plain float; else None, as for a bool."""
+    """Return a real number, NumPy's as a plain float; None for others, and for a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     # Beside a float16, NumPy would take a bound of 1e38 for infinity.
     return value if isinstance(value, numbers.Rational) else float(value)
 
 
+def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+    """Tell whether a value is among choices, types compared first.
+
+    1 equals True, and an array compares with anything, item by item.
+    """
+    return any(type(value) is type(choice) and value == choice for choice in choices)
+
+
+# Token ids
+
+
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
-    """The integers of a list that an error calls `name`. Raises TypeError for anything else."""
-    ids = [as_integer(token) for token in given] if isinstance(given, (list, tuple)) else [None]
-    found = tuple([token for token in ids if token is not None])
-    if len(found) < len(ids):
+    """Return the integers of a list that an error calls `name`. Raises TypeError for others."""
+    if not isinstance(given, (list, tuple)):
         raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
-    return found
+    if set(map(type, given)) <= {int}:  # as most are; prompts are long
+        return tuple(given)
+    ids = []
+    for token in given:
+        number = as_integer(token)
+        if number is None:
+            hint = "; a conversation goes to chat or stream_chat" * isinstance(token, dict)
+            raise TypeError(f"{name} holds {shown(token)}: token ids are integers{hint}")
+        ids.append(number)
+    return tuple(ids)
 
 
 def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
@@ -50,97 +79,157 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def keep(options: Any, name: str, value: Any) -> None:
-    """Put a checked value into a field of an options class. These are frozen for their users."""
-    object.__setattr__(options, name, value)
+# Values of requests that are more than a number. `convert` of an option is one of these functions:
+# they take the field's name and what was given, and return what is kept. None counts as nothing.
 
 
-class Range(NamedTuple):
-    """What a field of an options class may hold: a number from `least` to `most`."""
-
-    kind: type[int] | type[float]
-    least: float
-    most: float
-    remedy: str  # what to use instead, as an error says it
-    none: bool = False  # whether it may be None
-
-    def check(self, options: Any, name: str) -> None:
-        """Raise TypeError or ValueError for a wrong value; keep a right one as a plain number."""
-        given = getattr(options, name)
-        if given is None and self.none:
-            return
-        value = as_integer(given) if self.kind is int else as_number(given)
-        if value is None:
-            raise TypeError(f"{name} is {shown(given)}: use {self.remedy}")
-        if not self.least <= value <= self.most:
-            raise ValueError(f"{name} is {shown(value)}: use {self.remedy}")
-        keep(options, name, self.kind(value))
+def read_stop_strings(name: str, given: Any) -> tuple[str, ...]:
+    """Read the strings that end an output: one, or a list."""
+    strings = (given,) if isinstance(given, str) else () if given is None else given
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(one, str) for one in strings):
+        raise TypeError(f"{name} is {shown(given)}: use a string or a list of strings")
+    if "" in strings:
+        raise ValueError(
+            f"{name} holds an empty string, which would end every output at once: leave it out"
+        )
+    return tuple(strings)
 
 
-def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
-    """By type first: 1 equals True, and an array compares with anything, item by item."""
-    return any(type(value) is type(choice) and value == choice for choice in choices)
+def read_stop_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Read the tokens that end an output."""
+    return () if given is None else token_ids(name, given)
 
 
-def check_choice(options: Any, name: str, choices: tuple[Any, ...], other: str = "") -> None:
-    """Raise an error unless the field is one of `choices`: ValueError among texts, else TypeError.
+def read_allowed_ids(name: str, given: Any) -> tuple[int, ...]:
+    """Read the only tokens that are sampled."""
+    allowed = token_ids(name, given)
+    if not allowed:
+        raise ValueError(
+            f"{name} is empty, so nothing could be sampled: name a token, or use None for all"
+        )
+    return allowed
 
-    `other`: what else the error should offer.
+
+def read_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
+    """Read a dict of tokens and what is added to their logits, and return it as pairs.
+
+    JSON has no integers for keys: strings that spell them are taken.
     """
-    value = getattr(options, name)
-    if is_one_of(value, choices):
-        return
-    if isinstance(choices[0], str):
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} is {shown(value)}: use one of {listed}{other}")
-    raise TypeError(f"{name} is {shown(value)}: use {' or '.join(map(repr, choices))}")
+    try:
+        bias = dict(() if given is None else given)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {shown(given)}: use a dict of token ids") from None
+    pairs = []
+    for key, value in bias.items():
+        spelt = isinstance(key, str) and key.isdecimal()
+        token, number = as_integer(int(key) if spelt else key), as_number(value)
+        if token is None:
+            raise TypeError(f"{name} holds {shown(key)}: token ids are integers")
+        if number is None:
+            raise TypeError(f"{name}[{token}] is {shown(value)}: use a number")
+        if not -MAX_BIAS <= number <= MAX_BIAS:
+            raise ValueError(
+                f"{name}[{token}] is {shown(value)}: use a number from -{MAX_BIAS} to {MAX_BIAS}, "
+                "or bad_words or allowed_token_ids to bar a token"
+            )
+        pairs.append((token, float(number)))
+    return tuple(pairs)
 
 
-def shown(value: Any) -> str:
-    """How an error shows a value: as Python does, but always short."""
-    return reprlib.repr(value)
+def read_bad_words(name: str, given: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Read texts that must not be in an output, or their token ids."""
+    words = () if given is None else given
+    if not isinstance(words, (list, tuple)):
+        raise TypeError(f"{name} is {shown(words)}: use a list of strings")
+    words = [word if isinstance(word, str) else token_ids(name, word) for word in words]
+    if not all(words):
+        raise ValueError(f"{name} holds an empty one, which bars nothing: leave it out")
+    return tuple(words)
 
 
-class Foreign(NamedTuple):
-    """A name that users bring from elsewhere and that is none here."""
+def read_processors(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
+    """Read functions of token ids and logits."""
+    functions = () if given is None else given
+    if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
+        raise TypeError(
+            f"{name} is {shown(functions)}: use a list of functions of token ids and logits"
+        )
+    for function in functions:
+        try:
+            signature = inspect.signature(function)
+        except (ValueError, TypeError):  # it is not Python's
+            continue
+        try:
+            signature.bind([], None)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} holds {shown(function)}, which takes other arguments ({error}): it is "
+                "called with the token ids of the output so far, and the logits"
+            ) from None
+    return tuple(functions)
 
-    remedy: str  # what to do instead
-    harmless: tuple[Any, ...] = (None,)  # values that ask for nothing, or for what is done anyway
-    same_as: str = ""  # another name: this one's value is harmless, too, if it is that one's
+
+def read_schema(name: str, given: Any) -> str:
+    """Read a JSON schema, and return its text."""
+    if not isinstance(given, (str, dict)):
+        raise TypeError(
+            f"{name} is {shown(given)}: use a JSON schema as a dict or as text, such as what "
+            "pydantic's model_json_schema() returns"
+        )
+    try:
+        schema = json.loads(given) if isinstance(given, str) else given
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{name} is {shown(given)}, which is not JSON ({error}): use a JSON schema"
+        ) from error
+    if not isinstance(schema, dict):
+        raise ValueError(f"{name} is {shown(given)}: use a schema that is an object")
+    return text
 
 
-# By what they are given to, and by name. A room may fill both.
-FOREIGN: dict[str, dict[str, Foreign]] = {}
-DEFAULTS: dict[str, dict[str, tuple[Any, ...]]] = {}  # of known names, values that mean the default
+def read_choices(name: str, given: Any) -> tuple[str, ...]:
+    """Read a list of strings, at least one."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
+        raise TypeError(f"{name} is {shown(given)}: use a list of strings")
+    if not given:
+        raise ValueError(f"{name} is empty: give at least one string")
+    return tuple(given)
+
+
+# Names
 
 
 def refuse_unknown_names(
-    owner: str, kind: str, values: dict[str, Any], known: Collection[str], place: str = ""
+    owner: str,
+    kind: str,
+    values: dict[str, Any],
+    known: Collection[str],
+    foreign: Mapping[str, Foreign],
 ) -> dict[str, Any]:
-    """`values` less those that mean a default, and foreign ones that are harmless. Raises TypeError
-    for the first of another name that is not `known`: "LLM has no option 'x': did you mean y?".
+    """Return `values` without those of foreign names that are harmless.
 
-    `place`: what the error should call the `owner`.
+    Raises TypeError for the first of another name that is not `known`, such as "LLM has no option
+    'x': did you mean y?". For a foreign name the error says the remedy.
     """
     kept = {}
     for name, value in values.items():
         if name in known:
-            if not is_one_of(value, DEFAULTS.get(owner, {}).get(name, ())):
-                kept[name] = value
+            kept[name] = value
             continue
-        said = f"{place or owner} has no {kind} {str(name)[:60]!r}"
-        foreign = FOREIGN.get(owner, {}).get(name)
-        if foreign is None:
+        said = f"{owner} has no {kind} {str(name)[:60]!r}"
+        found = foreign.get(name)
+        if found is None:
             near = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the {kind}s are {', '.join(known)}"
             raise TypeError(f"{said}: {hint}")
-        same = (values[foreign.same_as],) if foreign.same_as in values else ()
-        if not is_one_of(value, foreign.harmless + same):
-            raise TypeError(f"{said}, given {shown(value)}: {foreign.remedy}")
+        same = (values[found.same_as],) if found.same_as in values else ()
+        if not is_one_of(value, found.harmless + same):
+            raise TypeError(f"{said}, given {shown(value)}: {found.remedy}")
     return kept
 
 
-def name_the_nearest(kind: str) -> Callable[[Named], Named]:
+def name_the_nearest(kind: str, foreign: Mapping[str, Foreign]) -> Callable[[Named], Named]:
     """Let a dataclass or a method refuse an unknown keyword as `refuse_unknown_names` does."""
 
     def decorate(target: Any) -> Any:
@@ -152,7 +241,7 @@ def name_the_nearest(kind: str) -> Callable[[Named], Named]:
         @functools.wraps(function)
         def checked(self, *args: Any, **values: Any) -> Any:
             if not names.issuperset(values):
-                values = refuse_unknown_names(target.__name__, kind, values, known)
+                values = refuse_unknown_names(target.__name__, kind, values, known, foreign)
             return function(self, *args, **values)
 
         if not is_class:

@@ -9,39 +9,35 @@ from nanovllm.backends.cpu.forked import keep_clear_of_lost_threads
 from nanovllm.backends.cpu.garbage import full_collections_are_rare
 from nanovllm.backends.cuda.device import describe_device
 from nanovllm.build import build_engine, share_cores
-from nanovllm.checks import DEFAULTS, FOREIGN, name_the_nearest, shown
-from nanovllm.compat.names import DEFAULTS as FOREIGN_DEFAULTS
-from nanovllm.compat.names import FOREIGN as FOREIGN_NAMES
-from nanovllm.compat.outputs import make_view
+from nanovllm.checks import name_the_nearest, shown
 from nanovllm.config import Config
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.weight_updates.new_weights import update_weights
 from nanovllm.features.weight_updates.sleep import sleep, wake_up
+from nanovllm.foreign_names import IN_CHAT, IN_GENERATE, IN_WAKE_UP
 from nanovllm.frontend.conversations import encode_conversations
 from nanovllm.frontend.inputs import Inputs, Request
 from nanovllm.frontend.log import say_ready, show_unless_configured
-from nanovllm.frontend.outputs import make_outputs
+from nanovllm.frontend.outputs import TokenTexts, make_outputs, with_attributes
 from nanovllm.frontend.progress import Shown, progress
 from nanovllm.frontend.score import score
 from nanovllm.frontend.session import Session
 from nanovllm.frontend.stream import Piece, stream
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.frontend.tokenizer import need_tokenizer
+from nanovllm.outputs import RequestOutput, StepRecord
+from nanovllm.sampling_params import OF_SAMPLING_PARAMS, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
-
-FOREIGN.update(FOREIGN_NAMES)
-DEFAULTS.update(FOREIGN_DEFAULTS)
 
 Prompt = str | list[int] | dict[str, Any]
 Prompts = Prompt | list[str] | list[list[int]] | list[dict[str, Any]] | list[Prompt]
 Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
 Params = SamplingParams | list[SamplingParams] | None
 TemplateOptions = dict[str, Any] | None
-Outputs = list[dict[str, Any]]  # of requests, as `generate` describes them
 
 
 class LLM:
@@ -72,15 +68,15 @@ class LLM:
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = info.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
-        self._view = make_view(self._tokenizer)
+        self._token_texts = TokenTexts(self._tokenizer)
         self._session = Session(engine, full_collections_are_rare, share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, perf_counter() - begin)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_GENERATE)
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Shown = True
-    ) -> Outputs:
+    ) -> list[RequestOutput]:
         """Complete prompts: text, or token ids, or a dict of either as "prompt" or
         "prompt_token_ids".
 
@@ -95,24 +91,27 @@ class LLM:
             a dict {token id: log-probability}, its own token first.
         text: str, "" without a tokenizer.
         token_ids: list[int] of the completion alone.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop" or "length"; or "error": no token could be sampled any more, as the
+            logits were NaN or infinite, or the request's constraints left none.
         stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
+        error: with finish_reason "error", what went wrong. The other keys have what there was then.
         logprobs: if asked for, a dict {token id: log-probability} for each token.
         cumulative_logprob: with them, float, the sum over token_ids.
         completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
 
-        The dicts have vLLM's attributes, too: `nanovllm.compat.RequestOutput`.
+        The dicts have vLLM's attributes, too: `nanovllm.RequestOutput`. If every request of the
+        call ends with an error, the call raises InvalidLogitsError, and the LLM is usable.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_CHAT)
     def chat(
         self,
         messages: Messages,
         sampling_params: Params = None,
         use_tqdm: Shown = True,
         chat_template_kwargs: TemplateOptions = None,
-    ) -> Outputs:
+    ) -> list[RequestOutput]:
         """Write the assistant's next turn in one conversation, or in each of a list.
 
         A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the
@@ -126,9 +125,10 @@ class LLM:
 
         A piece: (index of the prompt, new text, new token ids, finish_reason). finish_reason is
         None until a prompt's last piece, and "abort" there if an error in another call dropped it.
-        The texts of a prompt add up to `generate`'s. One is "" while a character, a run of byte
-        tokens or what may become a stop string is incomplete. Closing the iterator ends the
-        requests that still run.
+        Where it is "error", a warning in the log says what went wrong; if every request ends so,
+        FloatingPointError follows the last piece. The texts of a prompt add up to `generate`'s.
+        One is "" while a character, a run of byte tokens or what may become a stop string is
+        incomplete. Closing the iterator ends the requests that still run.
         """
         return stream(self._session, self._prompt_requests(prompts, sampling_params))
 
@@ -162,6 +162,8 @@ class LLM:
         logprobs: list[float], the log-probability of each, by the model's own logits.
         cumulative_logprob: float, their sum.
         is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
+        error: only if the model computed NaN or infinite logits, which it says; so may the numbers.
+            If it is so with all, the call raises FloatingPointError.
 
         With the prefix cache, a context that comes more than once is computed once, but for up to
         15 of its last tokens.
@@ -193,7 +195,7 @@ class LLM:
                 session.requests[request.id] = request
         return request.id
 
-    def step(self) -> Outputs:
+    def step(self) -> list[RequestOutput]:
         """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
         session = self._session
         session.open_engine()
@@ -201,10 +203,13 @@ class LLM:
             session.steppable_engine()
             with session.running():
                 session.step()
-            finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
-            session.finished.clear()
-            outputs = self._outputs(finished)
-        return [self._view({"id": seq.id, **output}, seq) for seq, output in zip(finished, outputs)]
+                finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
+                session.finished.clear()
+                outputs = self._outputs(finished)
+        return [
+            with_attributes({"id": seq.id, **output}, seq, self._token_texts)
+            for seq, output in zip(finished, outputs)
+        ]
 
     def abort(self, request_id: int) -> None:
         """Drop a request that `add_request` gave this id and `step` has not returned."""
@@ -253,7 +258,7 @@ class LLM:
         }
 
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
-        """Call `callback` after each step with what it did, a `nanovllm.engine.metrics.StepRecord`.
+        """Call `callback` after each step with what it did, a `nanovllm.StepRecord`.
 
         Returns a function that ends this. The callback runs in the thread of the step. It may
         add, abort, pause and resume requests, close the LLM, and read; what runs steps raises
@@ -290,7 +295,7 @@ class LLM:
         with self._session.idle("sleep") as engine:
             sleep(engine, level)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", IN_WAKE_UP)
     def wake_up(self) -> None:
         """Take the memory again that `sleep` gave back. The prefix cache is empty then.
 
@@ -311,9 +316,7 @@ class LLM:
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """`tokenizer`, which vLLM gives by this name. Raises ValueError where there is none."""
-        if self._tokenizer is None:
-            raise ValueError("the model's folder has no tokenizer: add tokenizer.json")
-        return self._tokenizer.transformers
+        return need_tokenizer(self._tokenizer).transformers
 
     @property
     def has_chat_template(self) -> bool:
@@ -350,7 +353,7 @@ class LLM:
         texts, token_ids = encode_conversations(messages, self._tokenizer, options or {})
         return self._inputs.requests("messages", token_ids, params, texts)
 
-    def _complete(self, requests: list[Request], use_tqdm: Shown) -> Outputs:
+    def _complete(self, requests: list[Request], use_tqdm: Shown) -> list[RequestOutput]:
         """Run requests to their end; returns their outputs in order."""
         session = self._session
         with session.call() as engine:
@@ -364,7 +367,10 @@ class LLM:
                         unfinished.difference_update(ours)
                         # With overlap the next step runs already: this is the time to make text.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
-        return [self._view(outputs[request.id], request) for request in added]
+        check_any_succeeded(added)
+        return [
+            with_attributes(outputs[request.id], request, self._token_texts) for request in added
+        ]
 
-    def _outputs(self, requests: list[Sequence]) -> Outputs:
+    def _outputs(self, requests: list[Sequence]) -> list[dict[str, Any]]:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from nanovllm.backends.cuda.triton import (
     allreduce_norm,
-    attention,
+    decode_attention,
     decode_gemm,
     dispatch,
     elementwise,
@@ -103,11 +103,11 @@ def stand_in_for_a_gpu() -> None:
     )
     CUDABackend.make_cubin = lambda *_, **__: b""  # what comes after PTX is not looked at
     dispatch.can_overlap = decode_gemm.can_overlap = lambda device: True
-    for module in (dispatch, decode_gemm, attention):
+    for module in (dispatch, decode_gemm, decode_attention):
         module.has_large_shared_memory = lambda device: True
         module.num_processors = lambda device: 132
     moe._shared_memory = lambda device: 1 << 17
-    for module in (dispatch, allreduce_norm, attention, decode_gemm, elementwise, gemv, moe):
+    for module in (dispatch, allreduce_norm, decode_attention, decode_gemm, elementwise, gemv, moe):
         module.overlap = lambda x: {"PDL": True, "launch_pdl": True}
     sampling.overlap = gemv.overlap
 
@@ -141,7 +141,9 @@ def run_all() -> None:
     lens, tables = new(9, dtype=torch.int32), new(9, 8, dtype=torch.int32)
     elementwise.decode_inputs(ints, new(9, dtype=torch.int64), lens, tables, 16)
     q = new(rows, HEADS, HEAD_DIM)
-    attention.decode_attention(q, *caches, lens[:rows], tables[:rows], AttentionOptions(0.125))
+    decode_attention.decode_attention(
+        q, *caches, lens[:rows], tables[:rows], AttentionOptions(0.125)
+    )
     gate_up, down = new(8, 64, HIDDEN), new(8, HIDDEN, 32)
     biases = new(8, 64), new(8, HIDDEN)
     moe.moe(x, new(rows, 8), gate_up, down, 2, True, *biases)

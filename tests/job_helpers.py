@@ -89,7 +89,7 @@ def watch(monkeypatch_setattr, log: Path, hook=None) -> None:
 class StubEngine:
     """Serves every request at once, without a model."""
 
-    num_prompt_tokens = 0
+    num_prompt_tokens = num_prefill_tokens = num_decode_tokens = 0
 
     def __init__(self, at_once: int = 8) -> None:
         self.at_once = at_once

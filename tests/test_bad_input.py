@@ -191,7 +191,7 @@ def test_wrong_sampling_params_are_refused_before_any_is_queued(llm, checkpoint,
         (
             dict(stop_token_ids=[1, True]),
             TypeError,
-            r"stop_token_ids is \[1, True\]: use a list of token ids",
+            "stop_token_ids holds True: token ids are integers",
         ),
         (dict(stop_token_ids=7), TypeError, "stop_token_ids is 7: use a list of token ids"),
         (dict(stop=0), TypeError, "stop is 0: use a string or a list"),
@@ -361,7 +361,7 @@ WRONG_OPTIONS = [
     ("device", 0, ValueError, "device is 0: use 'auto', 'cuda'"),
     ("device", "cuda:first", ValueError, "device is 'cuda:first': use 'auto', 'cuda'"),
     ("device", "cpu:1", ValueError, "device is 'cpu:1': use 'auto', 'cuda'"),
-    ("seed", -1, ValueError, "seed is -1: use an integer, 0 or more"),
+    ("seed", -1, ValueError, "seed is -1: use an integer from 0"),
     ("seed", "lucky", TypeError, "seed is 'lucky': use an integer"),
     ("max_model_length", 100, TypeError, "'max_model_length': did you mean max_model_len"),
     ("cache_block_size", 16, TypeError, "'cache_block_size': did you mean kvcache_block_size"),
@@ -375,6 +375,13 @@ WRONG_OPTIONS = [
 def test_a_wrong_option_is_refused(checkpoint, name, value, error, message):
     with pytest.raises(error, match=message):
         LLM(checkpoint.folder, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["triton", "flash-attn"])
+def test_an_attention_backend_of_gpus_is_refused_on_a_cpu(checkpoint, name):
+    message = f"attention_backend is '{name}', but device cpu is no GPU: use 'auto'"
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint.folder, device="cpu", attention_backend=name)
 
 
 @pytest.mark.parametrize("model", [None, 5, b"folder", ""], ids=repr)

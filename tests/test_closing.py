@@ -17,9 +17,9 @@ from engine_helpers import PROMPTS, assert_greedy, greedy
 from process_helpers import SECONDS, alarms, in_thread, no_process_left, said
 from rank_faults import EchoRunner, set_fault
 
-from nanovllm import LLM
+from nanovllm import LLM, RankError
 from nanovllm.backends.tensor_parallel import rank_process
-from nanovllm.backends.tensor_parallel.runner import RankError, TensorParallelRunner
+from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 
 OPTIONS = dict(device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=96)
 TESTS = Path(__file__).parent

@@ -19,14 +19,24 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import (
+    LLM,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+    foreign_names,
+)
 from nanovllm.apps.jobs.formats import Defaults, NativeFormat, Request
+from nanovllm.apps.jobs.openai_batch import OWN as OWN_FIELDS
 from nanovllm.apps.jobs.openai_batch import OpenAIFormat
 from nanovllm.apps.jobs.worker import Worker
-from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
-from nanovllm.compat.names import DEFAULTS as SAME_AS_LEFT_OUT
-from nanovllm.compat.names import FOREIGN
 from nanovllm.config import Config
+from nanovllm.options import options_of
+from nanovllm.sampling_params import OF_SAMPLING_PARAMS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 CHAT = [{"role": "user", "content": "in the end"}]
@@ -312,19 +322,10 @@ def test_logprobs_have_transformers_values_ranks_and_texts(llm, plain, tokenizer
 def test_special_tokens_have_a_text_in_logprobs(llm, tokenizer):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
     (output,) = llm.generate(["the"], params, use_tqdm=False)
-    view = RequestOutput({**output, "logprobs": [{257: -1.0}]}, make_request(llm), output._texts)
-    assert view.outputs[0].logprobs[0][257].decoded_token == "<|user|>" == tokenizer.decode([257])
+    assert output._texts[257] == "<|user|>" == tokenizer.decode([257])
 
 
-def make_request(llm, **values):
-    """A sequence, with what views read of one."""
-    request = llm.engine._make_sequence([7], SamplingParams(logprobs=1), 0, False)
-    for name, value in values.items():
-        setattr(request, name, value)
-    return request
-
-
-def test_what_only_some_dicts_have_is_an_attribute_too(llm):
+def test_what_only_some_dicts_have_is_an_attribute_too():
     values = {
         "prompt_token_ids": [7, 8],
         "num_cached_tokens": 0,
@@ -336,8 +337,14 @@ def test_what_only_some_dicts_have_is_an_attribute_too(llm):
         "cumulative_logprob": -0.25,
         "logprobs": [{4: -0.25}],
     }
-    output = RequestOutput(values, make_request(llm), {token: str(token) for token in range(20)})
-    output._counts = {"logprobs": 1, "prompt_logprobs": 1}
+    output = RequestOutput(
+        values,
+        request_id="3",
+        prompt=None,
+        texts={token: str(token) for token in range(20)},
+        logprobs=1,
+        prompt_logprobs=1,
+    )
     (one,) = output.outputs
     assert (one.stop_reason, one.cumulative_logprob) == (4, -0.25)
     assert one.logprobs == [{4: Logprob(-0.25, 1, "4")}]
@@ -382,20 +389,27 @@ CALLS = {
     ),
 }
 DEFAULTS = Defaults(SamplingParams(), seed=0)
-NAMES = [
-    (owner, name)
-    for owner, names in FOREIGN.items()
-    for name in names
-    if (owner, name) != ("LLM", "seed")  # it has one
-]
+FOREIGN = {
+    "LLM": OF_SAMPLING_PARAMS | foreign_names.OPTIONS,
+    "SamplingParams": foreign_names.PARAMETERS,
+    "generate": OF_SAMPLING_PARAMS | foreign_names.IN_GENERATE,
+    "chat": OF_SAMPLING_PARAMS | foreign_names.IN_CHAT,
+    "prompt": foreign_names.IN_PROMPT,
+    "StructuredOutputsParams": foreign_names.IN_FORM,
+    "wake_up": foreign_names.IN_WAKE_UP,
+    "a line": foreign_names.IN_LINE,
+    "body": foreign_names.IN_LINE,
+}
+# Some names have a meaning of their own in one of the places.
+OWN = [("LLM", "seed"), *[("body", name) for name in ("best_of", "tools", *OWN_FIELDS)]]
+NAMES = [(owner, name) for owner, names in FOREIGN.items() for name in names]
+NAMES = [pair for pair in NAMES if pair not in OWN]
 
 
 @pytest.mark.parametrize("owner, name", NAMES)
 def test_a_name_of_others_that_is_not_here_is_refused_with_a_remedy(llm, owner, name):
     value, remedy = object(), FOREIGN[owner][name].remedy
     place = "prompts[0]" if owner == "prompt" else owner
-    if owner == "body" and name in ("best_of", "tools"):
-        return  # OpenAI's, too
     message = rf"^{re.escape(place)} has no \w+ '{name}', given <object .*>: {re.escape(remedy)}$"
     with pytest.raises(TypeError, match=message):
         CALLS[owner](llm, **{name: value})
@@ -414,8 +428,7 @@ def test_values_that_ask_for_what_is_done_anyway_change_nothing(llm, owner):
 
 
 def test_a_value_that_another_name_has_too_changes_nothing(llm):
-    asked = {"tokenizer": "a folder", "served_model_name": "a folder"}
-    asked |= {"max_model_len": 100, "max_seq_len_to_capture": 100}
+    asked = {"tokenizer": "a folder", "max_model_len": 100, "max_seq_len_to_capture": 100}
     assert Config.from_options("a folder", asked) == Config("a folder", max_model_len=100)
     assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
     with pytest.raises(TypeError, match="'best_of', given 4: use n"):
@@ -426,11 +439,15 @@ def test_a_value_that_another_name_has_too_changes_nothing(llm):
         Config.from_options("a folder", {"tokenizer": "b"})
 
 
-def test_a_default_of_vllm_is_the_default_here():
+def test_none_is_the_default_of_an_option_that_has_no_none_of_its_own():
+    """As vLLM takes it."""
     usual = Config("a folder")
-    for name, values in SAME_AS_LEFT_OUT["LLM"].items():
-        for value in values:
-            assert Config.from_options("a folder", {name: value}) == usual
+    for name, declared in options_of(Config).items():
+        if name != "model":
+            config = Config.from_options("a folder", {name: None})
+            expected = None if declared.takes_none else getattr(usual, name)
+            assert getattr(config, name) == expected
+    assert Config.from_options("a folder", {"load_format": "safetensors"}) == usual
     with pytest.raises(TypeError, match="max_num_seqs is 'None': use an integer"):
         Config.from_options("a folder", {"max_num_seqs": "None"})
 

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
 from call_helpers import (
+    BYTES,
     END,
     check_empty,
     completed,
@@ -383,14 +385,18 @@ def test_a_function_that_fails_fails_the_call_and_leaves_the_llm_usable(folder, 
     ids=lambda rules: "-".join(rules),
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_with_no_token_left_fails_and_says_so(llm, rules, temperature):
+def test_a_request_with_no_token_left_ends_alone_and_says_so(llm, rules, temperature):
     params = SamplingParams(max_tokens=9, temperature=temperature, **rules)
-    with pytest.raises(
-        InvalidLogitsError, match=r"request \d+ .*no token to go on with .*constraints.*loosen"
-    ) as raised:
-        generate(llm, [[5, 6], [7]], [params, SamplingParams(max_tokens=3)])
-    assert len(raised.value.request_ids) == 1
-    assert len(generate(llm, [[5]], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+    other = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    (expected,) = generate(llm, [[7]], other)
+    bad, good = generate(llm, [[5, 6], [7]], [params, other])
+    assert good == expected
+    barred = rules.get("bad_words") is not None
+    assert bad["finish_reason"] == "error" and len(bad["token_ids"]) == barred
+    assert re.search("no token to go on with after . tokens.*constraints.*loosen", bad["error"])
+    with pytest.raises(InvalidLogitsError, match=r"request \d+ \(prompt \[5, 6\]\): there is no"):
+        generate(llm, [[5, 6]], params)
+    assert generate(llm, [[7]], other) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -601,6 +607,40 @@ def test_a_stop_token_is_told_and_end_of_sequence_is_not(llm, letters):
     assert [one["stop_reason"] for one in output["completions"]] == [None, None]
 
 
+@pytest.mark.parametrize("stop", ["zz", ()], ids=["read-as-it-grows", "decoded-at-the-end"])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_ended_an_output_is_in_its_text_only_if_that_is_asked_for(
+    llm, letters, include, stop
+):
+    def check(params):
+        params = dataclasses.replace(params, include_stop_str_in_output=include, stop=stop)
+        (output,) = generate(llm, [[1]], params)
+        ids = output["token_ids"]
+        assert output["finish_reason"] == "stop" and len(ids) > 1
+        text_ids = ids if include else ids[:-1]
+        skip = params.skip_special_tokens
+        text = llm.tokenizer.decode(text_ids, skip_special_tokens=skip)
+        assert output["text"] == text
+        pieces, streamed, reason = stream_of(llm, [1], params)
+        assert ("".join(pieces), streamed, reason) == (text, ids, "stop")
+
+    params = SamplingParams(max_tokens=90, seed=5, min_tokens=1, skip_special_tokens=False)
+    allowed = dataclasses.replace(params, allowed_token_ids=letters)
+    check(dataclasses.replace(allowed, stop_token_ids=letters[3:5]))
+    check(dataclasses.replace(allowed, stop_token_ids=letters[3:5], skip_special_tokens=True))
+    check(dataclasses.replace(params, allowed_token_ids=[*letters[:4], END]))
+    # The last byte of a character ends the output: the bytes before it are none.
+    first, last = [BYTES.index(chr(byte)) for byte in (0xC3, 0xA9)]
+    bytewise = dict(allowed_token_ids=[first, last], stop_token_ids=[last])
+    check(dataclasses.replace(params, **bytewise))
+
+
+def test_a_token_that_fills_max_tokens_and_ends_nothing_is_in_the_text(llm, letters):
+    params = SamplingParams(max_tokens=2, allowed_token_ids=letters, stop_token_ids=[END])
+    (output,) = generate(llm, [[1]], params)
+    assert output["text"] == llm.tokenizer.decode(output["token_ids"]) and len(output["text"]) == 2
+
+
 def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
     allowed = [*letters[:2], 256, 257, 258]
     params = SamplingParams(max_tokens=30, seed=6, allowed_token_ids=allowed, ignore_eos=True)
@@ -632,7 +672,11 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
         (ValueError, dict(logit_bias={3: math.nan}), r"logit_bias\[3\] is nan: use a number from"),
         (ValueError, dict(logit_bias={3: -101}), r"logit_bias\[3\] is -101: use .*-100 to 100"),
         (TypeError, dict(allowed_token_ids=3), "allowed_token_ids is 3: use a list"),
-        (TypeError, dict(allowed_token_ids=["3"]), r"allowed_token_ids is \['3'\]: use a list"),
+        (
+            TypeError,
+            dict(allowed_token_ids=["3"]),
+            "allowed_token_ids holds '3': token ids are integers",
+        ),
         (ValueError, dict(allowed_token_ids=[]), "allowed_token_ids is empty.*: name a token"),
         (TypeError, dict(bad_words="the"), "bad_words is 'the': use a list of strings"),
         (TypeError, dict(bad_words=[3]), "bad_words is 3: use a list"),

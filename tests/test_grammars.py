@@ -13,11 +13,10 @@ pytest.importorskip("llguidance", reason='pip install -e ".[structured]"')
 
 from tokenizers import Tokenizer, decoders, models
 
-from nanovllm import TINY_MODEL
+from nanovllm import TINY_MODEL, SamplingParams, StructuredOutputsParams
 from nanovllm.features.sampling import grammars
 from nanovllm.features.sampling.grammars import Grammars, Matcher
 from nanovllm.frontend.tokenizer import load_tokenizer
-from nanovllm.structured_outputs import StructuredOutputsParams
 
 TOKENIZER = load_tokenizer(TINY_MODEL)
 EOS, LAST = 0, 4095  # of the tiny model's vocabulary
@@ -267,11 +266,15 @@ WRONG = {
     "nothing": ({}, ValueError, "nothing is given: use exactly one of json, regex"),
     "two": (dict(regex="a", choice=["b"]), ValueError, "regex and choice is given: use exactly"),
     "unknown": (dict(jsn={}), TypeError, "no parameter 'jsn': did you mean json"),
-    "structural_tag": (dict(structural_tag={}), ValueError, "structural_tag is {}, which is not"),
+    "structural_tag": (
+        dict(structural_tag={}),
+        TypeError,
+        "'structural_tag', given {}: write a grammar of the text with its tags",
+    ),
     "no-more-properties": (
         dict(json=POINT, disable_additional_properties=True),
-        ValueError,
-        'not supported: write "additionalProperties": false',
+        TypeError,
+        'write "additionalProperties": false into the schema',
     ),
     "json-type": (dict(json=[1]), TypeError, r"json is \[1\]: use a JSON schema as a dict or"),
     "json-text": (dict(json='{"a'), ValueError, "json is '{\"a', which is not JSON"),
@@ -295,7 +298,7 @@ WRONG = {
 def test_wrong_parameters_are_refused(name):
     given, error, message = WRONG[name]
     with pytest.raises(error, match=f"^structured_outputs: .*{message}"):
-        StructuredOutputsParams.of(given)
+        SamplingParams(structured_outputs=given)
 
 
 def test_a_schema_may_leave_unheeded_what_cannot_be_held_to():
@@ -333,7 +336,7 @@ CANNOT = {
 @pytest.mark.parametrize("name", CANNOT)
 def test_what_cannot_be_compiled_is_refused_with_the_reason(name):
     given, message = CANNOT[name]
-    params = StructuredOutputsParams.of(given)
+    params = StructuredOutputsParams(**given)
     with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}") as raised:
         make_grammars().compile(params)
     assert len(str(raised.value)) < 700

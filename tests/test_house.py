@@ -25,9 +25,11 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 PLAIN_DATA = {
     "checks",
     "config",
-    "constraint_checks",
+    "foreign_names",
+    "options",
+    "outputs",
     "sampling_params",
-    "structured_outputs",
+    "whole_files",
 }
 CORE = ("weights", "layers", "models", "engine")
 SHELVES: dict[str, set[str]] = {
@@ -39,10 +41,10 @@ SHELVES: dict[str, set[str]] = {
     "features": {*PLAIN_DATA, *CORE},
     "backends": {*PLAIN_DATA, *CORE, "features"},
     "frontend": {*PLAIN_DATA, *CORE},
-    "compat": {*PLAIN_DATA, *CORE},
     "build": {*PLAIN_DATA, *CORE, "features", "backends", "frontend"},
-    "llm": {*PLAIN_DATA, *CORE, "features", "backends", "frontend", "build", "compat"},
-    "apps": {*PLAIN_DATA, *CORE, "features", "frontend", "llm"},
+    "llm": {*PLAIN_DATA, *CORE, "features", "backends", "frontend", "build"},
+    # Programs use what users import from the package itself, too.
+    "apps": {*PLAIN_DATA, *CORE, "features", "frontend", "llm", *nanovllm.__all__},
     "__init__": {*PLAIN_DATA, "engine", "frontend", "llm"},
     "__main__": {"apps"},
 }
@@ -71,6 +73,8 @@ OWNERS = {
     "llguidance": r"features/sampling/grammars\.py",
     "ray": r"apps/ray_replicas\.py",
     "lm_eval": r"apps/lm_eval\.py",
+    "vllm": r"apps/bench/engines\.py",
+    "matplotlib": r"apps/bench/report\.py",
 }
 
 
@@ -105,6 +109,14 @@ def test_imports_go_down_the_shelves(shelf):
         if shelf_of(name) == shelf:
             used = {one.split(".")[1] for one in imports(name) if one.startswith("nanovllm.")}
             assert used - {shelf} <= SHELVES[shelf], name
+
+
+def test_the_package_exports_every_public_name():
+    errors = {"AsleepError", "ClosedError", "InvalidLogitsError", "RankError"}
+    outputs = {"CompletionOutput", "Logprob", "RequestOutput", "StepRecord"}
+    inputs = {"SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"}
+    public = {"LLM", "SchedulingPolicy", "TINY_MODEL"} | errors | outputs | inputs
+    assert public == {*nanovllm.__all__} and public <= vars(nanovllm).keys()
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)

@@ -7,10 +7,20 @@ from pathlib import Path
 
 import pytest
 from call_helpers import END, Plain, completed, make_folder, make_llm, make_tokenizer
-from job_helpers import arguments, as_job, journal_of, read_lines, run_stub, stop_after, write_lines
+from job_helpers import (
+    StubEngine,
+    arguments,
+    as_job,
+    journal_of,
+    read_lines,
+    run_stub,
+    stop_after,
+    write_lines,
+)
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
+from nanovllm.apps.jobs.errors import JobError
 from nanovllm.apps.jobs.formats import RESULT, seed_of
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
@@ -373,6 +383,29 @@ def test_a_job_on_parquet_goes_on_where_it_was_stopped(parquet, table, model, tm
     assert run_stub(job).startswith("3,000 lines done, 1,")
     assert parquet.read_table(job.output)["line"].to_pylist() == list(range(1, 3001))
     assert parquet.read_table(job.output)["id"].to_pylist() == list(range(3000))
+
+
+def test_parquet_that_is_edited_in_place_during_a_job_is_noticed(
+    parquet, table, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 512)
+    source = tmp_path / "in.parquet"
+    parquet.write_table(table, source, row_group_size=100)
+    before = source.read_bytes()
+    job = as_job(source, tmp_path / "out.parquet", model, keep=("source",))
+
+    class Editing(StubEngine):
+        def step(self):
+            place = len(before) // 2
+            source.write_bytes(before[:place] + b"#" + before[place + 1 :])
+            return super().step()
+
+    with pytest.raises(JobError, match="has changed while the job ran"):
+        run_stub(job, Editing())
+    assert not job.output.exists()
+    source.write_bytes(before)
+    run_stub(job)
+    assert parquet.read_table(job.output).num_rows == table.num_rows
 
 
 def test_parquet_has_a_column_for_each_field_of_a_result(parquet):

@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import random
 import resource
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 import tracemalloc
 import zipfile
 from contextlib import closing, nullcontext, redirect_stderr, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
 
@@ -41,10 +42,11 @@ from tqdm.auto import tqdm
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.apps.jobs.errors import JobError
+from nanovllm.apps.jobs.errors import JobError, RefusedError
 from nanovllm.apps.jobs.job import FREE, run_job
-from nanovllm.apps.jobs.journal import Journal, Result
+from nanovllm.apps.jobs.journal import MOST_LOGGED, Journal, Result, files_of
 from nanovllm.config import Config
+from nanovllm.whole_files import part_of
 
 TESTS = Path(__file__).parent
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
@@ -98,7 +100,24 @@ def test_it_runs_as_a_module_and_ends_with_a_line_of_totals(model, tmp_path):
     assert done.stdout.startswith("2 lines done: 1 failed, 1 prompt tokens, 8 output tokens; ")
     assert done.stdout.count("\n") == 1
     bar = done.stderr.split("\r")[-1]
-    assert "2/2" in bar and "1 failed" in bar and "tokens/s" in bar
+    assert "2/2" in bar and "1 failed" in bar and "tokens, prefill" in bar
+
+
+def test_the_bar_shows_tokens_before_any_line_is_done(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanovllm.frontend.progress.REFRESH_SECONDS", 0)
+    monkeypatch.setattr(sys, "stderr", shown := StringIO())
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 3)
+
+    class Slow(StubEngine):
+        def step(self):
+            if self.num_decode_tokens == 20:
+                assert "0/3" in shown.getvalue() and "0 failed, 1,020 tokens" in shown.getvalue()
+                return super().step()
+            self.num_prefill_tokens, self.num_decode_tokens = 1000, self.num_decode_tokens + 10
+            return []
+
+    run_stub(replace(as_job(source, tmp_path / "out.jsonl", model), show_progress=True), Slow())
+    assert "3/3" in shown.getvalue()
 
 
 def test_without_stderr_it_shows_no_progress_and_ends(model, tmp_path, monkeypatch):
@@ -342,6 +361,12 @@ def test_an_empty_input_gives_an_empty_output(run):
     assert status == 0 and output.read_bytes() == b""
 
 
+def test_a_byte_order_mark_alone_is_an_empty_input(model, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf")
+    run_stub(as_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model))
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
 def test_a_line_that_would_fill_the_memory_is_an_error(model, tmp_path, monkeypatch):
     monkeypatch.setattr("nanovllm.apps.jobs.files.LONGEST_LINE", 1000)
     monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 64)
@@ -454,6 +479,42 @@ def test_what_was_written_a_second_ago_survives_a_loss_of_power(tmp_path):
     with_journal.close()
 
 
+def single_results(count: int, size: int):
+    lines = list(range(1, count + 1))
+    random.Random(1).shuffle(lines)
+    return [Result(line, False, 1, 1, {"text": "x" * size}) for line in lines]
+
+
+def log_bytes(journal: Journal) -> int:
+    return files_of(journal.path)[1].stat().st_size
+
+
+def test_the_log_of_a_journal_stays_small_however_much_is_written(tmp_path):
+    """Each commit writes whole pages to it: 2,000 small results, one by one, are 25 MB."""
+    with closing(Journal(tmp_path / "journal")) as journal:
+        most = 0
+        for result in single_results(2000, 300):
+            journal._insert([result])
+            most = max(most, log_bytes(journal))
+        assert most < 2 * MOST_LOGGED
+        journal._insert([one._replace(line=10_000 + one.line) for one in single_results(900, 9000)])
+        assert log_bytes(journal) < 2 * MOST_LOGGED, "nor by many results at once"
+        assert journal.totals().done == 2900
+        journal.finish({})
+        assert log_bytes(journal) < 2 * MOST_LOGGED, "nor by what drops the results"
+
+
+def test_what_a_killed_run_has_left_in_the_log_is_moved_out_of_it_first(tmp_path):
+    path = tmp_path / "journal"
+    with closing(Journal(path)) as journal:
+        journal.begin({"identity": {}})
+        journal._insert(single_results(50, 300))
+        for source in files_of(path)[:2]:
+            shutil.copy(source, tmp_path / source.name.replace("journal", "copy"))
+    with closing(Journal(tmp_path / "copy")) as copy:
+        assert copy.totals().done == 50 and log_bytes(copy) == 0
+
+
 def signalled_main(argv: list[str], log: Path, number: int) -> tuple[int, str]:
     """A job's exit code and what it said, of which a few steps let the signal be sent."""
 
@@ -502,7 +563,7 @@ def test_the_last_pass_alone_is_repeated_if_it_was_cut_off(model, tmp_path, monk
     job = as_job(source, tmp_path / "out.jsonl", model)
     for name in ("os.replace", "os.fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"nanovllm.apps.jobs.files.{name}", raise_stopped)
+            patch.setattr(f"nanovllm.whole_files.{name}", raise_stopped)
             with pytest.raises(Stopped):
                 run_stub(job)
         assert not job.output.exists()
@@ -613,6 +674,92 @@ def test_files_of_others_are_left_alone(run, capsys, tmp_path):
     assert journal_of(output).read_text() == "precious " * 100
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_the_name_that_outputs_once_had_until_complete_is_left_alone(
+    model, tmp_path, is_link
+):
+    part = tmp_path / "out.jsonl.part"
+    source = write_lines(tmp_path / "in.jsonl" if is_link else part, [{"prompt": "x"}] * 20)
+    before = source.read_bytes()
+    if is_link:
+        part.symlink_to(source)
+    run_stub(as_job(part, tmp_path / "out.jsonl", model))
+    assert source.read_bytes() == before and part.is_symlink() == is_link
+    assert len(read_lines(tmp_path / "out.jsonl")) == 20
+
+
+def test_what_a_kill_has_left_of_the_output_is_removed(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 20)
+    job = as_job(source, tmp_path / "out.jsonl", model)
+    stop_after(job, 3)
+    with closing(Journal(job.journal)) as journal:
+        left = part_of(job.output, journal.state["mark"])
+    left.write_text("half")
+    run_stub(job)
+    assert len(read_lines(job.output)) == 20 and not left.exists()
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-journal"])
+def test_an_input_that_is_called_as_the_journal_is_refused(model, tmp_path, end):
+    source = write_lines(tmp_path / f"out.jsonl.journal{end}", [{"prompt": "x"}])
+    before = source.read_bytes()
+    with pytest.raises(RefusedError, match="what this job would call its journal: rename it"):
+        run_stub(as_job(source, tmp_path / "out.jsonl", model))
+    assert source.read_bytes() == before
+
+
+def test_a_link_in_the_journals_place_is_refused(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    (tmp_path / "out.jsonl.journal").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match="is a link, and a job writes to files of its own"):
+        run_stub(as_job(source, tmp_path / "out.jsonl", model))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("columns", ["photos (name)", "job (name, salary)", "job (key, value)"])
+def test_a_database_of_others_is_left_alone(model, tmp_path, columns):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    job = as_job(source, tmp_path / "out.jsonl", model)
+    with closing(sqlite3.connect(job.journal)) as db:
+        db.execute(f"CREATE TABLE {columns}")
+        db.execute("CREATE TABLE more (x)")
+        db.commit()
+    before = job.journal.read_bytes()
+    with pytest.raises(RefusedError, match="is no journal of a job .*'more'.*move that file away"):
+        run_stub(job)
+    assert job.journal.read_bytes() == before
+    job.journal.rename(tmp_path / "moved")
+    run_stub(job)
+    assert len(read_lines(job.output)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut off", "cut short", "overwritten"])
+def test_for_a_damaged_journal_the_advice_helps(model, tmp_path, damage):
+    lines = [{"prompt": "x" * 1000}] * 100
+    job = as_job(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", model)
+    stop_after(job, 10)
+    data = job.journal.read_bytes()
+    half = len(data) // 2 // 4096 * 4096
+    assert half > 4096
+    shutil.copy(job.journal, tmp_path / "whole")
+    rest = {"cut off": b"", "cut short": b"", "overwritten": bytes(len(data) - half)}[damage]
+    job.journal.write_bytes(data[: 60 if damage == "cut short" else half] + rest)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="damaged.* whole copy .* remove it, and out.jsonl"):
+            run_stub(job)
+    if damage == "overwritten":  # results alone: what reads them says so, too
+        with closing(Journal(job.journal)) as journal, pytest.raises(RefusedError, match="damaged"):
+            list(journal.records())
+    # One piece of the advice, then the other.
+    shutil.copy(tmp_path / "whole", job.journal)
+    run_stub(job)
+    expected = job.output.read_bytes()
+    job.journal.unlink()
+    job.output.unlink()
+    run_stub(job)
+    assert job.output.read_bytes() == expected and len(read_lines(job.output)) == 100
+
+
 @pytest.mark.parametrize(
     "name, word",
     [
@@ -669,6 +816,45 @@ def test_an_input_that_changes_during_a_job_ends_it(model, tmp_path):
     with pytest.raises(JobError, match="has changed while the job ran"):
         run_job(job, lambda: nullcontext(Cutting()), lambda: None)
     assert not job.output.exists()
+
+
+@pytest.mark.parametrize("line", [3, 250], ids=["after it was read", "before it is read"])
+def test_an_input_that_is_edited_in_place_during_a_job_is_noticed(
+    model, tmp_path, monkeypatch, line
+):
+    """And no result is of what was written in its place."""
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 512)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": f"old {i}"} for i in range(300)])
+    text = source.read_text()
+    job = as_job(source, tmp_path / "out.jsonl", model)
+
+    class Editing(StubEngine):
+        def step(self):
+            changed = text.replace(f'"old {line}"', f'"new {line}"')
+            with open(source, "r+") as file:
+                file.write(changed)
+            return super().step()
+
+    with pytest.raises(JobError, match="has changed while the job ran.* put that back"):
+        run_stub(job, Editing())
+    assert not job.output.exists()
+    source.write_text(text)
+    run_stub(job)
+    texts = [record["text"] for record in read_lines(job.output)]
+    assert texts == [f"answer to old {i}" for i in range(300)]
+
+
+def test_an_input_that_is_removed_once_it_was_read_is_not_missed(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 20)
+    job = as_job(source, tmp_path / "out.jsonl", model)
+
+    class Removing(StubEngine):
+        def step(self):
+            source.unlink(missing_ok=True)
+            return super().step()
+
+    run_stub(job, Removing())
+    assert len(read_lines(job.output)) == 20
 
 
 def test_an_engine_that_fails_ends_the_job_and_what_was_done_is_kept(run, capsys, monkeypatch):

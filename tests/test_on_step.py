@@ -2,15 +2,16 @@
 
 import threading
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from process_helpers import SECONDS, in_thread
-from test_bench import bench
 from tqdm.auto import tqdm
 
-from nanovllm import LLM
-from nanovllm.engine.metrics import StepRecord
+from nanovllm import LLM, StepRecord
+from nanovllm.apps.bench.report import plot
+from nanovllm.frontend.progress import Tokens, show_bar
 
 
 @pytest.fixture(params=[False, True], ids=["", "overlap"])
@@ -224,6 +225,44 @@ def test_progress_counts_the_requests_of_its_call_alone(llm, capfd):
     assert [output["id"] for output in llm.step()] == [other]
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set, as clock.now."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("nanovllm.frontend.progress.perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_bars_rates_are_those_of_the_last_seconds(clock):
+    tokens = Tokens()
+    clock.now += 1
+    tokens.add(4000, 0)
+    assert str(tokens) == "4,000 tokens, prefill 4,000 tok/s, decode 0 tok/s"
+    for _ in range(100):
+        clock.now += 0.5
+        tokens.add(0, 50)
+    assert str(tokens) == "9,000 tokens, prefill 0 tok/s, decode 100 tok/s"
+    clock.now += 20  # one long step
+    tokens.add(10000, 50)
+    assert str(tokens).endswith("prefill 500 tok/s, decode 2 tok/s")
+
+
+def test_a_bar_shows_tokens_before_any_request_has_finished(clock, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream := StringIO())
+    bar = show_bar(True, total=3)
+    bar._time = lambda: clock.now
+    bar.start_t = bar.last_print_t = clock.now
+    clock.now += 1
+    bar.set_postfix_str("7 tokens", refresh=False)
+    bar.update(2)
+    for _ in range(5):
+        clock.now += 1
+        bar.set_postfix_str(f"{clock.now:.0f} tokens", refresh=False)
+        bar.update(0)
+        assert f"{clock.now:.0f} tokens" in stream.getvalue()
+    bar.close()
+
+
 class Failing(StringIO):
     """A stream on which so many writes succeed."""
 
@@ -260,5 +299,5 @@ def test_a_bar_that_cannot_be_written_costs_no_results(
 
 def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     pytest.importorskip("matplotlib")
-    bench.plot(recorded(llm), tmp_path / "run.png", "a run")
+    plot(recorded(llm), tmp_path / "run.png", "a run")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

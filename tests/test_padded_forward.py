@@ -15,9 +15,10 @@ pytest.importorskip("triton")
 
 from nanovllm.backends.cuda import padded_forward
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
-from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse, outlined
+from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse, layers_of_dry_run
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
-from nanovllm.backends.cuda.triton import attention
+from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
+TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
 SLOTS, WIDTH = 12, 12  # batch slots; blocks of a sequence
 WINDOWS_AND_CAPS = dict(
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
@@ -210,7 +211,7 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     def found(*kinds):
         """Of layers whose attention has a window or sinks, or which have another kind of MLP."""
         layers = [Layer(*kind) for kind in kinds]
-        return [layers.index(layer) for layer in outlined(layers)]
+        return [layers.index(layer) for layer in layers_of_dry_run(layers)]
 
     dense, sparse, local = (None, 1), (None, "experts"), (8, 1)
     assert found(dense, dense, dense) == [0, 2]
@@ -222,7 +223,7 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     assert found(dense, with_sinks, with_sinks, dense) == [0, 1, 3]
 
 
-def test_an_outlined_model_runs_only_that(folder):
+def test_a_dry_run_runs_one_layer_of_each_kind_and_the_last(folder):
     model = load(folder)
     fuse(model, TRITON)
     assert type(model.model) is FusedDecoder
@@ -230,6 +231,6 @@ def test_an_outlined_model_runs_only_that(folder):
     ran = []
     for layer in model.model.layers:
         layer.self_attn.qkv_proj.register_forward_hook(lambda *_: ran.append(1))
-    model.model.outline = True
+    model.model.dry_run = True
     hidden = run(model, step.token_ids, step.positions, step.metadata)
     assert hidden.shape == (2, 32) and len(ran) == 2

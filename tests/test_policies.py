@@ -215,6 +215,31 @@ def test_a_job_is_paced_when_its_last_request_has_come():
         server.run()
 
 
+def test_no_more_requests_of_a_job_run_than_are_enough_for_the_device():
+    policy = RollingPolicy(window=100)
+    server = Server(make_scheduler(policy=policy, num_blocks=400, max_num_seqs=64, enough_seqs=4))
+    requests = [server.add(id, [id % VOCABULARY], 10 + id % 3) for id in range(20)]
+    first_end = None
+    while server.scheduler.has_unfinished():
+        server.step()
+        if first_end is None and any(seq.finish_reason for seq in requests):
+            first_end = len(server.batches)
+    running = [len(batch.decode_slots) for batch in server.batches]
+    assert max(running) == 4 and sum(running) / len(running) > 3.5, "nor fewer"
+    assert first_end <= len(server.batches) / 4, "the first do not wait for the last"
+
+
+def test_requests_of_a_call_run_beyond_what_is_enough():
+    """Their outputs come all at once: what counts is when the last one ends."""
+    policy = ThroughputPolicy(min_running=64)
+    server = Server(make_scheduler(policy=policy, num_blocks=400, max_num_seqs=64, enough_seqs=4))
+    for id in range(20):
+        server.add(id, [id % VOCABULARY], 10)
+    server.step()
+    assert server.scheduler.num_running == 20
+    server.run()
+
+
 # By name, or by an object of the user's own
 
 
@@ -325,7 +350,7 @@ class Lacking:
     "policy, error, message",
     [
         ("lifo", ValueError, "'lifo': use one of 'throughput', 'fcfs', .* or an object with the"),
-        (None, TypeError, "None, which has no method key: derive its class from nanovllm.engine"),
+        (None, TypeError, "None, which has no method key: derive its class from nanovllm"),
         (7, TypeError, "scheduling_policy is 7, which has no method key"),
         (Lacking(), TypeError, "which has no method shared_prefix_blocks: derive its class from"),
         (SchedulingPolicy, TypeError, r"the class SchedulingPolicy: .*, such as SchedulingPolicy"),

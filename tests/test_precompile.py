@@ -89,10 +89,10 @@ def test_an_error_takes_the_hook_back():
 def test_a_start_runs_what_mlps_launch_for_prompts_once_for_each_size(monkeypatch):
     model = nn.ModuleList(GatedMLP(8, size, ParallelGroup()) for size in (16, 24, 16))
     fuse(model, PLAIN_BACKEND)
-    rehearsed = []
-    monkeypatch.setattr(FusedGatedMLP, "rehearse", lambda mlp: rehearsed.append(mlp))
+    warmed_up = []
+    monkeypatch.setattr(FusedGatedMLP, "warmup", lambda mlp: warmed_up.append(mlp))
     runner = MagicMock(model=model, max_num_seqs=1, resampler=None)
     runner.decode_sizes = runner.attention_layers = ()
     CUDAModelRunner._run_small_steps(runner)
-    sizes = [mlp.down_proj.weight.shape[1] for mlp in rehearsed]
+    sizes = [mlp.down_proj.weight.shape[1] for mlp in warmed_up]
     assert sorted(sizes) == [16, 24]

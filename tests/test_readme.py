@@ -5,7 +5,6 @@ tables and calls are the code's. The other pages are for readers and contributor
 they name exist.
 """
 
-import ast
 import inspect
 import json
 import os
@@ -14,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +25,14 @@ from test_scheduler import Server, make_scheduler, make_sequence
 
 import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
-from nanovllm.config import Config
-from nanovllm.engine.metrics import StepRecord
+from nanovllm.apps.bench.roofline import roofline
+from nanovllm.apps.bench.shapes import VOCAB
+from nanovllm.apps.bench.workloads import WORKLOADS
+from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.features.policies import POLICIES
 from nanovllm.models import MODELS
+from nanovllm.options import options_of
+from nanovllm.outputs import StepRecord
 
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
@@ -195,20 +198,33 @@ def test_its_seeds_hold_as_the_example_says(names_of):
     assert names["alone"]["token_ids"] == names["second"]["token_ids"]
 
 
-def options_table(heading: str) -> dict[str, object]:
-    """Name -> default, of the table under a heading."""
-    rows = re.findall(
-        r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\|", section(USERS_TEXT, heading), flags=re.MULTILINE
-    )
-    return {name: ast.literal_eval(value) if value else MISSING for name, value in rows}
+def options_table(options: type) -> list[str]:
+    """The rows of the README's table of a class of options."""
+    rows = []
+    for name, declared in options_of(options).items():
+        default = declared.default
+        written = json.dumps(default) if isinstance(default, str) else repr(default)
+        cell = "" if default is MISSING else f"`{written}` "
+        rows.append(f"| `{name}` | {cell}| {declared.help} |")
+    return rows
 
 
 @pytest.mark.parametrize(
     "heading, options", [("### LLM", Config), ("### SamplingParams", SamplingParams)]
 )
-def test_its_tables_of_options_are_those_of_the_code(heading, options):
-    expected = {field.name: field.default for field in fields(options)}
-    assert list(options_table(heading).items()) == list(expected.items())
+def test_its_tables_of_options_are_the_declarations(heading, options):
+    """Name, default and help. The README may make links of words."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", section(USERS_TEXT, heading))
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert rows == options_table(options)
+
+
+@pytest.mark.parametrize("options", [Config, SamplingParams])
+def test_the_help_of_an_option_names_each_of_its_choices(options):
+    for name, declared in options_of(options).items():
+        choices = SCHEDULING_POLICIES if name == "scheduling_policy" else declared.choices
+        for choice in choices:
+            assert not isinstance(choice, str) or f'`"{choice}"`' in declared.help
 
 
 def test_its_choices_of_an_option_are_accepted():
@@ -248,8 +264,8 @@ def test_its_rooflines_are_those_that_bench_works_out():
         if match := re.match(r"\| (\w+): ", row):
             cells = [cell.strip() for cell in row.strip("|").split("|")]
             for model, said in (("qwen3-0.6b", cells[3]), ("qwen3-8b", cells[6])):
-                work = bench.workload(match[1], bench.VOCAB)
-                limit = bench.roofline(model, work, match[1], bandwidth * 1e12, flops * 1e12)
+                work = WORKLOADS[match[1]].work(VOCAB)
+                limit = roofline(model, work, match[1], bandwidth * 1e12, flops * 1e12)
                 assert float(said) == pytest.approx(limit, rel=0.02), (match[1], model)
 
 
@@ -358,7 +374,8 @@ def test_there_are_six_experiments_each_with_a_command_a_change_and_figures():
 @pytest.mark.parametrize("number", range(1, 7))
 def test_each_command_of_an_experiment_runs(number, monkeypatch, capsys, tmp_path):
     """On few requests, and two rounds of conversations. Nothing is compiled."""
-    monkeypatch.setattr(bench, "ROUNDS", {"conversations": 2})
+    two = replace(WORKLOADS["conversations"], rounds=2)
+    monkeypatch.setitem(WORKLOADS, "conversations", two)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
     for line in bench_commands(experiment(number, "bash")):
         arguments = shlex.split(line.replace("run.html", str(tmp_path / "run.html")))
@@ -429,5 +446,5 @@ def test_commands_of_bench_have_options_and_workloads_that_it_knows(path):
     lines = bench_commands("".join(code for _, code in code_blocks(path, "bash")))
     for line in lines:
         args = bench.make_parser().parse_args(shlex.split(line, comments=True))
-        assert set((args.workload or "bench").split(",")) <= bench.WORKLOADS.keys()
+        assert set((args.workload or "bench").split(",")) <= WORKLOADS.keys()
         assert Config.from_options("model", json.loads(args.options))

@@ -291,13 +291,15 @@ def test_without_a_tokenizer_the_error_says_so(make_llm):
 
 def test_a_form_that_is_found_too_complex_in_mid_run_is_named(llm):
     long = form(structured_outputs=dict(regex="a{1000000}"))
+    other = form(structured_outputs=dict(regex="ab"))
+    bad, good = llm.generate(["x", "x"], [long, other], use_tqdm=False)
+    assert (bad["finish_reason"], good["text"]) == ("error", "ab")
     with pytest.raises(InvalidLogitsError, match="in structured_outputs is too complex: simplify"):
         llm.generate("x", long, use_tqdm=False)
     assert_empty(llm)
 
 
 def test_a_matcher_that_can_read_no_further_fails_its_request_alone(make_llm, monkeypatch):
-    """As NaN does: the error names it, and the LLM is empty and usable."""
     llm = make_llm(TINY_MODEL)
     unexpected = [1]
     lose = lambda self, output: self.state.consume_tokens(unexpected)  # noqa: E731

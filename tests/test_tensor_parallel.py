@@ -35,7 +35,7 @@ from transformers import (
 )
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RankError, SamplingParams
 from nanovllm.backends.tensor_parallel.answers import (
     Done,
     Failed,
@@ -48,7 +48,7 @@ from nanovllm.backends.tensor_parallel.answers import (
 )
 from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
 from nanovllm.backends.tensor_parallel.rank_process import open_store_file
-from nanovllm.backends.tensor_parallel.runner import RankError, TensorParallelRunner
+from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.layers.parallel import ParallelGroup
@@ -453,9 +453,8 @@ def test_a_rank_that_answers_something_else_ends_all_and_runs_nothing_here(
 ):
     before = leftovers()
     monkeypatch.setenv("RANK_LIE", json.dumps([lie, str(tmp_path / "made")]))
-    monkeypatch.setattr("nanovllm.build.build_runner", LyingRunner)
     config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-    runner = TensorParallelRunner(config, load_hf_config(folder), str(folder))
+    runner = TensorParallelRunner(config, load_hf_config(folder), str(folder), LyingRunner)
     with pytest.raises(RankError, match=message):
         runner.launch(Batch(decode_slots=(0, 1))).wait()
         runner.synchronize()

@@ -17,10 +17,11 @@ from typing import get_origin
 
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
-from test_bench import bench, run
+from test_bench import run, use_work
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.trace.__main__ import main
@@ -75,7 +76,11 @@ class Watched:
         references = Counter(block for table in held.values() for block in table)
         assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
         assert replay.ref_counts.count(0) == blocks.num_free
-        assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
+        assert replay.known == {
+            block: f"{blocks.prefix(block).hash:016x}"
+            for block, key in enumerate(blocks._keys)
+            if key is not None
+        }
 
 
 def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
@@ -88,6 +93,10 @@ def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
         stop_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))],
     )
     return prompt, params
+
+
+def bar_all_after_fifteen(output, logits):
+    return logits - math.inf if len(output) > 15 else logits
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -105,7 +114,10 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
     for _ in range(40):
-        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        prompt, params = random_request(rng, beginnings)
+        if len(ids) % 6 == 3:  # some end with an error
+            params = dataclasses.replace(params, logits_processors=[bar_all_after_fifteen])
+        ids.append(llm.add_request(prompt, params))
         for _ in range(rng.randrange(4)):
             done = {output["id"] for output in llm.step()}
             ids = [id for id in ids if id not in done]
@@ -115,6 +127,8 @@ def test_the_events_replay_to_the_blocks_of_every_step(
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
+    reasons = {e.reason for e in llm.engine.listeners[-1].events if isinstance(e, Finished)}
+    assert reasons >= {"length", "error", "abort"}
     kinds = {type(event) for event in llm.engine.listeners[-1].events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     for _ in range(8):  # a few more, that are scored
@@ -448,6 +462,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(che
     assert len(list(tmp_path.iterdir())) == 1, "nothing is left of the attempt"
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_the_name_that_traces_once_had_until_complete_is_left_alone(
+    make_llm, tmp_path, is_link
+):
+    part, other = tmp_path / "run.jsonl.part", tmp_path / "other"
+    other.write_text("precious")
+    part.symlink_to(other) if is_link else part.write_text("precious")
+    llm = make_llm(trace=tmp_path / "run.jsonl")
+    llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+    llm.close()
+    assert part.read_text() == other.read_text() == "precious" and part.is_symlink() == is_link
+    assert read_jsonl(tmp_path / "run.jsonl")
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs a folder that root cannot write to")
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(checkpoint):
     with pytest.raises(ValueError, match="trace is '/proc/run.jsonl', which cannot be written: "):
@@ -457,8 +485,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loade
 def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     common = list(range(40))
     small = [([*common, 50, 51], 5), ([*common, 52], 3)]
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
-    monkeypatch.setattr(bench, "refresh", lambda work, *how: work)  # the prefix stays cached
+    use_work(monkeypatch, small)
+    # The prefix stays cached between repeats.
+    monkeypatch.setattr(Workload, "refresh", lambda self, work, *how: work)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
     path = tmp_path / "run.jsonl"
     arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]

@@ -7,6 +7,7 @@ for generated text. It gets what its model "hf" gives, which runs transformers: 
 cut and decoded in the same way, by the harness's own functions where it has them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -22,6 +23,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanovllm.frontend.chat import write_chat
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -60,10 +62,11 @@ class NanovllmLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.llm = LLM(pretrained, device="auto" if device == "cuda:0" else device, **options)
-        self.tokenizer: Any = self.llm.tokenizer
-        if self.tokenizer is None:
+        try:
+            self.tokenizer: Any = self.llm.get_tokenizer()
+        except ValueError:  # there is none
             self.llm.close()
-            raise ValueError(f"pretrained is {pretrained!r}, which has no tokenizer: add its files")
+            raise
         self.max_length = self.llm.max_model_len
         self.max_gen_toks = max_gen_toks
         self.think_end_token = think_end_token
@@ -90,9 +93,9 @@ class NanovllmLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         def write(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
+            return write_chat(
+                self.tokenizer,
                 messages,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
                 **self.chat_template_args,
@@ -126,6 +129,7 @@ class NanovllmLM(TemplateLM):
             contexts.append(context[-room:])
             continuations.append(continuation)
         scores = self.llm.score(contexts, continuations, use_tqdm=not disable_tqdm)
+        refuse_errors(scores)
         return [(score["cumulative_logprob"], all(score["is_greedy"])) for score in scores]
 
     def loglikelihood_rolling(
@@ -148,6 +152,7 @@ class NanovllmLM(TemplateLM):
         asked = [self._prompt_and_params(*request.args) for request in requests]
         prompts, params = [prompt for prompt, _ in asked], [one for _, one in asked]
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
+        refuse_errors(outputs)
         texts = [
             self.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
             for output in outputs
@@ -178,6 +183,13 @@ class NanovllmLM(TemplateLM):
             del kwargs["num_beams"]
         kwargs |= dict(max_tokens=max_gen_toks, stop=stop, stop_token_ids=ids)
         return prompt, SamplingParams(**kwargs)
+
+
+def refuse_errors(answers: Sequence[dict[str, Any]]) -> None:
+    """Raise FloatingPointError if one ended with an error: no figure should be made of it."""
+    for i, answer in enumerate(answers):
+        if "error" in answer:
+            raise FloatingPointError(f"request {i} of {len(answers)}: {answer['error']}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Let torch.compile make the kernels, of the plain layers, without any written by hand.
+"""The plain layers compiled by torch.compile, with no kernel written by hand.
 
-Attention and the KV cache stay as they are: how long the contexts are is known on the device alone,
-and what torch.compile makes does not read block tables. So a layer becomes what comes before
-attention and what comes after it.
+Attention over the KV cache is not compiled: only the device knows how long the contexts are, and
+torch.compile's kernels do not read block tables. So each layer is compiled in two parts, the one
+before attention and the one after it.
 """
 
 import torch
@@ -11,18 +11,24 @@ from torch import Tensor, nn
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.models.transformer import Decoder
 
-# One for all alike, in this model and the next: each other class would be compiled anew.
+# The subclass made for each class of attention. All modules and models share it, because
+# torch.compile would compile a layer anew for every further class.
 _kinds: dict[type, type] = {}
 
 
 class _Uncompiled(SelfAttention):
+    """Self-attention that torch.compile leaves as it is."""
+
     @torch.compiler.disable
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return super().attend(q, k, v)
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Compile the layers at their first call: once for all, and for any number of tokens."""
+    """Let the decoder's layers compile themselves at their first call.
+
+    All layers share the compiled code, which serves any number of tokens.
+    """
     for module in list(model.modules()):
         if isinstance(module, SelfAttention):
             kind = type(module)

@@ -7,7 +7,7 @@ batch slot and no policy: those are the scheduler's.
 
 from typing import NamedTuple
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
 
@@ -79,11 +79,11 @@ class BlockTables:
         blocks, cached = self.blocks, start.cached
         seq.num_given_back = start.num_behind
         seq.num_registered_blocks = len(cached)
-        seq.prefix_id = blocks.prefix_id(cached[-1]) if cached else 0
+        seq.prefix = blocks.prefix(cached[-1]) if cached else NO_PREFIX
         # After the cached blocks, the first tokens of one more may be cached: they are copied.
         num_cached = len(cached) * self.block_size
         end = min(num_cached + self.block_size, seq.num_reusable)
-        run = blocks.match_run(seq.prefix_id, seq.token_ids[num_cached:end])
+        run = blocks.match_run(seq.prefix, seq.token_ids[num_cached:end])
         blocks.share(start.shared)
         seq.block_table = cached + blocks.allocate(start.num_new)
         # The source may have just been allocated itself: a step copies before it writes.
@@ -147,15 +147,24 @@ class BlockTables:
         for start in range(seq.num_registered_blocks * size, length, size):
             token_ids = seq.token_ids[start : min(start + size, length)]
             block = seq.block_table[start // size]
-            prefix_id = self.blocks.register(block, seq.prefix_id, token_ids)
+            prefix = self.blocks.register(block, seq.prefix, token_ids)
             if len(token_ids) == size:
-                seq.prefix_id = prefix_id
+                seq.prefix = prefix
                 seq.num_registered_blocks += 1
         for fork in seq.forks:
-            fork.num_registered_blocks, fork.prefix_id = seq.num_registered_blocks, seq.prefix_id
+            fork.num_registered_blocks, fork.prefix = seq.num_registered_blocks, seq.prefix
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks back. A step in flight may still use them: later steps follow it."""
         # The last token has no K and V yet, unless it ran one step too far.
         self.register(seq, min(seq.num_computed, len(seq.token_ids) - 1))
         self.blocks.release(seq.block_table[seq.num_given_back :])
+
+    def discard(self, seq: Sequence) -> None:
+        """Give all blocks back, and let the prefix cache forget whatever begins as the sequence
+        does: the K and V may be no numbers.
+        """
+        held = seq.block_table[seq.num_given_back :]
+        for block in [*self.blocks.match(seq.token_ids), *held]:
+            self.blocks.forget(block)
+        self.blocks.release(held)

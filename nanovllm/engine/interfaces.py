@@ -26,6 +26,9 @@ class Detokenizer(Protocol):
         Sequences that it does not read are left alone.
         """
 
+    def end(self, seq: Sequence) -> None:
+        """End the text of this sequence with the tokens before, if it is read."""
+
     def remove(self, seq: Sequence) -> None:
         """Read this sequence no more, if it is read."""
 

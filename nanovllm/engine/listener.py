@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
-    from nanovllm.engine.metrics import StepRecord
     from nanovllm.engine.sequence import Sequence
+    from nanovllm.outputs import StepRecord
 
 
 class EngineListener:
@@ -46,8 +46,8 @@ class EngineListener:
     def sequence_finished(self, seq: "Sequence") -> None:
         """Hear that a sequence has ended; its finish_reason says how."""
 
-    def block_registered(self, block: int) -> None:
-        """Hear that the prefix cache knows a block from now on."""
+    def block_registered(self, block: int, prefix_hash: int) -> None:
+        """Hear that the prefix cache knows a block from now on, by this content hash."""
 
     def block_evicted(self, block: int) -> None:
         """Hear that the prefix cache does not know a block any more."""

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.errors import explain, warn
 from nanovllm.engine.interfaces import Constraints, Detokenizer
 from nanovllm.engine.listener import EngineListener, Listeners
-from nanovllm.engine.metrics import EngineMetrics, StepRecord
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -24,6 +25,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
 from nanovllm.models.config_fields import largest_window
+from nanovllm.outputs import StepRecord
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -51,6 +53,7 @@ class LLMEngine:
         stop_ids: frozenset[int] = frozenset(),
         constraints: Constraints | None = None,
         make_detokenizer: Callable[[], Detokenizer] | None = None,
+        enough_seqs: int | None = None,
         listeners: tuple[EngineListener, ...] = (),
     ) -> None:
         """Get ready to run the model in `folder`, whose configuration is `hf_config`.
@@ -61,6 +64,8 @@ class LLMEngine:
             constraints: what says which tokens may follow, for requests that restrict them.
             make_detokenizer: makes what reads the text of requests as it grows.
             listeners: who hears what happens, beside the metrics.
+            enough_seqs: sequences that make the device about as fast as it gets; None: the more,
+                the faster.
         """
         self.model_class = find_model(hf_config)
         self.policy = policy
@@ -74,6 +79,7 @@ class LLMEngine:
         self.window = largest_window(hf_config)
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
+        self._enough_seqs = enough_seqs
         self.is_asleep = False  # the runner's memory is given back: no step may run
         self._config = config
         self.metrics = EngineMetrics()
@@ -102,6 +108,7 @@ class LLMEngine:
             max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
+            enough_seqs=self._enough_seqs,
         )
 
     def add(
@@ -175,8 +182,8 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step and commit one: the last with overlap, else this one.
 
-        Returns the sequences that have ended. Raises InvalidLogitsError if the model computed NaN
-        or infinite logits: `reset` is needed then.
+        Returns the sequences that have ended: one of which the logits are NaN or infinite, or the
+        constraints leave no token, with finish_reason "error".
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
         self._listener.step_begins()
@@ -216,10 +223,12 @@ class LLMEngine:
         return launched._replace(tokens=tokens)
 
     def _commit(self, launched: Launched | None) -> list[Sequence]:
-        """Wait for a step's tokens; returns the sequences that end with theirs."""
+        """Wait for a step's tokens; returns the sequences that end with this step."""
         if launched is None:
             return []
         sampled, ended = self._take_tokens(launched)
+        if failed := [seq for seq in ended if seq.finish_reason == "error"]:
+            self._end_with_error(failed)
         if self._constrained and self.constraints is not None:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
@@ -238,6 +247,15 @@ class LLMEngine:
         sampled, ended = self.scheduler.commit(*result)
         self._listener.tokens_committed(len(sampled))
         return sampled, ended
+
+    def _end_with_error(self, failed: list[Sequence]) -> None:
+        """Say of sequences why none of their tokens could be sampled, and end their texts."""
+        for seq in failed:
+            seq.error = explain(seq)
+            if self.detokenizer is not None:
+                self.detokenizer.end(seq)
+        if not self.metrics.last_call.errors:
+            warn(failed[0])
 
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
         """Sequences that are complete, or come to a stop string, join those that `ended`."""

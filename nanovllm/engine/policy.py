@@ -28,8 +28,8 @@ class SchedulingPolicy:
     `LLM(scheduling_policy=ShortestPromptFirst())` runs by it, for all of its life. All but `key` is
     asked in every step: be quick. Of a sequence (engine/sequence.py) a policy may read what it
     likes, such as `num_prompt_tokens`, `num_tokens_left`, `params`, `interactive` and `added_at`;
-    of the scheduler `waiting`, `running`, `num_running`, `max_num_seqs` and `blocks`. It changes
-    nothing but the order of the list that it is given to sort.
+    of the scheduler `waiting`, `running`, `num_running`, `max_num_seqs`, `enough_seqs` and
+    `blocks`. It changes nothing but the order of the list that it is given to sort.
     """
 
     def key(self, seq: Sequence) -> Any:

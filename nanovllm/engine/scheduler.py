@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
-from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -35,9 +34,12 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window: int | None = None,
+        enough_seqs: int | None = None,
         listener: EngineListener = NOBODY,
     ) -> None:
-        """`window`: see BlockTables."""
+        """`window`: see BlockTables. `enough_seqs`: how many sequences make the device about as
+        fast as it gets; None: as many as may run.
+        """
         self.blocks = blocks
         self.tables = BlockTables(blocks, window, max_num_batched_tokens, listener)
         self.listener = listener
@@ -45,6 +47,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
         self.max_num_seqs = max_num_seqs
+        # For the policy, which may hold others back once so many run.
+        self.enough_seqs = min(enough_seqs or max_num_seqs, max_num_seqs)
         # Blocks to leave free when a sequence starts beside others, so that none is preempted soon.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
@@ -234,14 +238,14 @@ class Scheduler:
     ) -> tuple[list[Sequence], list[Sequence]]:
         """Take what the oldest step in flight gave: a StepResult's fields.
 
-        Returns the sequences that got a token, and those among them that ended with it. One that
-        had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
-        if logits were NaN or infinite: only a new scheduler goes on from there.
+        Returns the sequences that got a token, and those that have ended: with their token, or
+        with finish_reason "error" where no token could be sampled. One that had ended before ran
+        one step too far, and its token is dropped.
         """
         sampling = self._steps_in_flight.popleft()
         assert len(sampling) == len(tokens), "a step gives a token to each sequence that samples"
         for i, record in (logprobs or {}).items():
-            if sampling[i].status is not Status.FINISHED:
+            if sampling[i].status is not Status.FINISHED and tokens[i] != INVALID_TOKEN:
                 sampling[i].logprobs.append(record)
         for records in prompt_logprobs:
             self._scoring.popleft().records.append(records)
@@ -252,8 +256,10 @@ class Scheduler:
             if seq.status is finished:
                 continue
             if token == INVALID_TOKEN:
-                invalid = [one for one, its in zip(sampling, tokens) if its == INVALID_TOKEN]
-                raise InvalidLogitsError([one for one in invalid if one.status is not finished])
+                seq.finish_reason = "error"
+                seq.token_ids += seq.held_back or ()
+                ended.append(seq)
+                continue
             sampled.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)
@@ -332,7 +338,10 @@ class Scheduler:
             one.status = Status.WAITING
 
     def _release(self, seq: Sequence) -> None:
-        self.tables.release(seq)
+        if seq.finish_reason == "error":
+            self.tables.discard(seq)
+        else:
+            self.tables.release(seq)
         self._free_slots.append(seq.batch_slot)
         self.listener.sequence_released(seq)
 

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any
 
 from nanovllm.engine.batch import Fork, PrefillChunk, ScoredTokens
+from nanovllm.engine.block_manager import NO_PREFIX, Prefix
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
@@ -41,6 +42,7 @@ class Sequence:
     num_tokens: int = field(init=False)
     status: Status = Status.WAITING
     finish_reason: str | None = None
+    error: str | None = None  # what went wrong, where finish_reason is "error"
     logprobs: list[bytes] = field(default_factory=list)  # of each new token, if asked
     scores: PromptScores | None = None  # if the prompt's log-probabilities are asked for
     # If max_tokens is 0: the prompt's last token, which is not computed. The step samples a token
@@ -63,7 +65,7 @@ class Sequence:
     capacity: int = field(init=False)  # tokens that the block table has room for
     num_computed: int = field(init=False)  # tokens whose K and V are written by now, or in flight
     num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
-    prefix_id: int = field(init=False)  # of the last of those blocks
+    prefix: Prefix = field(init=False)  # that ends with the last of those blocks
 
     # What is reported of it.
     prompt_text: str | None = None  # if the prompt was given as text
@@ -92,7 +94,7 @@ class Sequence:
         self.capacity = 0
         self.num_computed = 0
         self.num_registered_blocks = 0
-        self.prefix_id = 0
+        self.prefix = NO_PREFIX
 
     @property
     def num_tokens_left(self) -> int:
@@ -116,6 +118,17 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether its last token is one of `stop_ids`, and ended it."""
+        return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens of the output that its text is made of."""
+        leaves_out = self.ended_by_token and not self.params.include_stop_str_in_output
+        return self.output_ids[:-1] if leaves_out else self.output_ids
 
     @property
     def request(self) -> "Sequence":

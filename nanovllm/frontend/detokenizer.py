@@ -69,12 +69,14 @@ class TextStream:
         self._num_taken += len(new)
         return new
 
-    def push(self, token: int, ended: bool, tokenizer: Tokenizer) -> bool:
-        """Add a token, the output's last one if `ended`.
+    def push(self, token: int | None, ended: bool, tokenizer: Tokenizer) -> bool:
+        """Add a token, the output's last one if `ended`; None: the text ends without one more.
 
         Returns whether the window must be decoded now.
         """
         self.ended = ended
+        if token is None:
+            return True
         self._num_tokens += 1
         silent = tokenizer.is_silent(token, self.with_special)
         if not silent:
@@ -109,10 +111,10 @@ class TextStream:
             self.ended = True
 
 
-def extend_texts(news: Iterable[tuple[TextStream, int, bool]], tokenizer: Tokenizer) -> None:
+def extend_texts(news: Iterable[tuple[TextStream, int | None, bool]], tokenizer: Tokenizer) -> None:
     """Add a token to each stream, all in one call of the tokenizer.
 
-    `news`: a stream, its token, and whether that is the output's last.
+    `news`: a stream, its token, and whether that is the output's last. See `TextStream.push`.
     """
     streams = [stream for stream, token, ended in news if stream.push(token, ended, tokenizer)]
     texts = _texts(streams, tokenizer)
@@ -160,18 +162,28 @@ class Detokenizer:
         if not self._reading:
             return []
         reading = [seq for seq in sampled if seq in self._reading]
-        extend_texts(
-            [(seq.text, seq.token_ids[-1], seq.finish_reason is not None) for seq in reading],
-            self._tokenizer,
-        )
+        extend_texts([(seq.text, *_last_of(seq)) for seq in reading], self._tokenizer)
         self._reading.difference_update([seq for seq in reading if seq.text.ended])
         return [seq for seq in reading if seq.text.stopped]
+
+    def end(self, seq: Sequence) -> None:
+        if seq in self._reading:
+            extend_texts([(seq.text, None, True)], self._tokenizer)
+            self._reading.remove(seq)
 
     def remove(self, seq: Sequence) -> None:
         self._reading.discard(seq)
 
     def clear(self) -> None:
         self._reading.clear()
+
+
+def _last_of(seq: Sequence) -> tuple[int | None, bool]:
+    """The sequence's last token, None if its text leaves that out, and whether the output ends."""
+    if seq.finish_reason is None:  # by far the most
+        return seq.token_ids[-1], False
+    leaves_out = len(seq.text_ids) < len(seq.output_ids)
+    return None if leaves_out else seq.token_ids[-1], True
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -6,24 +6,49 @@ ValueError for the rest.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
-from nanovllm.checks import as_integer, check_vocabulary, refuse_unknown_names, shown
+from nanovllm.checks import (
+    as_integer,
+    check_vocabulary,
+    refuse_unknown_names,
+    shown,
+    token_ids,
+)
 from nanovllm.config import Config
-from nanovllm.constraint_checks import resolve_constraints
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.foreign_names import IN_PROMPT
+from nanovllm.frontend.params import resolve_constraints
+from nanovllm.frontend.tokenizer import Tokenizer, need_tokenizer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import check_form_compiles
 
 # A prompt's token ids, what is asked for, and the prompt's text if it has one.
 Request = tuple[list[int], SamplingParams, str | None]
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text, as vLLM has it: a plain dict, whoever makes it."""
+
+    prompt: str
+
+
+class _Text(TypedDict, total=False):
+    prompt: str  # what the ids were made of, for `RequestOutput.prompt`
+
+
+class TokensPrompt(_Text):
+    """A prompt of token ids, and of the text that they were made of."""
+
+    prompt_token_ids: list[int]
+
+
 PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
 
 
 class Inputs:
     """Makes requests of what a user gives, if an engine can serve them."""
 
-    def __init__(self, config: Config, engine: LLMEngine, tokenizer: Any) -> None:
+    def __init__(self, config: Config, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.tokenizer = tokenizer
         self.vocab_size = engine.vocab_size
@@ -52,12 +77,8 @@ class Inputs:
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f"{name}[{i}] is a {type(text).__name__}: give a str")
-        if self.tokenizer is None:
-            raise ValueError(
-                f"{name} holds text, but the model's folder has no tokenizer: "
-                "give token ids, or add tokenizer.json"
-            )
-        return self.tokenizer.encode(name, texts)
+        tokenizer = need_tokenizer(self.tokenizer, f"{name} holds text", "give token ids")
+        return tokenizer.encode(name, texts)
 
     def requests(
         self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]
@@ -131,16 +152,17 @@ class Inputs:
                 f"{name}.priority is {params.priority}, of which scheduling_policy={policy!r} "
                 "takes no notice: leave it out, or make the LLM with scheduling_policy='priority'"
             )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                "stop needs text, but the model's folder has no tokenizer: "
-                "use stop_token_ids, or add tokenizer.json"
-            )
+        if params.stop:
+            need_tokenizer(self.tokenizer, "stop needs text", "use stop_token_ids")
         if params.edits_logits:
             eos_ids = frozenset() if params.ignore_eos else self.stop_ids
             params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, eos_ids)
         if params.structured_outputs is not None:
-            check_form_compiles(name, params, self.constraints)
+            assert self.constraints is not None, "build.py makes them"
+            try:
+                self.constraints.check(params)
+            except ValueError as error:
+                raise ValueError(f"{name}.{error}") from error
         return params
 
     def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
@@ -202,7 +224,7 @@ def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
         return prompt, None
     if not isinstance(prompt, dict):
         return None, prompt
-    known = refuse_unknown_names("prompt", "key", prompt, PROMPT_KEYS, name)
+    known = refuse_unknown_names(name, "key", prompt, PROMPT_KEYS, IN_PROMPT)
     given = {key: value for key, value in known.items() if value is not None}
     if not given or not all(isinstance(value, PROMPT_KEYS[key]) for key, value in given.items()):
         raise TypeError(
@@ -242,12 +264,6 @@ def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
             f"{name} is a {type(ids).__name__}: give a str, a list of token ids, or a dict with "
             "one of them as 'prompt' or 'prompt_token_ids'"
         )
-    if not set(map(type, ids)) <= {int}:
-        given, ids = ids, [as_integer(token) for token in ids]
-        if None in ids:
-            wrong = given[ids.index(None)]
-            is_chat = isinstance(wrong, dict)
-            hint = "; a conversation goes to chat or stream_chat" if is_chat else ""
-            raise TypeError(f"{name} holds {shown(wrong)}: token ids are integers{hint}")
-    check_vocabulary(name, ids, vocab_size)
-    return list(ids)
+    checked = token_ids(name, ids)
+    check_vocabulary(name, checked, vocab_size)
+    return list(checked)

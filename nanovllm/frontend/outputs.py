@@ -1,4 +1,4 @@
-"""What a call returns: plain dicts, made of requests that have ended."""
+"""The outputs of a call, made of requests that have ended."""
 
 import math
 from collections.abc import Callable
@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.frontend.tokenizer import Tokenizer
+from nanovllm.outputs import RequestOutput, Texts
 
 # Lists of token ids, and the indices of those whose special tokens are written too -> their texts.
 Decode = Callable[[list[list[int]], list[int]], list[str]]
 
 
 def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    """A dict for each request, as `LLM.generate` describes it: of its prompt, of its first
+    """Make a dict for each request, as `LLM.generate` describes it: of its prompt, of its first
     completion and, if there are several, the list of all. `decode` is None without a tokenizer.
     """
     texts = _texts([seq for request in requests for seq in request.completions], decode)
@@ -31,13 +33,37 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
     return outputs
 
 
+class TokenTexts(dict[int, str | None]):
+    """Texts as transformers decodes them, each made when it is first asked for."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str | None:
+        text = str(self._tokenizer.transformers.decode([token])) if self._tokenizer else None
+        self[token] = text
+        return text
+
+
+def with_attributes(output: dict[str, Any], request: Sequence, texts: Texts) -> RequestOutput:
+    """Give a dict of `make_outputs` vLLM's attributes. `texts`: of tokens."""
+    return RequestOutput(
+        output,
+        request_id=str(request.id),
+        prompt=request.prompt_text,
+        texts=texts,
+        logprobs=request.params.logprobs,
+        prompt_logprobs=request.params.prompt_logprobs,
+    )
+
+
 def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
     """By id. Those that were not read as they grew are decoded in one call."""
     texts = {seq.id: "" if seq.text is None else seq.text.text for seq in sequences}
     if decode is not None:
         whole = [seq for seq in sequences if seq.text is None]
         with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
-        decoded = decode([seq.output_ids for seq in whole], with_special)
+        decoded = decode([seq.text_ids for seq in whole], with_special)
         texts |= {seq.id: text for seq, text in zip(whole, decoded)}
     return texts
 
@@ -49,6 +75,8 @@ def _completion(seq: Sequence, text: str) -> dict[str, Any]:
         "finish_reason": seq.finish_reason,
         "stop_reason": _stop_reason(seq) if seq.finish_reason == "stop" else None,
     }
+    if seq.error is not None:
+        completion["error"] = seq.error
     if seq.params.logprobs is not None:
         completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
         sampled = zip(seq.output_ids, logprobs)

@@ -1,6 +1,7 @@
 """What a call shows of its progress: a bar on stderr, if it is wanted there and can be written."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -8,7 +9,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.metrics import StepRecord
+from nanovllm.outputs import StepRecord
+
+LATELY = 5.0  # seconds that a rate looks back on
+REFRESH_SECONDS = 0.5  # between two times that a bar is drawn: it may go to a file
 
 Shown = bool | Callable[..., Any]  # whether to show a bar; or what makes one, as tqdm does
 
@@ -35,8 +39,38 @@ def show_bar(shown: Shown, **options: Any) -> Any:
         # Not even a disabled bar, which would wait for a lock that forks share.
         return None
     with suppress(Exception):
-        return (shown if callable(shown) else Bar)(dynamic_ncols=True, **options)
+        make = shown if callable(shown) else Bar
+        # Drawn anew though no request has finished: a step has brought tokens.
+        return make(dynamic_ncols=True, mininterval=REFRESH_SECONDS, miniters=0, **options)
     return None
+
+
+class Tokens:
+    """Counts of the tokens that were computed, and how many a second lately."""
+
+    def __init__(self) -> None:
+        self._counts = 0, 0  # of prefill and decode tokens
+        # When the counts were what: the last time before LATELY seconds ago, and all later ones.
+        self._marks = deque([(perf_counter(), *self._counts)])
+
+    def reach(self, prefill: int, decode: int) -> None:
+        """Take the counts as they are now."""
+        self._counts = prefill, decode
+        now = perf_counter()
+        self._marks.append((now, prefill, decode))
+        while len(self._marks) > 2 and self._marks[1][0] <= now - LATELY:
+            self._marks.popleft()
+
+    def add(self, prefill: int, decode: int) -> None:
+        """Take what was computed since the last time."""
+        self.reach(self._counts[0] + prefill, self._counts[1] + decode)
+
+    def __str__(self) -> str:
+        begin, *before = self._marks[0]
+        end, *now = self._marks[-1]
+        prefill, decode = [(b - a) / max(end - begin, 1e-9) for a, b in zip(before, now)]
+        total = sum(self._counts)
+        return f"{total:,} tokens, prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s"
 
 
 @contextmanager
@@ -46,8 +80,8 @@ def progress(
     observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
     shown: Shown,
 ) -> Iterator[None]:
-    """Show a bar of a call's requests that have finished, with the tokens a second that all steps
-    have computed meanwhile.
+    """Show a bar of a call's requests that have finished, with the tokens that all steps have
+    computed meanwhile, and how many a second lately.
 
     `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
     `observe`: what `LLM.on_step` does.
@@ -56,18 +90,11 @@ def progress(
     if bar is None:
         yield
         return
-    begin = perf_counter()
-    num_prefill_tokens = num_decode_tokens = 0
+    tokens = Tokens()
 
     def update(step: StepRecord) -> None:
-        nonlocal num_prefill_tokens, num_decode_tokens
-        num_prefill_tokens += step.prefill_tokens
-        num_decode_tokens += step.decode_tokens
-        seconds = perf_counter() - begin
-        prefill, decode = num_prefill_tokens / seconds, num_decode_tokens / seconds
-        bar.set_postfix_str(
-            f"prefill {prefill:,.0f} tok/s, decode {decode:,.0f} tok/s", refresh=False
-        )
+        tokens.add(step.prefill_tokens, step.decode_tokens)
+        bar.set_postfix_str(str(tokens), refresh=False)
         bar.update(sum([request in unfinished for request in step.finished]))
 
     end = observe(update)

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from nanovllm.checks import shown
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import split_records
@@ -37,12 +38,15 @@ class Pair(NamedTuple):
         assert request.scores is not None, "PARAMS ask for them"
         ids, values = split_records(request.scores.records, len(continuation))
         logprobs = values[:, 0].tolist()
-        return {
+        score = {
             "token_ids": continuation,
             "logprobs": logprobs,
             "cumulative_logprob": math.fsum(logprobs),
             "is_greedy": (ids[:, 0] == ids[:, 1]).tolist(),
         }
+        if request.error is not None:
+            score["error"] = request.error
+        return score
 
 
 def score(
@@ -137,6 +141,7 @@ def _check(
 def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Score]:
     """Run all pairs to their end; returns their scores in order."""
     scores: dict[int, Score] = {}  # by a pair's place
+    requests: list[Sequence] = []  # all that have begun
     waiting = deque(by_context(pairs))
     under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
     with session.call() as engine:
@@ -150,6 +155,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Sc
             token_ids, num_context = pairs[place]
             request = engine.add(token_ids, PARAMS, score_from=num_context)
             under_way[request.id] = place, followers
+            requests.append(request)
 
         with progress(len(pairs), under_way, session.observe, use_tqdm):
             while waiting or under_way:
@@ -164,6 +170,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Sc
                         room += sizes[place]
                         for follower in followers:
                             start(follower, [])
+    check_any_succeeded(requests)
     return [scores[i] for i in range(len(pairs))]
 
 

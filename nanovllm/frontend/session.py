@@ -14,8 +14,8 @@ from typing import Any
 from nanovllm.checks import as_integer, shown
 from nanovllm.engine.errors import AsleepError, ClosedError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import StepRecord
 
 
 class Session:

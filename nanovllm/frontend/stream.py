@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.inputs import Request
 from nanovllm.frontend.session import Session
@@ -47,5 +48,6 @@ def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
                     del unfinished[i]
                 text = seq.text.take() if seq.text is not None else ""
                 yield i, text, new_ids, seq.finish_reason
+        check_any_succeeded(sequences)
     finally:  # the caller may want no more items
         session.abandon([seq for seq in unfinished.values() if seq.finish_reason is None])

@@ -178,3 +178,15 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer. None if it has none: then prompts are token ids, without any text."""
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return Tokenizer(folder) if any((folder / name).exists() for name in names) else None
+
+
+def need_tokenizer(tokenizer: Tokenizer | None, why: str = "", remedy: str = "") -> Tokenizer:
+    """Return the tokenizer of a model, or raise ValueError if its folder has none.
+
+    `why` it is needed begins the error; `remedy`: what to do without one.
+    """
+    if tokenizer is None:
+        begin = f"{why}, but " if why else ""
+        end = f"{remedy}, or " if remedy else ""
+        raise ValueError(f"{begin}the model's folder has no tokenizer: {end}add tokenizer.json")
+    return tokenizer

@@ -5,17 +5,18 @@ Two formats: the library's own, and in `openai_batch.py` that of OpenAI's batche
 
 import hashlib
 import json
-from dataclasses import dataclass, fields, replace
-from types import NoneType
-from typing import Any, Protocol, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from nanovllm.checks import refuse_unknown_names, shown
+from nanovllm.foreign_names import IN_LINE
+from nanovllm.options import options_of
 from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
-SAMPLING = tuple(field.name for field in fields(SamplingParams))
+SAMPLING = tuple(options_of(SamplingParams))
 # Where null says something else than that a field is not there.
-NULLABLE = {field.name for field in fields(SamplingParams) if NoneType in get_args(field.type)}
+NULLABLE = {name for name, one in options_of(SamplingParams).items() if one.takes_none}
 # What a result may have, in the library's own format and in Parquet.
 RESULT = (
     *("line", "text", "token_ids", "finish_reason", "stop_reason", "logprobs"),
@@ -44,6 +45,7 @@ class Defaults:
     params: SamplingParams
     seed: int  # of the job; each line draws by a seed of its own, made of this and its number
     template_options: dict[str, Any] | None = None
+    trust_request_chat_template: bool = False  # then lines may bring chat templates of their own
 
     def params_of(self, line: int, given: dict[str, Any]) -> SamplingParams:
         if given.get("seed") is None:
@@ -54,6 +56,13 @@ class Defaults:
         options = fields.get("chat_template_kwargs", self.template_options)
         if options is not None and not isinstance(options, dict):
             raise TypeError(f"chat_template_kwargs is {shown(options)}: use an object")
+        if options is not self.template_options and "chat_template" in (options or {}):
+            if not self.trust_request_chat_template:
+                raise ValueError(
+                    "chat_template_kwargs holds a chat_template, which is a program: leave it out; "
+                    "or allow it, if you trust who wrote the input, with "
+                    "--trust-request-chat-template (trust_request_chat_template=True in Python)"
+                )
         return options
 
 
@@ -100,7 +109,7 @@ class NativeFormat:
         self._known = known_fields(keep)
 
     def parse(self, line: int, fields: dict[str, Any]) -> Request:
-        fields = refuse_unknown_names("a line", "field", fields, self._known)
+        fields = refuse_unknown_names("a line", "field", fields, self._known, IN_LINE)
         kinds = [name for name in PROMPTS if fields.get(name) is not None]
         if len(kinds) != 1:
             said = f"has {' and '.join(kinds)}" if kinds else "has no prompt"

@@ -19,12 +19,13 @@ from typing import Any
 from nanovllm.apps.jobs.errors import JobError, RefusedError
 from nanovllm.apps.jobs.files import JsonLines, Source, write_json_lines
 from nanovllm.apps.jobs.formats import PROMPTS, Defaults, Format, NativeFormat, known_fields
-from nanovllm.apps.jobs.journal import Journal, Totals
+from nanovllm.apps.jobs.journal import Journal, Totals, files_of
 from nanovllm.apps.jobs.loop import Engine, Progress, compute
 from nanovllm.apps.jobs.openai_batch import OpenAIFormat
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.hub import resolve_model_folder
+from nanovllm.whole_files import draw_mark
 
 PARQUET = ".parquet"  # files of other names are JSON Lines
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
@@ -50,6 +51,7 @@ MakeEngine = Callable[[], AbstractContextManager[Engine]]
 class Job:
     """What is to be done.
 
+    trust_request_chat_template: let lines bring chat templates of their own.
     strict: stop at the first line that cannot be done.
     replicas: of the model, each of which runs max_num_seqs requests at the same time.
     """
@@ -59,6 +61,7 @@ class Job:
     config: Config
     params: SamplingParams = field(default_factory=SamplingParams)
     template_options: dict[str, Any] | None = None
+    trust_request_chat_template: bool = False
     keep: tuple[str, ...] = ()
     strict: bool = False
     replicas: int = 1
@@ -86,12 +89,16 @@ class Job:
             f"--{name.replace('_', '-')}": value for name, value in (options | sampling).items()
         }
         described = {
-            "the input": f"{source.num_lines} lines, {source.num_bytes} bytes, {source.digest}",
+            "the input": (
+                f"{source.num_lines} lines, {source.seen.num_bytes} bytes, {source.seen.digest}"
+            ),
             "the model": model_identity(self.model_folder()),
             **flags,
             "--chat-template-kwargs": self.template_options,
             "--keep": self.keep,
         }
+        if self.trust_request_chat_template:
+            described["--trust-request-chat-template"] = True
         return json.loads(json.dumps(described, default=str))  # as it is read back
 
 
@@ -154,9 +161,10 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
                 )
                 seconds = perf_counter() - begun
         totals = journal.totals()
-        if totals.done != source.num_lines:
-            raise JobError(f"{job.input} has changed while the job ran: begin anew")
-        write(interruptible(journal.records(), stop))
+        assert totals.done == source.num_lines, "each line has given a result"
+        if job.input.exists():  # one that was removed has been read, and may go
+            source.seen.check()
+        write(journal.state["mark"], interruptible(journal.records(), stop))
         journal.finish({"finished": True, "first_failed": journal.first_failed()})
     return say_totals(totals, before, seconds)
 
@@ -175,6 +183,14 @@ def check_paths(job: Job) -> None:
         )
     if job.output.exists() and job.input.exists() and job.output.samefile(job.input):
         raise RefusedError(f"{job.input} is input and output: choose another output")
+    for path in files_of(job.journal):
+        if job.input.exists() and path.exists() and path.samefile(job.input):
+            raise RefusedError(
+                f"the input is {path}, which is what this job would call its journal: rename it, "
+                "or choose another output"
+            )
+        if path.is_symlink():
+            raise RefusedError(f"{path} is a link, and a job writes to files of its own: remove it")
     if job.output.exists() and not job.journal.exists():
         raise RefusedError(
             f"{job.output} is there already, and no {job.journal.name} beside it says that it "
@@ -209,8 +225,8 @@ def check_batch(job: Job) -> None:
             )
 
 
-def output_writer(job: Job, source: Source) -> Callable[[Iterator[bytes]], None]:
-    """What writes all records to the output, or nothing."""
+def output_writer(job: Job, source: Source) -> Callable[[str, Iterator[bytes]], None]:
+    """What takes the mark of the output's part and all records, and writes all, or nothing."""
     if job.output.suffix != PARQUET:
         return partial(write_json_lines, job.output)
     schema = parquet().output_schema(("id", *job.keep), source)
@@ -229,7 +245,9 @@ def parquet() -> Any:
 
 
 def make_format(job: Job, is_batch: bool, state: dict[str, Any]) -> Format:
-    defaults = Defaults(job.params, state["seed"], job.template_options)
+    defaults = Defaults(
+        job.params, state["seed"], job.template_options, job.trust_request_chat_template
+    )
     if is_batch:
         return OpenAIFormat(defaults, job.model_folder().name, state["created"])
     return NativeFormat(defaults, job.keep)
@@ -247,6 +265,7 @@ def take_up(job: Job, journal: Journal, identity: dict[str, Any]) -> bool:
                 "identity": identity,
                 "seed": random.SystemRandom().getrandbits(63) if seed is None else seed,
                 "created": int(time()),
+                "mark": draw_mark(),  # of the incomplete output's name
                 "finished": False,
             }
         )
@@ -256,6 +275,8 @@ def take_up(job: Job, journal: Journal, identity: dict[str, Any]) -> bool:
             f"{job.output} was begun otherwise: {'; '.join(changes)}. Run it as it was begun; or, "
             f"to begin anew, choose another output or remove {remove}"
         )
+    elif "mark" not in state:  # begun by an earlier version of this library
+        journal.begin({"mark": draw_mark()})
     return not is_finished
 
 

@@ -6,6 +6,10 @@ of it. Once a second all of it is forced to the disk, so a loss of power costs o
 at most. A thread of its own does both, and turns results into JSON: the loop that feeds the device
 does not wait for a disk.
 
+SQLite writes to a log beside the file first, in whole pages: a small result takes a dozen kilobytes
+there. So the log is emptied into the file not only once a second but also whenever it has grown to
+a megabyte. On a disk that gets full, it holds little room that the results themselves do not need.
+
 Knows nothing of what a result says.
 """
 
@@ -14,6 +18,7 @@ import queue
 import re
 import sqlite3
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -22,7 +27,13 @@ from typing import Any, NamedTuple
 from nanovllm.apps.jobs.errors import JobError, RefusedError
 
 SYNC_SECONDS = 1.0  # between two times that everything is forced to the disk
+MOST_LOGGED = 2**20  # bytes of the log, beyond which it is emptied
+MOST_TOGETHER = 2**18  # bytes of records that are committed together: the log holds all of these
 MOST_QUEUED = 4096  # results that wait for the writing thread: then the job waits for it
+COLUMNS = {  # of each table, as other versions of this library have them, too
+    "job": ["key", "value"],
+    "results": ["line", "failed", "prompt_tokens", "output_tokens", "record"],
+}
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS job (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS results (
@@ -35,8 +46,14 @@ CREATE TABLE IF NOT EXISTS results (
 -- So that counting does not read the records.
 CREATE INDEX IF NOT EXISTS counts ON results (line, failed, prompt_tokens, output_tokens);
 """
+MAGIC = b"SQLite format 3\0"
 # Characters that some readers take for the end of a line, and halves of characters.
 ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+
+
+def files_of(journal: Path) -> list[Path]:
+    """The journal, and the files that SQLite has beside it meanwhile."""
+    return [journal.with_name(journal.name + end) for end in ("", "-wal", "-journal")]
 
 
 class Result(NamedTuple):
@@ -81,32 +98,83 @@ class Journal:
                 f"you may write to it ({error})"
             ) from error
         try:
-            self.state = self._open()
+            with self._explaining():
+                self.state = self._open()
         except BaseException:
             self._db.close()
             raise
 
     def _open(self) -> dict[str, Any]:
+        # Exclusive: from the first access to `close`, and without shared memory, which file systems
+        # of several machines do not have.
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        self._check_tables()  # first: all that follows changes the file
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")  # forced to the disk by `_sync`
+        # Else what is dropped is overwritten with zeros, which all go to the log.
+        self._db.execute("PRAGMA secure_delete = OFF")
+        (page,) = self._db.execute("PRAGMA page_size").fetchone()
+        self._db.execute(f"PRAGMA wal_autocheckpoint = {MOST_LOGGED // page}")
+        self._sync()  # what a killed process has left in the log may take the room that is needed
+        self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+        rows = self._db.execute("SELECT key, value FROM job").fetchall()
         try:
-            # Exclusive: from the first access to `close`, and without shared memory, which
-            # file systems of several machines do not have.
-            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")  # forced to the disk by `_sync`
-            self._db.execute("PRAGMA wal_autocheckpoint = 0")
-            self._db.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-            rows = self._db.execute("SELECT key, value FROM job").fetchall()
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error):
-                raise RefusedError(
-                    f"{self.path} is in use: another run writes this output. Wait for it, or end it"
-                ) from error
-            raise self._cannot_write(error) from error
+            state = {key: json.loads(value) for key, value in rows}
+        except ValueError as error:
+            raise self._not_ours(error) from error
+        if "identity" not in state and self.totals().done:
+            raise self._not_ours("it does not say what its results are of")
+        return state
+
+    def _check_tables(self) -> None:
+        """Refuse a file of SQLite's that is another program's."""
+        names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+        tables = {
+            name: [column for _, column, *_ in self._db.execute(f'PRAGMA table_info("{quoted}")')]
+            for (name,) in self._db.execute(names).fetchall()
+            for quoted in [name.replace('"', '""')]
+        }
+        # A process that was killed early may have left no tables, a finished job no results.
+        if tables and not (COLUMNS.items() >= tables.items() and "job" in tables):
+            raise self._not_ours(f"it has tables {', '.join(map(repr, sorted(tables)))}")
+
+    def _not_ours(self, reason: object) -> RefusedError:
+        return RefusedError(
+            f"{self.path} is there, but is no journal of a job ({reason}): choose another output, "
+            "or move that file away"
+        )
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Say what SQLite's errors mean for the job, and what helps."""
+        try:
+            yield
         except sqlite3.DatabaseError as error:
-            raise RefusedError(
-                f"{self.path} is there, but is no journal of a job: move it away ({error})"
-            ) from error
-        return {key: json.loads(value) for key, value in rows}
+            raise self._explained(error) from error
+
+    def _explained(self, error: BaseException) -> JobError:
+        if not isinstance(error, sqlite3.DatabaseError) or self._is_of_the_disk(error):
+            return JobError(
+                f"cannot write {self.path}: {error}. What was written before is kept: put that "
+                "right, for example by making room, and run the same command again"
+            )
+        if "locked" in str(error):
+            return RefusedError(
+                f"{self.path} is in use: another run writes this output. Wait for it, or end it"
+            )
+        with open(self.path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                return self._not_ours(error)
+        return RefusedError(
+            f"{self.path}, the job's journal, is damaged, as where a copy was cut off: {error}. "
+            f"Put a whole copy in its place; or, to begin anew, remove it, and {self.path.stem} if "
+            "that is there, and run the same command again"
+        )
+
+    @staticmethod
+    def _is_of_the_disk(error: sqlite3.DatabaseError) -> bool:
+        """Whether SQLite could not read or write, and says nothing against what is there."""
+        return isinstance(error, sqlite3.OperationalError) and "locked" not in str(error)
 
     def begin(self, state: dict[str, Any]) -> None:
         """Keep what the job is."""
@@ -118,25 +186,23 @@ class Journal:
         try:
             self._db.execute("DROP TABLE results")
             self._db.execute("VACUUM")
-        except sqlite3.OperationalError:
+        except sqlite3.DatabaseError:
             pass  # the output is there: what is left takes room, and nothing else
 
     def _keep(self, state: dict[str, Any]) -> None:
         rows = [(key, json.dumps(value)) for key, value in state.items()]
-        try:
+        with self._explaining():
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany("INSERT OR REPLACE INTO job VALUES (?, ?)", rows)
             self._db.execute("COMMIT")
             self._sync()
-        except sqlite3.OperationalError as error:
-            raise self._cannot_write(error) from error
         self.state |= state
 
     def done(self) -> list[tuple[int, int]]:
         """The lines that have results, as ranges: their first and last lines, in order."""
         ranges: list[tuple[int, int]] = []
         first = last = 0
-        for (line,) in self._db.execute("SELECT line FROM results ORDER BY line"):
+        for (line,) in self._select("SELECT line FROM results ORDER BY line"):
             if line != last + 1 or not first:
                 if first:
                     ranges.append((first, last))
@@ -145,20 +211,24 @@ class Journal:
         return [*ranges, (first, last)] if first else []
 
     def totals(self) -> Totals:
-        row = self._db.execute(
+        (row,) = self._select(
             "SELECT count(*), sum(failed), sum(prompt_tokens), sum(output_tokens) FROM results"
-        ).fetchone()
+        )
         return Totals(*[value or 0 for value in row])
 
     def first_failed(self) -> int | None:
         """The first line with an error."""
-        row = self._db.execute("SELECT line FROM results WHERE failed ORDER BY line LIMIT 1")
-        return next(row, (None,))[0]
+        rows = self._select("SELECT line FROM results WHERE failed ORDER BY line LIMIT 1")
+        return next(rows, (None,))[0]
 
     def records(self) -> Iterator[bytes]:
         """What goes to the output, in the order of the input."""
-        for (record,) in self._db.execute("SELECT record FROM results ORDER BY line"):
+        for (record,) in self._select("SELECT record FROM results ORDER BY line"):
             yield record
+
+    def _select(self, query: str) -> Iterator[tuple]:
+        with self._explaining():
+            yield from self._db.execute(query)
 
     def __enter__(self) -> "Journal":
         """Begin to write. Until `__exit__`, only `add` may be called."""
@@ -175,12 +245,12 @@ class Journal:
             self._written.wait()
             raise
         if self._error is not None and (not exc or exc[0] is None):
-            raise self._cannot_write(self._error) from self._error
+            raise self._explained(self._error) from self._error
 
     def add(self, result: Result) -> None:
         """Keep a result. Raises JobError if an earlier one could not be written."""
         if self._error is not None:
-            raise self._cannot_write(self._error) from self._error
+            raise self._explained(self._error) from self._error
         self._queue.put(result)
 
     def close(self) -> None:
@@ -219,20 +289,26 @@ class Journal:
         return results, False
 
     def _insert(self, results: list[Result]) -> None:
-        rows = [(*result[:-1], to_json(result.record)) for result in results]
+        rows, size = [], 0
+        for result in results:
+            rows.append((*result[:-1], record := to_json(result.record)))
+            size += len(record)
+            if size > MOST_TOGETHER:
+                self._commit(rows)
+                rows, size = [], 0
+        self._commit(rows)
+
+    def _commit(self, rows: list[tuple]) -> None:
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany("INSERT INTO results VALUES (?, ?, ?, ?, ?)", rows)
         self._db.execute("COMMIT")
 
     def _sync(self) -> None:
-        """Force all that was committed to the disk: SQLite does so when it empties its log."""
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        """Force all that was committed to the disk: SQLite does so when it empties its log.
 
-    def _cannot_write(self, error: BaseException) -> JobError:
-        return JobError(
-            f"cannot write {self.path}: {error}. What was written before is kept: put that right, "
-            "for example by making room, and run the same command again"
-        )
+        Raises sqlite3.OperationalError if that fails.
+        """
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
 
 def to_json(record: dict[str, Any]) -> bytes:

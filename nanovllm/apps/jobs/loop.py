@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from itertools import islice
-from time import perf_counter
 from typing import Any, Protocol
 
 from nanovllm.apps.jobs.errors import JobError
@@ -10,7 +9,7 @@ from nanovllm.apps.jobs.files import Line
 from nanovllm.apps.jobs.formats import Format, Request
 from nanovllm.apps.jobs.journal import Journal, Result, Totals
 from nanovllm.apps.jobs.worker import Outputs, Refused
-from nanovllm.frontend.progress import show_bar
+from nanovllm.frontend.progress import Tokens, show_bar
 
 # Requests that wait, as a multiple of those that can run: enough to choose from.
 AHEAD = 8
@@ -28,6 +27,9 @@ class Engine(Protocol):
     def num_unfinished(self) -> int: ...
 
     num_prompt_tokens: int  # of the unfinished
+    # Computed so far, as far as is known.
+    num_prefill_tokens: int
+    num_decode_tokens: int
 
     def add(self, requests: list[Request]) -> Refused: ...
 
@@ -81,6 +83,7 @@ def compute(
                 return
             for request, output in engine.step():
                 keep(as_result(format, request, output))
+            progress.reach(engine.num_prefill_tokens, engine.num_decode_tokens)
 
 
 def room_for(engine: Engine, num_running: int) -> bool:
@@ -127,11 +130,13 @@ def as_result(format: Format, request: Request, output: dict[str, Any]) -> Resul
 
 
 class Progress:
-    """A bar of lines that are done, with those that failed and the output tokens a second."""
+    """A bar of lines that are done, with those that failed, the tokens that were computed, and how
+    many a second lately.
+    """
 
     def __init__(self, name: str, num_lines: int, before: Totals, shown: bool) -> None:
-        self._num_failed, self._num_tokens = before.failed, 0
-        self._begin = perf_counter()
+        self._num_failed = before.failed
+        self._tokens = Tokens()
         self._bar = show_bar(shown, total=num_lines, initial=before.done, desc=name, unit="line")
 
     def __enter__(self) -> "Progress":
@@ -142,12 +147,16 @@ class Progress:
             self._bar.close()
 
     def add(self, result: Result) -> None:
-        if self._bar is None:
-            return
         self._num_failed += result.failed
-        self._num_tokens += result.output_tokens
-        seconds = max(perf_counter() - self._begin, 1e-9)
-        self._bar.set_postfix_str(
-            f"{self._num_failed} failed, {self._num_tokens / seconds:,.0f} tokens/s", refresh=False
-        )
-        self._bar.update()
+        self._update(1)
+
+    def reach(self, prefill_tokens: int, decode_tokens: int) -> None:
+        """Take how many tokens were computed so far."""
+        self._tokens.reach(prefill_tokens, decode_tokens)
+        self._update(0)
+
+    def _update(self, num_lines: int) -> None:
+        if self._bar is not None:
+            said = f"{self._num_failed} failed, {self._tokens}"
+            self._bar.set_postfix_str(said, refresh=False)
+            self._bar.update(num_lines)

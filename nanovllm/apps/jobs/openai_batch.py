@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.apps.jobs.formats import LEAST_LOGPROB, SAMPLING, Defaults, Request
 from nanovllm.checks import as_integer, refuse_unknown_names, shown
+from nanovllm.foreign_names import IN_LINE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOP_FIELDS = ("custom_id", "method", "url", "body")
@@ -51,7 +52,7 @@ class OpenAIFormat:
         self._created = created
 
     def parse(self, line: int, fields: dict[str, Any]) -> Request:
-        refuse_unknown_names("a line", "field", fields, TOP_FIELDS)
+        refuse_unknown_names("a line", "field", fields, TOP_FIELDS, IN_LINE)
         for name, wanted in (("custom_id", str), ("url", str), ("body", dict)):
             if not isinstance(fields.get(name), wanted):
                 raise TypeError(f"{name} is {shown(fields.get(name))}: use a {wanted.__name__}")
@@ -65,7 +66,7 @@ class OpenAIFormat:
         is_chat = url == CHAT
         kind = "messages" if is_chat else "prompt"
         known = (kind, *IGNORED, *NEUTRAL, *OWN, *SAMPLING)
-        body = refuse_unknown_names("body", "field", given, known)
+        body = refuse_unknown_names("body", "field", given, known, IN_LINE)
         for name, allowed in NEUTRAL.items():
             if name in body and body[name] not in allowed:
                 raise ValueError(f"{name} is {shown(body[name])}, which is not supported")
@@ -165,14 +166,11 @@ def _form(response_format: Any) -> dict[str, Any] | None:
 
 def _prompt(prompt: Any) -> Any:
     """Text or token ids. The API's lists of several prompts are several lines here."""
-    is_text = isinstance(prompt, str)
-    if (
-        is_text
-        or isinstance(prompt, list)
-        and all(as_integer(token) is not None for token in prompt)
-    ):
-        return prompt
-    raise TypeError(f"prompt is {shown(prompt)}: use one text, or one list of token ids, a line")
+    if isinstance(prompt, list) and any(isinstance(one, (str, list)) for one in prompt):
+        raise TypeError(
+            f"prompt is {shown(prompt)}: use one text, or one list of token ids, a line"
+        )
+    return prompt
 
 
 def _chat_choice(

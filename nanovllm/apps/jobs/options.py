@@ -1,20 +1,20 @@
-"""Options of the command line, made from the fields of the classes that check them.
+"""Flags of the command line, made from the declarations of options.
 
-A new field of `Config` or `SamplingParams` is a new flag, described by the class's docstring.
+A new option of `Config` or `SamplingParams` is a new flag; its help is the option's.
 """
 
 import argparse
 import difflib
-import inspect
 import json
-import re
 import sys
-import types
 from collections.abc import Callable
-from dataclasses import Field, fields
-from typing import Any, Union, get_args, get_origin
+from dataclasses import fields
+from types import NoneType
+from typing import Any, get_args, get_origin
 
-from nanovllm.checks import FOREIGN, shown
+from nanovllm.checks import shown
+from nanovllm.foreign_names import OPTIONS, PARAMETERS
+from nanovllm.options import members_of, options_of
 
 NONE = "none"  # how a flag says None
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
@@ -40,9 +40,8 @@ class Parser(argparse.ArgumentParser):
 
     def _advice(self, flag: str) -> str:
         name = flag.removeprefix("--").replace("-", "_")
-        for owner in ("SamplingParams", "LLM"):
-            if foreign := FOREIGN.get(owner, {}).get(name):
-                return foreign.remedy
+        if foreign := PARAMETERS.get(name) or OPTIONS.get(name):
+            return foreign.remedy
         # A flag of two words can be spelled with "_", too: one spelling is enough here.
         known = [one for one in self._option_string_actions if "_" not in one]
         near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
@@ -50,31 +49,31 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser: argparse._ArgumentGroup, options: type, leave_out: set[str]) -> None:
-    """A flag for each field: --max-tokens for max_tokens. One that is not given sets nothing."""
-    described = descriptions(options)
-    for field in fields(options):
-        if field.name in leave_out:
+    """Add a flag for each option: --max-tokens for max_tokens. One not given sets nothing."""
+    annotations = {field.name: field.type for field in fields(options)}
+    for name, declared in options_of(options).items():
+        if name in leave_out:
             continue
-        text = described.get(field.name, "")
-        if field.default != ():
-            text += f" (default: {str(field.default).lower()})"
+        text = declared.help.replace("`None`", NONE).replace("`", "")
+        if declared.default != ():
+            text += f" (default: {str(declared.default).lower()})"
         # As Python writes the name, too; the help says it once.
         spellings = {
-            "--" + field.name: argparse.SUPPRESS,
-            "--" + field.name.replace("_", "-"): text.replace("%", "%%"),
+            "--" + name: argparse.SUPPRESS,
+            "--" + name.replace("_", "-"): text.replace("%", "%%"),
         }
         for flag, help_text in spellings.items():
             parser.add_argument(
                 flag,
-                dest=f"{options.__name__}.{field.name}",
+                dest=f"{options.__name__}.{name}",
                 default=argparse.SUPPRESS,
                 help=help_text,
-                **how_to_read(field),
+                **how_to_read(annotations[name]),
             )
 
 
 def given_flags(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """The fields that were given, by name."""
+    """Return the options that were given, by name."""
     begin = options.__name__ + "."
     return {
         name.removeprefix(begin): value
@@ -83,18 +82,10 @@ def given_flags(args: argparse.Namespace, options: type) -> dict[str, Any]:
     }
 
 
-def descriptions(options: type) -> dict[str, str]:
-    """What a class's docstring says of each field: "name: text", further lines indented."""
-    found = re.findall(
-        r"^(\w+): (.+(?:\n +.+)*)", inspect.cleandoc(options.__doc__ or ""), flags=re.MULTILINE
-    )
-    return {name: " ".join(text.split()) for name, text in found}
-
-
-def how_to_read(field: Field) -> dict[str, Any]:
-    """What argparse must know to read a field of this type."""
-    members = _members(field.type)
-    kinds = members - {types.NoneType}
+def how_to_read(annotation: Any) -> dict[str, Any]:
+    """Return what argparse must know to read an option of this type."""
+    members = members_of(annotation)
+    kinds = members - {NoneType}
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     if any(get_origin(kind) is dict for kind in kinds):
@@ -104,13 +95,13 @@ def how_to_read(field: Field) -> dict[str, Any]:
         return {"action": "append", "type": item, "metavar": METAVARS[item]}
     kind = int if int in kinds else float if float in kinds else str
     return {
-        "type": _or_none(kind) if types.NoneType in members else kind,
+        "type": _or_none(kind) if NoneType in members else kind,
         "metavar": METAVARS[kind],
     }
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Raises argparse.ArgumentTypeError for what is none, or no JSON."""
+    """Read a JSON object. Raises argparse.ArgumentTypeError for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -118,11 +109,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{shown(text)} is no JSON object: use {{...}}")
     return value
-
-
-def _members(annotation: Any) -> set[Any]:
-    is_union = get_origin(annotation) in (Union, types.UnionType)
-    return set(get_args(annotation)) if is_union else {annotation}
 
 
 def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,6 +1,5 @@
 """A job's input and output as Parquet, row group by row group. Owns pyarrow, an extra."""
 
-import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
@@ -12,16 +11,14 @@ import pyarrow.parquet as pq
 
 from nanovllm.apps.jobs.errors import RefusedError
 from nanovllm.apps.jobs.files import (
-    PIECE,
     Line,
     Ranges,
+    SeenFile,
     cannot_write,
-    open_input,
-    part_of,
-    put_in_place,
     without,
 )
 from nanovllm.apps.jobs.formats import known_fields
+from nanovllm.whole_files import whole_file
 
 ROWS = 1024  # that are in memory at once
 REQUEST = {*known_fields(())} - {"id"}
@@ -49,14 +46,9 @@ class ParquetRows:
     def __init__(self, path: Path, known: Collection[str]) -> None:
         """`known`: the columns that there may be."""
         self.path = path
-        digest, self.num_bytes = hashlib.blake2b(digest_size=16), 0
-        with open_input(path) as file:
-            for piece in iter(lambda: file.read(PIECE), b""):
-                digest.update(piece)
-                self.num_bytes += len(piece)
-        self.digest = digest.hexdigest()
+        self.seen = SeenFile(path)
         try:
-            self._file = pq.ParquetFile(path)
+            self._file = pq.ParquetFile(self.seen.open())
         except pa.ArrowException as error:
             raise RefusedError(f"{path} is no Parquet file: {error}") from error
         self.num_lines = self._file.metadata.num_rows
@@ -99,16 +91,13 @@ def output_schema(repeated: Iterable[str], source: Any) -> pa.Schema:
     )
 
 
-def write_parquet(path: Path, records: Iterable[bytes], schema: pa.Schema) -> None:
-    """Write all of the output, or nothing."""
-    part = part_of(path)
+def write_parquet(path: Path, mark: str, records: Iterable[bytes], *, schema: pa.Schema) -> None:
+    """Write all of the output, or nothing; see `whole_file` for `mark`."""
     try:
-        with pq.ParquetWriter(part, schema) as writer:
+        with whole_file(path, mark) as file, pq.ParquetWriter(file, schema) as writer:
             while rows := [json.loads(record) for record in islice(records, ROWS)]:
                 writer.write_table(as_table(rows, schema))
-        put_in_place(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 

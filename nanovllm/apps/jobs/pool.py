@@ -116,6 +116,7 @@ class Pool:
         self._most_in_a_row = len(TOGETHER) + 2 * num_replicas
         self.num_unfinished = 0
         self.num_prompt_tokens = 0
+        self.num_prefill_tokens = self.num_decode_tokens = 0  # of requests that have ended
 
     def _start(self, failed_starts: int = 0) -> Replica:
         handle, call = self._cluster.start()
@@ -226,6 +227,10 @@ class Pool:
     def _end(self, entry: Entry, output: dict[str, Any]) -> tuple[Request, dict[str, Any]]:
         self.num_unfinished -= 1
         self.num_prompt_tokens -= entry.prompt_tokens
+        if "error" not in output:
+            self.num_prefill_tokens += len(output["prompt_token_ids"])
+            completions = output.get("completions", [output])
+            self.num_decode_tokens += sum([len(one["token_ids"]) for one in completions])
         return entry.request, output
 
     def _replace(self, lost: Replica, reason: str) -> Outputs:

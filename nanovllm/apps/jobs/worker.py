@@ -1,40 +1,53 @@
 """Serve a job's requests with an LLM: many at a time, and a wrong one harms no other."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 from nanovllm.apps.jobs.formats import Request
-from nanovllm.engine.errors import InvalidLogitsError
+from nanovllm.engine.metrics import StepRecord
 from nanovllm.llm import LLM
 
 Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
 # What LLM.step returned for a request; or why it could not be done, as {"error": ...}.
 Outputs = list[tuple[Request, dict[str, Any]]]
-INVALID = (
-    "the model computes NaN or infinite logits for it: try another dtype, such as bfloat16 or "
-    "float32, or check the checkpoint's weights; or what constrains its output bars every token"
-)
+AroundEncode = Callable[[], AbstractContextManager[None]]
 
 
 class Worker:
     """Requests in, outputs out, in the order in which they end."""
 
-    def __init__(self, llm: LLM, policy: Any = None) -> None:
-        """`policy`: the LLM's, if it is to be told when the last request has come."""
+    def __init__(
+        self, llm: LLM, policy: Any = None, around_encode: AroundEncode = nullcontext
+    ) -> None:
+        """Serve requests with `llm`.
+
+        `policy`: the LLM's, if it is to be told when the last request has come. `around_encode`:
+        makes the context in which chat templates and the tokenizer run.
+        """
         self._llm = llm
         self._policy = policy
+        self._around_encode = around_encode
         self._requests: dict[int, Request] = {}  # unfinished, by the LLM's id
         self.num_prompt_tokens = 0  # of these
+        self.num_prefill_tokens = self.num_decode_tokens = 0  # computed so far
+        llm.on_step(self._count)
 
     @property
     def num_unfinished(self) -> int:
         return len(self._requests)
 
+    def _count(self, step: StepRecord) -> None:
+        self.num_prefill_tokens += step.prefill_tokens
+        self.num_decode_tokens += step.decode_tokens
+
     def add(self, requests: list[Request]) -> Refused:
         """Queue requests; returns those that cannot be served."""
         refused: Refused = []
-        for request, tokens in zip(requests, self._encode(requests)):
+        with self._around_encode():
+            encoded = self._encode(requests)
+        for request, tokens in zip(requests, encoded):
             try:
                 if isinstance(tokens, Exception):
                     raise tokens
@@ -57,25 +70,15 @@ class Worker:
     def step(self) -> Outputs:
         """Run one step; returns what has ended with it."""
         ended: Outputs = []
-        try:
-            outputs = self._llm.step()
-        except InvalidLogitsError as error:
-            return self._go_on_without(error.request_ids)
-        for output in map(dict, outputs):  # what else outputs carry would travel with them
+        for output in map(dict, self._llm.step()):  # what else outputs carry would travel with them
             request = self._requests.pop(output["id"])
             self.num_prompt_tokens -= len(output["prompt_token_ids"])
-            if request.wants_token_texts and request.params.logprobs is not None:
+            if problem := problem_of(output):
+                output = {"error": problem}
+            elif request.wants_token_texts and request.params.logprobs is not None:
                 output["token_texts"] = self._token_texts(output)
             ended.append((request, output))
         return ended
-
-    def _go_on_without(self, request_ids: set[int]) -> Outputs:
-        """The error has emptied the LLM: queue the others anew, for the same tokens."""
-        unfinished, self._requests, self.num_prompt_tokens = self._requests, {}, 0
-        failed = [unfinished.pop(request_id) for request_id in request_ids]
-        refused = self.add(list(unfinished.values()))
-        problems = [(request, INVALID) for request in failed] + refused
-        return [(request, {"error": problem}) for request, problem in problems]
 
     def _encode(self, requests: list[Request]) -> list[Any]:
         """The token ids of each request, or the error that it raises.
@@ -104,6 +107,18 @@ class Worker:
         tokens = {token for one in completions for values in one["logprobs"] for token in values}
         tokenizer = self._llm.tokenizer
         return {token: str(tokenizer.decode([token])) if tokenizer else "" for token in tokens}
+
+
+def problem_of(output: dict[str, Any]) -> str | None:
+    """Say why a request could not be done: what went wrong with the first of its completions that
+    ended with an error. None: it is done.
+    """
+    completions = output.get("completions", [output])
+    for i, completion in enumerate(completions):
+        if "error" in completion:
+            which = f"completion {i} of {len(completions)}: " if len(completions) > 1 else ""
+            return which + completion["error"]
+    return None
 
 
 def together_or_alone(encode: Callable[[list[Any]], list[Any]], items: list[Any]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""What runs a model on a CUDA device."""
+"""The backend that runs a model on CUDA devices."""

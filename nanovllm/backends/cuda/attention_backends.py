@@ -1,8 +1,7 @@
-"""Choose how attention is computed: the fastest of what the device, the options and the installed
-packages allow.
+"""The choice of an attention backend: the fastest that device, options and packages allow.
 
-Knows the order of preference. A backend that is asked for by name and cannot serve is the user's
-mistake, and raises.
+This file knows the order of preference. If the user names a backend that cannot serve, it raises
+ValueError.
 """
 
 from collections.abc import Callable
@@ -13,29 +12,30 @@ from torch import Tensor
 
 from nanovllm.layers import attention as plain
 
-# flash-attn 4 took a process 8 s to import, on an H200's host, and 3 to 4 s to compile for each
-# kind of prompt. With fewer pairs of query and key than these, 16,384 tokens of prompts of 2,048,
-# it would save 1 to 4 % of a prefill, by the times of the kernels alone.
+# The least number of pairs of query and key for which flash-attn 4 is used: 16,384 tokens of
+# prompts of 2,048. On an H200's host, a process took 8 s to import flash-attn 4, and 3 to 4 s to
+# compile it for each kind of prompt. With fewer pairs it would save 1 to 4 % of a prefill, by the
+# times of the kernels alone.
 MANY_PAIRS = 1 << 25
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """How attention is computed: one function for prompt chunks, one for decoding (see
-    layers/attention.py for both).
+    """Two functions that compute attention: one for prompt chunks, one for decoding.
 
-    Each takes `out` by name, where the result is to be written, and returns it. `decode` takes
-    the metadata's shared_prefix_len last.
+    Both take the arguments of their namesakes in layers/attention.py, and a keyword `out`: the
+    tensor that receives the result. They return the result. The last positional argument of
+    `decode` is the metadata's shared_prefix_len.
     """
 
     name: str
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
-    takes_tiles: bool = False  # `prefill` serves TiledPrefill of kernels/triton/attention.py too
+    takes_tiles: bool = False  # whether `prefill` also takes a TiledPrefill
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
-    """`result`, in the place that was asked for."""
+    """Copy `result` to `out`, if there is one, and return the tensor that holds it."""
     return result if out is None else out.copy_(result)
 
 
@@ -59,14 +59,17 @@ def select_attention_backend(
     *,
     sinks: bool = False,
 ) -> AttentionBackend:
-    """`name`: auto, flash-attn, triton or torch. `sinks`: whether the model has any.
+    """Choose the backend for a model. Prompt chunks and decoding may use different packages.
 
-    Prompt chunks and decoding may be served by different packages.
+    Args:
+        name: auto, flash-attn, triton or torch.
+        sinks: whether the model has attention sinks.
+    Raises:
+        ValueError: if the backend of that name cannot serve.
     """
     device = torch.device(device)
     if name == "torch" or name == "auto" and device.type != "cuda":
         return PLAIN_BACKEND
-    check_choice(name, device, block_size)
 
     from nanovllm.backends.cuda import flash_attention
 
@@ -77,9 +80,10 @@ def select_attention_backend(
         backend = _flash_attn_2_backend()
     else:
         backend = _triton_backend()
-    # Measured on an H200, prefill: flash-attn 4 takes 0.77 to 0.95 of the Triton kernel's time,
-    # flash-attn 2 more (it was written for the generation before). Decode: Triton is as fast as
-    # flash-attn 2 at worst, three times at one sequence.
+    # Measured on an H200. In prefill, flash-attn 4 takes 0.77 to 0.95 of the Triton kernel's time;
+    # flash-attn 2, which was written for the generation before, takes more than the Triton kernel.
+    # In decoding, Triton is at worst as fast as flash-attn 2, and three times as fast at one
+    # sequence.
     if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
         prefill = _large_by_v4(backend.prefill)
         name = f"flash-attn 4 for long prefills, else {backend.name}"
@@ -94,30 +98,15 @@ def select_attention_backend(
     return backend
 
 
-def check_choice(name: str, device: torch.device, block_size: int) -> None:
-    if name not in ("auto", "flash-attn", "triton"):
-        raise ValueError(f"attention_backend is {name!r}: choose auto, flash-attn, triton or torch")
-    if block_size % 16:
-        raise ValueError(
-            f"kvcache_block_size is {block_size}: choose a multiple of 16 (256 serves every "
-            "backend)"
-        )
-    if device.type != "cuda" and name == "triton":
-        raise ValueError(
-            f"attention_backend is 'triton', but device {device} is no GPU: take "
-            "attention_backend='auto'"
-        )
-
-
 def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Prefill by `small`, but by flash-attn 4 what that is faster at.
+    """Return a prefill function that uses flash-attn 4 for many pairs, and `small` otherwise.
 
-    It is imported when such a prefill comes.
+    flash-attn 4 is imported when the first prefill that uses it comes.
     """
     from nanovllm.backends.cuda import flash_attention
 
     def prefill(q, k, v, k_cache, v_cache, meta, options, out=None):
-        # Its windows, caps and sinks were not tried here.
+        # flash-attn 4 was not tried with windows, caps and sinks: `small` serves them.
         is_plain = options.window is options.softcap is options.sinks is None
         is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
         if is_large and flash_attention.find_v4():
@@ -143,14 +132,10 @@ def _flash_attn_2_backend() -> AttentionBackend:
 
 def _triton_backend() -> AttentionBackend:
     try:
-        from nanovllm.backends.cuda.triton import attention as triton_attention
+        from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+        from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
     except ImportError as error:
         raise ValueError(
             f"attention on a GPU needs Triton ({error}): pip install triton"
         ) from error
-    return AttentionBackend(
-        "Triton",
-        triton_attention.prefill_attention,
-        triton_attention.decode_attention,
-        takes_tiles=True,
-    )
+    return AttentionBackend("Triton", prefill_attention, decode_attention, takes_tiles=True)

@@ -1,8 +1,8 @@
-"""Capture what the device does at a few sizes; replay the smallest that holds a batch.
+"""CUDA graphs of a few batch sizes. A batch uses the smallest graph that holds it.
 
-A replay launches a whole step at once, so the host's cost no longer grows with the number of
-layers. Knows nothing of what is computed: only that it reads and writes fixed buffers, and that
-padding rows are harmless.
+A replay launches a whole step at once, so that the host's time no longer grows with the number of
+layers. This file does not know what a graph computes. It relies on two properties: the work reads
+and writes fixed buffers, and rows of padding do no harm.
 """
 
 from bisect import bisect_left
@@ -16,19 +16,20 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 
 
 
 def sizes_up_to(max_num_seqs: int) -> list[int]:
+    """List the batch sizes to capture, ascending; the last is max_num_seqs."""
     return [size for size in SIZES if size < max_num_seqs] + [max_num_seqs]
 
 
 def size_for(count: int, sizes: Sequence[int]) -> int | None:
-    """The first of the ascending sizes that holds `count`; None: none does."""
+    """Return the first of the ascending sizes that is at least `count`, or None if all are less."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None
 
 
 class Graphs:
-    """CUDA graphs that share their memory, so only one of them is replayed at a time.
+    """CUDA graphs that share memory, so that only one of them may run at a time.
 
-    What it leaves behind stays valid until the next replay.
+    The results of a replay are valid until the next replay.
     """
 
     def __init__(self) -> None:
@@ -36,15 +37,15 @@ class Graphs:
         self._pool: Any = None
 
     def capture(self, key: Hashable, run: Callable[[], tuple[Tensor, ...]]) -> None:
-        """Record what `run` launches, to be replayed by `key`. None of it runs yet.
+        """Record the kernels that `run` launches, without running them, as the graph `key`.
 
-        The largest is best captured first: the others then fit into its memory. What `run` launches
-        must have been launched before, since a capture can neither load kernels nor let libraries
-        allocate. The current stream must not be the default one.
+        Capture the largest graph first: the others then fit into its memory. Call `run` once before
+        its capture, because a capture can neither load kernels nor let libraries allocate memory.
+        The current stream must not be the default stream.
         """
         graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph, which waits for the device and gives PyTorch's free memory back.
-        # Other threads of the process may use CUDA meanwhile.
+        # torch.cuda.graph would wait for the device and give PyTorch's free memory back: begin and
+        # end the capture by hand. "thread_local" lets other threads use CUDA meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             left = run()
@@ -57,16 +58,20 @@ class Graphs:
         return key in self._graphs
 
     def replay(self, key: Hashable) -> tuple[Tensor, ...]:
+        """Launch the graph `key`; return the tensors that its `run` returned, with new values."""
         graph, left = self._graphs[key]
         graph.replay()
         return left
 
     def clear(self) -> None:
+        """Delete all graphs and give up their memory."""
         self._graphs.clear()
         self._pool = None
 
 
 class _Memory:
+    """The bytes of a tensor, as an object that torch.as_tensor wraps without owning them."""
+
     def __init__(self, tensor: Tensor) -> None:
         self.__cuda_array_interface__ = dict(
             shape=(tensor.nbytes,), typestr="|u1", data=(tensor.data_ptr(), False), version=3
@@ -74,9 +79,9 @@ class _Memory:
 
 
 def _borrow(tensor: Tensor) -> Tensor:
-    """The same elements, in memory that is free for the graphs captured next.
+    """Return a tensor of the same elements that does not keep their memory from being reused.
 
-    Only one graph is replayed at a time.
+    The next graph that is captured may use that memory, because only one graph runs at a time.
     """
     assert tensor.is_contiguous()
     return (

@@ -1,4 +1,4 @@
-"""Which device a rank runs on."""
+"""The device that a rank runs on."""
 
 import ctypes
 import threading
@@ -8,16 +8,19 @@ import torch
 
 
 def start_cuda_driver(name: str) -> None:
-    """Start the CUDA driver beside what the host does next: it takes seconds, and no lock."""
+    """Start the CUDA driver in a thread: it takes seconds, during which Python's lock is free."""
     if name != "cpu":
-        with suppress(OSError):  # a machine without one
+        with suppress(OSError):  # the machine has no driver
             threading.Thread(
                 target=ctypes.CDLL("libcuda.so.1").cuInit, args=(0,), daemon=True
             ).start()
 
 
 def resolve_device(name: str, rank: int) -> torch.device:
-    """The device of a rank; "auto" is cuda where there is one."""
+    """Return the device of a rank; "auto" means cuda if PyTorch sees a CUDA device, else cpu.
+
+    Raises ValueError if there is no such device.
+    """
     available = torch.cuda.is_available()
     if name == "auto":
         name = "cuda" if available else "cpu"
@@ -39,7 +42,7 @@ def resolve_device(name: str, rank: int) -> torch.device:
 
 
 def describe_device(name: str, count: int) -> str:
-    """What a user calls `count` devices of which `name` is the first, such as "2 x NVIDIA H200"."""
+    """Describe `count` devices, the first of which is `name`, such as "2 x NVIDIA H200"."""
     device = torch.device(name)
     if device.type == "cpu":
         return "the CPU"

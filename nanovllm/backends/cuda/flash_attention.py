@@ -1,9 +1,9 @@
-"""Attention from the flash-attn packages, version 2 and version 4.
+"""Attention by the flash-attn packages, version 2 and version 4.
 
-Knows how each spells what layers/attention.py defines, and how to tell them apart: both install
-into the package name `flash_attn`. Version 2 wheels carry an old `flash_attn.cute` that is not
-version 4, and version 4 alone leaves `flash_attn` without functions, so what counts is the function
-that is needed, not whether the package imports.
+This file translates the arguments of layers/attention.py for each version, and tells the versions
+apart. Both install into the package `flash_attn`. Wheels of version 2 carry an old
+`flash_attn.cute` that is not version 4, and version 4 alone leaves `flash_attn` without functions.
+So this file looks for the function that it needs: that the package can be imported proves nothing.
 """
 
 import inspect
@@ -22,8 +22,8 @@ from nanovllm.layers.context import PrefillMetadata
 def why_not_v2(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, sinks: bool
 ) -> str | None:
-    """What keeps flash-attn 2 from serving, as the user would put it right; None if it can."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    """Explain why flash-attn 2 cannot serve, and what the user can do; None if it can serve."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
         return (
             f"device {device} is not an Ampere or newer NVIDIA GPU: take attention_backend='auto'"
         )
@@ -52,9 +52,9 @@ def why_not_v2(
 
 
 def suits_v4(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether flash-attn 4 serves these, and seems to be installed.
+    """Tell whether flash-attn 4 serves this device, dtype and head size, and seems installed.
 
-    To import it, which shows for certain, takes seconds.
+    Only an import shows for certain that it is installed, and takes seconds.
     """
     return (
         device.type == "cuda"
@@ -68,7 +68,7 @@ def suits_v4(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 
 @lru_cache
 def find_v2():
-    """flash-attn 2's (flash_attn_varlen_func, flash_attn_with_kvcache), or None."""
+    """Import flash-attn 2. Returns (flash_attn_varlen_func, flash_attn_with_kvcache), or None."""
     try:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
     except ImportError:
@@ -78,15 +78,15 @@ def find_v2():
 
 @lru_cache
 def find_v4():
-    """flash-attn 4's flash_attn_varlen_func, or None."""
-    # Its kernels compile in seconds: keep them on disk for the next process, unless the user says
-    # otherwise.
+    """Import flash-attn 4. Returns its flash_attn_varlen_func, or None."""
+    # Its kernels take seconds to compile: keep them on disk for the next process, unless the user
+    # has chosen otherwise.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except Exception:
         return None
-    # Only version 4 takes the maximum lengths.
+    # Of the two functions of this name, only that of version 4 takes the maximum lengths.
     return (
         flash_attn_varlen_func
         if "max_seqlen_k" in inspect.signature(flash_attn_varlen_func).parameters
@@ -103,6 +103,7 @@ def prefill_attention_v2(
     meta: PrefillMetadata,
     options: AttentionOptions,
 ) -> Tensor:
+    """Compute layers/attention.py's prefill_attention by flash-attn 2."""
     varlen, _ = find_v2()
     cached = meta.block_tables is not None
     return varlen(
@@ -127,6 +128,7 @@ def decode_attention_v2(
     tables: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
+    """Compute layers/attention.py's decode_attention by flash-attn 2."""
     _, with_kvcache = find_v2()
     return with_kvcache(
         q.unsqueeze(1),
@@ -140,8 +142,9 @@ def decode_attention_v2(
 
 
 def _by_name(options: AttentionOptions) -> dict[str, Any]:
-    """In version 2's terms; a window is how many tokens before its own a token sees, and after
-    it.
+    """Translate options to version 2's keyword arguments.
+
+    Its window counts the tokens that a token sees before itself, and those after itself.
     """
     named: dict[str, Any] = {"softmax_scale": options.scale}
     if options.window is not None:
@@ -160,6 +163,7 @@ def prefill_attention_v4(
     meta: PrefillMetadata,
     scale: float,
 ) -> Tensor:
+    """Compute layers/attention.py's prefill_attention by flash-attn 4, with no option but scale."""
     options = {
         "cu_seqlens_q": meta.cu_seqlens_q,
         "max_seqlen_q": meta.max_seqlen_q,
@@ -170,7 +174,7 @@ def prefill_attention_v4(
     if meta.block_tables is None:
         out = find_v4()(q, k, v, cu_seqlens_k=meta.cu_seqlens_k, **options)
     else:
-        # A paged cache takes each sequence's length instead of where it starts.
+        # With a paged cache, flash-attn takes each sequence's length instead of its first row.
         lens = meta.cu_seqlens_k.diff()
         out = find_v4()(
             q, k_cache, v_cache, seqused_k=lens, page_table=meta.block_tables, **options

@@ -1,8 +1,8 @@
-"""How many KV blocks fit on a GPU beside the model.
+"""The number of KV blocks that fit on a GPU beside the model.
 
-An LLM's budget is a part of the whole memory. What it needs at its peak is measured by running the
-largest step. What others hold there is not subtracted from the budget; it matters only if it leaves
-less than that free.
+An LLM's budget is a fraction of the GPU's whole memory. Its peak need is measured by running the
+largest step. Memory that others hold on the GPU is not subtracted from the budget; it counts only
+if it leaves less free memory than the budget allows.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,30 @@ from nanovllm.engine.kv_cache import GIB
 
 
 class MemoryBudget:
-    """Made before anything is loaded, asked once the model and its largest step have been run."""
+    """The memory budget of one LLM.
+
+    Make it before anything is loaded, and call `num_blocks` when the model is loaded.
+    """
 
     def __init__(self, device: torch.device, utilization: float) -> None:
         self.device = device
         self.utilization = utilization
         torch.cuda.empty_cache()
-        self._before = torch.cuda.memory_allocated(device)  # another LLM of this process has it
+        self._before = torch.cuda.memory_allocated(device)  # by other LLMs of this process
         self._others_before = self._outside_pytorch()
 
     def num_blocks(
         self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int
     ) -> int:
-        """Blocks of `block` bytes that fit, beside `graphs` bytes for CUDA graphs.
+        """Count the KV blocks that fit.
 
-        The largest step is run with one block.
-
-        Raises ValueError if there is no room for `needed_for_one` blocks, one sequence of full
-        length.
+        Args:
+            block: bytes of a KV block.
+            needed_for_one: blocks that one sequence of max_model_len tokens needs.
+            run_largest_step: runs the largest step, with a KV cache of one block.
+            graphs: bytes that CUDA graphs will take.
+        Raises:
+            ValueError: if fewer than `needed_for_one` blocks fit.
         """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -43,7 +49,7 @@ class MemoryBudget:
         libraries = max(0, self._outside_pytorch() - self._others_before)
         free, total = torch.cuda.mem_get_info(self.device)
         within_budget = total * self.utilization - peak - libraries - graphs
-        # PyTorch's allocator needs a little slack when memory is all but full.
+        # PyTorch's allocator needs a little slack when memory is almost full: 256 MiB are left.
         within_free = free - more - graphs - GIB // 4
         room = min(within_budget, within_free)
         if room < needed_for_one * block:
@@ -58,6 +64,6 @@ class MemoryBudget:
         return int(room // block)
 
     def _outside_pytorch(self) -> int:
-        """Bytes in use on the device that PyTorch's allocator of this process does not hold."""
+        """Count the bytes in use on the device outside of this process's PyTorch allocator."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free - torch.cuda.memory_reserved(self.device)

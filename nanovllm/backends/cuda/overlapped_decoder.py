@@ -1,7 +1,7 @@
-"""Overlap the all-reduces of a long prefill with its products.
+"""The decoder that overlaps the all-reduces of a long prefill with matrix products.
 
-Between one attention and the next, rows go in micro-batches: while the ranks sum one of them, the
-next is computed. Attention itself needs all rows at once.
+Between one layer's attention and the next layer's, rows are computed in micro-batches: while the
+ranks sum one micro-batch, the next is computed. Attention itself needs all rows at once.
 """
 
 from collections.abc import Iterator
@@ -14,17 +14,19 @@ from nanovllm.backends.cuda.fused_layers import FusedDecoder, FusedRMSNorm, add_
 from nanovllm.layers.context import current_metadata
 
 MIN_ROWS = 4096  # with fewer, an all-reduce is short
-MICRO_BATCH_ROWS = 6144  # more and smaller ones take the host longer to launch
+MICRO_BATCH_ROWS = 6144  # the host takes longer to launch more micro-batches of fewer rows
 
 
 def overlap_all_reduces(model: nn.Module) -> None:
-    """Of a model that was fused."""
+    """Let a fused model's decoder overlap its all-reduces."""
     for module in model.modules():
         if type(module) is FusedDecoder:
             module.__class__ = OverlappedDecoder
 
 
 class OverlappedDecoder(FusedDecoder):
+    """A FusedDecoder that runs steps of MIN_ROWS tokens and more in micro-batches."""
+
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         if len(input_ids) < MIN_ROWS:
             return super().forward(input_ids, positions)
@@ -48,7 +50,7 @@ class OverlappedDecoder(FusedDecoder):
         return torch.cat(list(micro_batches))
 
     def begin_sum(self, x: Tensor):
-        """This rank's part of a sum -> that, and the all-reduce that is under way in its place."""
+        """Begin an all-reduce of x in place. Returns x and the work to wait for."""
         group: Any = self.embed_tokens.group
         return x, group.begin_all_reduce(x)
 
@@ -59,7 +61,10 @@ class OverlappedDecoder(FusedDecoder):
         after: FusedRMSNorm | None,
         norm: FusedRMSNorm | None,
     ) -> Iterator[Tensor]:
-        """Wait for each sum in turn, add it to its residual, and yield the norm of that."""
+        """Wait for each sum in turn, add it to its residual, and yield the total's norm.
+
+        `after` norms the sum before it is added, `norm` the total. None: there is no such norm.
+        """
         for i, (x, work) in enumerate(sums):
             work.wait()
             normed, residuals[i] = add_summed_and_norm(x, residuals[i], after, norm)

@@ -1,7 +1,8 @@
-"""Compile Triton kernels side by side, before they are launched.
+"""The compilation of Triton kernels in parallel, before they are launched.
 
-Triton compiles a kernel at its first launch. An engine's start meets some 35 kernels, a quarter of
-a second each, most of it outside of Python's lock, so that threads compile several at a time.
+Triton compiles a kernel at its first launch. An engine's start launches some 35 kernels. Each takes
+a quarter of a second to compile, most of which does not hold Python's lock: threads can compile
+several at a time.
 """
 
 import threading
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 try:
     from triton.runtime.cache import triton_key
-except ImportError:  # an older release has it elsewhere
+except ImportError:  # older releases define it elsewhere
     triton_key = None
 
 ZEROED = {
@@ -27,23 +28,23 @@ ZEROED = {
 
 
 def begin_hashing() -> None:
-    """Hash Triton's own files, half a gigabyte, beside what the host does next.
+    """Hash Triton's own files, half a gigabyte, in a thread.
 
-    Triton does so, and keeps the result, before it looks for the first kernel on disk.
+    Triton needs the hash before it looks for the first kernel on disk, and keeps it.
     """
     if triton_key is not None:
         threading.Thread(target=triton_key, daemon=True).start()
 
 
 def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
-    """A function for each kernel that `run` launches and that is not compiled yet.
+    """Find the kernels that `run` launches and that are not compiled yet.
 
-    It compiles the kernel, on any thread.
+    Calls `run` without launching these kernels. The memory that they would have written is 0, which
+    is a valid token, position and block.
 
-    `run` is run without those kernels. What they would have written is 0: a valid token, position
-    and block.
+    Returns a function for each kernel, which compiles it and may be called in any thread.
     """
-    # An older release, which does not compile in threads.
+    # Older releases do not compile in threads.
     if not hasattr(triton, "AsyncCompileMode"):
         return []
     found, this_thread, hooks = {}, threading.get_ident(), triton.knobs.runtime
@@ -52,7 +53,7 @@ def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
         here = threading.get_ident() == this_thread
         if here:
             found[fn.module, fn.name, key] = fn.jit_function, compile["specialization_data"]
-        return here  # neither compile nor launch it
+        return here  # True: Triton neither compiles nor launches the kernel
 
     previous, hooks.jit_cache_hook = hooks.jit_cache_hook, record
     try:
@@ -60,7 +61,8 @@ def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
             run()
     finally:
         hooks.jit_cache_hook = previous
-    # Reading `run` of a compiled kernel builds its launcher and loads it onto the thread's device.
+    # _compile reads `run` of the compiled kernel: that builds its launcher and loads the kernel
+    # onto the thread's device.
     return [partial(_compile, kernel, data) for kernel, data in found.values()]
 
 
@@ -69,7 +71,7 @@ def _compile(kernel: Any, data: str) -> Any:
 
 
 class _Zeroed(TorchFunctionMode):
-    """New memory is 0, not whatever it was."""
+    """A mode in which new tensors are filled with 0."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         return ZEROED.get(func, func)(*args, **(kwargs or {}))

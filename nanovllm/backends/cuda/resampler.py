@@ -1,4 +1,4 @@
-"""Sample by Triton's kernels for rows that ask for more than a temperature and a seed."""
+"""The resampler of CUDA devices: Triton kernels sample rows with filters, penalties or logprobs."""
 
 from typing import TYPE_CHECKING
 
@@ -14,34 +14,36 @@ if TYPE_CHECKING:
 
 
 def make_resampler(runner: "ModelRunner") -> Resampler:
-    """The plain one where Triton is too old for these kernels."""
+    """Make a CUDAResampler, or the plain one if Triton is too old for its kernels."""
     return CUDAResampler(runner) if resampling.CAN_COMPILE else Resampler(runner)
 
 
 class CUDAResampler(Resampler):
-    """Launches two kernels a step for what changes the sampling, and two for log-probabilities.
+    """A resampler that launches two kernels a step to sample, and two for log-probabilities.
 
-    On one rank it launches them for all rows of a step, so that nothing is brought to the device
-    when others ask: a row that asks for nothing costs a look at its slot.
+    On one rank it launches them for all rows of a step. So nothing has to be copied to the device
+    when other rows than before need resampling. For a row that does not need it, a kernel reads the
+    row's slot and stops.
     """
 
     def __init__(self, runner: "ModelRunner") -> None:
         super().__init__(runner)
         self.rows_at_once = runner.max_num_seqs
         if self.group.size > 1:
-            self.rows_at_once = min(128, self.rows_at_once)  # whose logits are gathered
+            # The ranks' logits of so many rows are gathered at a time.
+            self.rows_at_once = min(128, self.rows_at_once)
         device = self.slots.table.device
         self._space = resampling.Workspace(self.rows_at_once, self.vocab_size, device)
         self._all = torch.arange(runner.max_num_seqs, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def rehearse(self, output: "StepOutput") -> None:
+    def warmup(self, output: "StepOutput") -> None:
         rows = Rows([0], [SamplingParams(logprobs=1)], self._all[:1], self.vocab_size)
         logits = output.logits[:1]
         if self.group.size > 1:
             logits = logits.new_empty(1, self.vocab_size)
         self._sample(rows, logits, output)
-        self._sample(rows, logits.float(), output)  # as where logits are edited
+        self._sample(rows, logits.float(), output)  # edited logits are float32
         self._logprobs(rows, logits, output)
 
     def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:

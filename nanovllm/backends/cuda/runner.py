@@ -1,10 +1,10 @@
-"""Run batches on a CUDA device, so that it never waits for the host.
+"""The model runner for CUDA devices. It keeps the device from waiting for the host.
 
-The model is fused. Decode steps are CUDA graphs, and so is the forward pass of steps with prompts
-that the host would launch slower than the device runs them. What goes to the device or comes from
-it passes through pinned memory behind the host's back, and `launch` returns while the device works.
-Kernels are compiled while the weights load, and as many KV blocks are made as the memory has room
-for.
+The model's layers are fused. Decode steps are CUDA graphs. So is the forward pass of a step with
+prompts, if the host would take longer to launch its kernels than the device to run them. Copies to
+and from the device pass through pinned memory while the host goes on, and `launch` returns while
+the device works. Kernels are compiled while the weights load. The KV cache gets as many blocks as
+the memory has room for.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
 from nanovllm.backends.cuda.triton import elementwise, sampling
-from nanovllm.backends.cuda.triton.attention import TiledPrefill, tile_queries
+from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
@@ -50,16 +50,19 @@ from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.transformer import CausalLM
 
-# A prefix that at least so many sequences share, of at least so many tokens, is read once for all,
-# by a kernel of its own. It was measured far above these (256 sequences, 2,048 tokens, 1.44 s ->
-# 0.68 s on an H200); where it begins to pay was not.
+# A prefix of at least MIN_SHARED_TOKENS tokens that at least MIN_SHARING sequences share is read
+# once for all of them, by a kernel of its own. That was measured far above these limits (256
+# sequences, 2,048 tokens: 1.44 s -> 0.68 s on an H200); where it begins to pay was not measured.
 MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
-# PyTorch's attention by cuDNN plans each new length anew, for some 50 ms on an H200; these do not.
+# The kinds of PyTorch's attention that plain attention may use. cuDNN's is not among them: it plans
+# each new length anew, which takes some 50 ms on an H200.
 PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-GRAPH_BYTES = 2**20  # what each further graph takes: 0.8 MiB were measured; see _graph_bytes
+GRAPH_BYTES = 2**20  # of each further graph (0.8 MiB were measured); see _graph_bytes
 
 
 class CUDAModelRunner(ModelRunner):
+    """A model runner on one CUDA device."""
+
     def __init__(
         self,
         config: Config,
@@ -72,18 +75,20 @@ class CUDAModelRunner(ModelRunner):
     ) -> None:
         begin_hashing()
         torch.cuda.set_device(device)
-        # Graphs are captured on no default stream, and libraries hold memory for each stream: so
-        # all steps run on this one.
+        # Graphs cannot be captured on the default stream, and libraries hold memory for each
+        # stream: so all steps run on this one.
         self._stream = torch.cuda.Stream(device)
         self._budget = MemoryBudget(device, config.gpu_memory_utilization)
         self._has_own_kernels = config.kernels == "auto"
         self.graphs: Graphs | None = None
         num_slots = config.num_batch_slots
         self.decode_sizes = sizes_up_to(num_slots)
-        self._padded: PaddedInputs | None = None  # for steps with prompts that graphs hold
+        self._padded: PaddedInputs | None = None  # inputs of the graphs of steps with prompts
         self._chunk_slots: Tensor | None = None  # batch slots of the step's prompt chunks
         with torch.cuda.device(device):
-            # The slots that decode in a step, in a place that graphs know, and what it holds.
+            # The batch slots that decode in a step, in a fixed buffer that graphs read. The host
+            # keeps a copy of the buffer's values, which is None while they are unknown. The same
+            # holds for _shared_len, the number of tokens in a shared prefix.
             self._slots = torch.full((num_slots,), num_slots, device=device)
             self._slots_hold: tuple[int, ...] | None = ()
             self._shared_len = torch.zeros(1, dtype=torch.int32, device=device)
@@ -123,47 +128,49 @@ class CUDAModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def _compile_kernels(self) -> None:
-        """Compile what decode steps and small prefills launch. Needs no weights."""
-        torch.cuda.set_device(self.device)  # of this thread
+        """Compile the kernels that decode steps and small prefills launch. Needs no weights."""
+        torch.cuda.set_device(self.device)  # PyTorch keeps the current device by thread
         self.synchronize()  # the running state was written on the default stream
         pool = ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(self.device,))
         with pool, torch.cuda.stream(self._stream):
             self._bind_cache(1)
             if self.make_resampler is not None:
                 self.resampler = self.make_resampler(self)
-            # One that does not compile says so when it is launched.
+            # No result is asked for: a kernel that does not compile raises when it is launched.
             for compile_kernel in find_uncompiled(self._run_small_steps):
                 pool.submit(compile_kernel)
 
     def _run_small_steps(self) -> None:
-        """Run a decode step of each size that is captured, one of 3 rows, and the other kernels of
-        attention and MLPs.
+        """Launch the kernels of all decode steps, and those of attention and MLPs in prefills.
+
+        Decode steps of every captured size run, and one of 3 rows: for so few rows there is a
+        kernel for each number of rows, and no graph has 3.
         """
-        # For so few rows kernels are made for the very number, and no graph has 3.
-        with self._outline():
+        with self._dry_run():
             for size in (3, *self.decode_sizes):
                 output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
         if self.resampler is not None:
-            self.resampler.rehearse(output)
+            self.resampler.warmup(output)
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
             self._run_attention(layer)
         mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
         for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
-            mlp.rehearse()
+            mlp.warmup()
 
     @contextmanager
-    def _outline(self) -> Iterator[None]:
-        """Inside, the model launches each kernel it has without running every layer."""
+    def _dry_run(self) -> Iterator[None]:
+        """Let the model run only one layer of each kind, which launch every kernel it has."""
         decoder: Any = self.model.model
-        decoder.outline = True  # see FusedDecoder; another runs as ever
+        decoder.dry_run = True  # only FusedDecoder reads it: others run all layers
         try:
             yield
         finally:
-            decoder.outline = False
+            decoder.dry_run = False
 
     def _run_attention(self, layer: SelfAttention) -> None:
-        """Prefill as a layer does it: a short prompt, a longer one, and one of which a part is
-        cached; and decode where a prefix is shared.
+        """Launch a layer's attention kernels for prompts and for shared prefixes.
+
+        The prompts are a short one, a longer one, and one with a cached part.
         """
         tables, caches = self.state.block_tables, self.kv_cache[0]
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
@@ -189,7 +196,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            # A graph cannot hold what waits for the device, as plain attention does.
+            # Plain attention waits for the device, which a graph cannot hold.
             is_plain = self._backend is PLAIN_BACKEND or not all(
                 isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
             )
@@ -203,25 +210,26 @@ class CUDAModelRunner(ModelRunner):
                     self._capture_decode(size)
 
     def release(self) -> None:
-        """The graphs go too, for they know where the KV cache and the weights lie."""
+        """Free the weights and the KV cache, and the graphs, which hold their addresses."""
         self.synchronize()
         if self.graphs is not None:
             self.graphs.clear()
         self.graphs = self._padded = None
         with torch.cuda.stream(self._stream):
-            self._slots.fill_(self.max_num_seqs)  # padding, as a capture needs it
+            self._slots.fill_(self.max_num_seqs)  # padding: the next capture needs it
         self._slots_hold = ()
         super().release()
         self.synchronize()
         torch.cuda.empty_cache()
 
     def _make_padded_inputs(self) -> PaddedInputs | None:
+        """Make the buffers for graphs of steps with prompts; None: there are no such graphs."""
         decoder = self.model.model
         if not self._backend.takes_tiles or not isinstance(decoder, FusedDecoder):
             return None
         most = self.config.max_num_batched_tokens
         if isinstance(decoder, OverlappedDecoder):
-            most = min(most, MIN_ROWS - 1)  # what is overlapped is left to itself
+            most = min(most, MIN_ROWS - 1)  # steps with overlapped all-reduces are no graphs
         sizes = sizes_for(decoder.layers[0], most)
         return PaddedInputs(self.state, self._slots, sizes) if sizes else None
 
@@ -232,14 +240,15 @@ class CUDAModelRunner(ModelRunner):
         )
 
     def _graph_bytes(self) -> int:
-        """Memory that the CUDA graphs will take.
+        """Estimate the bytes that the CUDA graphs will take.
 
-        The largest is measured; the others share its tensors' place.
+        The largest graphs are measured. The others keep their tensors in the same memory, and take
+        GRAPH_BYTES each.
         """
         if self.graphs is None:
             return 0
         self._bind_cache(1)
-        self._capture_largest()  # loads the kernels, which is no graph's memory
+        self._capture_largest()  # loads the kernels, whose memory must not be counted
         self.graphs.clear()
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -249,12 +258,13 @@ class CUDAModelRunner(ModelRunner):
         self.graphs.clear()
         self._bind_cache(0)
         torch.cuda.empty_cache()
-        # With and without a shared prefix; with no, few and many decoding sequences.
+        # Decode steps with and without a shared prefix; steps with prompts and no, few or many
+        # decoding sequences.
         count = 2 * len(self.decode_sizes) + 3 * (len(self._padded.sizes) if self._padded else 0)
         return taken + GRAPH_BYTES * count
 
     def _capture_largest(self) -> None:
-        """All others find room where these keep their tensors."""
+        """Capture the graphs whose memory has room for the tensors of all other graphs."""
         self._capture_decode(self.decode_sizes[-1])
         if self._padded is not None:
             size = self._padded.sizes[-1]
@@ -263,7 +273,7 @@ class CUDAModelRunner(ModelRunner):
     def _run_largest_step(self) -> None:
         """Prefill the whole token budget in one KV block, and sample for every sequence."""
         self._bind_cache(1)
-        graphs, self.graphs = self.graphs, None  # they would keep this cache
+        graphs, self.graphs = self.graphs, None  # a graph captured now would hold this cache
         budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
         lengths = [
@@ -296,13 +306,13 @@ class CUDAModelRunner(ModelRunner):
     def _upload_decode_slots(self, slots: tuple[int, ...]) -> Tensor:
         if slots != self._slots_hold:
             padding = (self.max_num_seqs,) * (self.max_num_seqs - len(slots))
-            self._slots_hold = None  # until they are there: an interrupt may come first
+            self._slots_hold = None  # the values are unknown if an interrupt stops the copy
             self._slots.copy_(self._upload(np.array(slots + padding, dtype=np.int64)))
             self._slots_hold = slots
         return self._slots[: len(slots)]
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
-        """A graph's replay, or kernel by kernel."""
+        """Run a decode step by a graph if there is one for its size, else kernel by kernel."""
         count, shared_tokens = len(slots), batch.shared_blocks * self.block_size
         shares = count >= MIN_SHARING and shared_tokens >= MIN_SHARED_TOKENS
         if shares and shared_tokens != self._shared_len_holds:
@@ -312,7 +322,7 @@ class CUDAModelRunner(ModelRunner):
         graphs, size = self.graphs, size_for(count, self.decode_sizes)
         if graphs is None or size is None:
             return self._run_padded_decode(count, shares)
-        # Shared prefixes are rare enough to be captured when they come.
+        # Shared prefixes are rare: their graphs are captured when the first one comes.
         if ("decode", size, shares) not in graphs:
             slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
             self._slots.fill_(self.max_num_seqs)
@@ -322,9 +332,12 @@ class CUDAModelRunner(ModelRunner):
         return StepOutput(*(x[:count] for x in graphs.replay(("decode", size, shares))))
 
     def _capture_decode(self, size: int, shares: bool = False) -> None:
-        """All slots must be padding: the step is run in outline before."""
+        """Capture a decode step of `size` rows, after a dry run of it.
+
+        All slots must be padding, because the dry run changes the state of slots.
+        """
         assert self.graphs is not None
-        with self._outline():
+        with self._dry_run():
             self._run_padded_decode(size, shares)
 
         def run() -> tuple[Tensor, ...]:
@@ -342,29 +355,33 @@ class CUDAModelRunner(ModelRunner):
         return inputs
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """A graph's replay for a step with prompts that has one, or kernel by kernel."""
+        """Run a forward pass by a graph if the step has prompts and suits one, else by kernels."""
         indices, padded = metadata.logits_indices, self._padded
-        # A decode step, which may be under capture; or all hidden states are wanted.
+        # Decode steps may be under capture now. Without indices, all hidden states are wanted.
         if metadata.prefill is None or indices is None:
             return super()._forward(token_ids, positions, metadata)
         shape = padded.shape_for(metadata) if padded is not None else None
         if padded is None or shape is None or self.graphs is None:
-            # The same numbers of rows as in decode steps, for which cuBLAS has loaded its kernels.
+            # Pad to a decode step's number of rows, for which cuBLAS has loaded its kernel.
             padding = (size_for(len(indices), SIZES) or len(indices)) - len(indices)
             metadata = replace(metadata, logits_indices=F.pad(indices, (0, padding)))
             return super()._forward(token_ids, positions, metadata)
         assert self._chunk_slots is not None
         padded.fill(token_ids, positions, metadata, self._chunk_slots, shape[0])
-        # Most numbers of tokens never come: each is captured when it does.
+        # Most numbers of tokens never come: each is captured when it first comes.
         if ("forward", *shape) not in self.graphs:
             self._capture_forward(*shape)
         (hidden,) = self.graphs.replay(("forward", *shape))
         return hidden
 
     def _capture_forward(self, size: int, decodes: int) -> None:
-        """K and V that running it in outline writes are wrong; a replay writes them anew."""
+        """Capture the forward pass of the padded inputs, after a dry run of it.
+
+        The dry run writes wrong values to the step's KV slots. The replay that follows overwrites
+        them with the right ones.
+        """
         assert self.graphs is not None
-        with self._outline():
+        with self._dry_run():
             self._run_padded_forward(size, decodes)
         run = partial(self._run_padded_forward, size, decodes)
         self.graphs.capture(("forward", size, decodes), run)
@@ -390,9 +407,9 @@ class CUDAModelRunner(ModelRunner):
         )
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        # Pinned memory lets the copy run behind the host's back; PyTorch keeps it until the copy is
-        # done. NumPy fills it: PyTorch wakes all threads for a large array, and took 6 ms for 5 MB
-        # on a host of 64 cores.
+        # From pinned memory, the copy runs while the host goes on; PyTorch keeps that memory until
+        # the copy is done. NumPy fills it, because PyTorch wakes all its threads to copy a large
+        # array: that took 6 ms for 5 MB on a host of 64 cores.
         dtype = torch.from_numpy(array).dtype
         pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
         pinned.numpy()[...] = array

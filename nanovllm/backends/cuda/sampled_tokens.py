@@ -1,4 +1,4 @@
-"""A step's answer on its way from the device to the host, while the device goes on."""
+"""A step's sampled tokens, on their way to the host while the device works on."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +12,7 @@ from nanovllm.engine.model_runner import SampledTokens
 
 @dataclass(frozen=True, slots=True)
 class SampledTokensInFlight(SampledTokens):
-    """On the host, and there once `arrived` has happened on the device."""
+    """Sampled tokens in pinned host memory, which are valid once the event `arrived` is reached."""
 
     arrived: torch.cuda.Event = field(kw_only=True)
 
@@ -20,6 +20,7 @@ class SampledTokensInFlight(SampledTokens):
     def send(
         cls, tokens: Tensor, logprobs: list[Any], prompt_logprobs: Any
     ) -> "SampledTokensInFlight":
+        """Start to copy tokens and log-probabilities to the host; return without waiting."""
         tokens = _to_host(tokens)
         logprobs = [replace(part, records=_to_host(part.records)) for part in logprobs]
         if prompt_logprobs is not None:
@@ -37,6 +38,6 @@ class SampledTokensInFlight(SampledTokens):
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """Start a copy into pinned memory."""
+    """Start to copy `x` into pinned memory, and return the copy."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     return host.copy_(x, non_blocking=True)

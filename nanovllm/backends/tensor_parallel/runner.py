@@ -49,6 +49,7 @@ from nanovllm.backends.tensor_parallel.rank_process import (
 )
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
+from nanovllm.engine.errors import RankError
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 
@@ -58,10 +59,6 @@ EVIDENCE_SECONDS = 0.5
 
 
 Result = TypeVar("Result", StepResult, np.ndarray)
-
-
-class RankError(RuntimeError):
-    """The error of an LLM whose rank died, raised or hung. All ranks are gone: make a new LLM."""
 
 
 @dataclass(frozen=True, slots=True)

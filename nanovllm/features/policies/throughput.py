@@ -48,12 +48,14 @@ class ThroughputPolicy(SharedPrefixPolicy):
         return (False, 0) if seq.interactive else (True, -max_new_tokens)
 
     def running_limit(self, scheduler: Scheduler) -> int:
-        group = self._group_size(scheduler)
-        if scheduler.num_running + group > scheduler.max_num_seqs:
+        paced = not scheduler.waiting.first.interactive
+        return self._limit(scheduler, scheduler.max_num_seqs, paced=paced)
+
+    def _limit(self, scheduler: Scheduler, most: int, paced: bool) -> int:
+        group = self._group_size(scheduler, most)
+        if scheduler.num_running + group > most:
             return scheduler.num_running
-        if scheduler.waiting.first.interactive:
-            return scheduler.max_num_seqs
-        return self._paced_limit(scheduler, group)
+        return min(most, self._paced_limit(scheduler, group)) if paced else most
 
     def started(self, seq: Sequence) -> None:
         self._uncached_part = 1 - seq.num_computed / seq.num_tokens
@@ -63,17 +65,17 @@ class ThroughputPolicy(SharedPrefixPolicy):
         # the step. As each step adds one token to all, they stay in this order.
         running.sort(key=lambda seq: -seq.num_tokens)
 
-    def _group_size(self, scheduler: Scheduler) -> int:
+    def _group_size(self, scheduler: Scheduler, most_running: int) -> int:
         """Return how many waiting sequences start together while others run.
 
-        They are enough for `group_tokens` tokens of prompts, but at most a sixteenth of all slots,
-        which come free one by one. Each prompt is taken to be cached in the same part as the last
-        prompt that started.
+        They are enough for `group_tokens` tokens of prompts, but at most a sixteenth of those that
+        may run: these end one by one. Each prompt is taken to be cached in the same part as the
+        last prompt that started.
         """
         if not scheduler.running:
             return 1
         enough_tokens = min(self.group_tokens, scheduler.max_num_batched_tokens)
-        most = max(1, scheduler.max_num_seqs // 16)
+        most = max(1, most_running // 16)
         tokens, size = 0.0, 0
         for seq in scheduler.waiting:
             tokens += seq.num_tokens * self._uncached_part

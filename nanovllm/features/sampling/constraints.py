@@ -17,8 +17,7 @@ from nanovllm.checks import shown
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.sampling.logits_edits import ALL, num_words
-from nanovllm.sampling_params import LogitsProcessor, SamplingParams
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.sampling_params import LogitsProcessor, SamplingParams, StructuredOutputsParams
 
 
 class LogitsConstraint(Protocol):
@@ -31,7 +30,7 @@ class LogitsConstraint(Protocol):
         next of a sequence it grows, usually by one token, and nothing in it changes: not when it is
         preempted either.
         mask [W] int32, C-contiguous: bit j of word i stands for token 32 * i + j. What bits beyond
-        V hold has no meaning. If no bit is left, the call fails with InvalidLogitsError.
+        V hold has no meaning. If no bit is left, the sequence ends with an error.
         """
 
 

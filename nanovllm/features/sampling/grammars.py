@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.sampling_params import StructuredOutputsParams
 
 MOST_KEPT = 256  # compiled grammars
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -65,16 +65,20 @@ def keep_likeliest(
     top_p alone, else the largest bound of top_k, 0 if there is none.
 
     A token as likely as the last one kept is kept too, so that the set is a function of the logits
-    alone.
+    alone. top_p is a part of what min_p and top_k keep, such tokens included.
     """
     threshold = logits.amax(dim=-1, keepdim=True) + margin
     if width:
         best = logits.topk(width).values  # likeliest first
-        dropped = (torch.arange(width, device=logits.device) >= top_k) | (best < threshold)
-        scores = (best / temperatures).masked_fill(dropped, -torch.inf)
-        probs = scores.double().softmax(dim=-1)
+        kth = best.gather(1, top_k.clamp(max=width) - 1)
+        bound = torch.where(top_k > width, threshold, torch.maximum(threshold, kth))
+        kept = best >= bound
+        probs = (best / temperatures).masked_fill(~kept, -torch.inf).double().softmax(dim=-1)
+        # Beyond `width` only tokens as likely as the last of these may be kept: they count too.
+        count, num_beyond = kept.sum(dim=-1, keepdim=True), (logits >= bound).sum(-1, keepdim=True)
+        probs = probs / (1 + (num_beyond - count) * probs[:, -1:])
         # The token that crosses the bound is kept: those before it do not reach top_p.
-        kept = ~dropped & ((probs.cumsum(dim=-1) - probs < top_p) | (top_p >= 1))
+        kept &= (probs.cumsum(dim=-1) - probs < top_p) | (top_p >= 1)
         # Of logits that are no numbers, none is kept.
         last = best.gather(1, kept.sum(dim=-1, keepdim=True).sub(1).clamp(min=0))
         # A row with neither bound may stand beside rows that need fewer tokens in order than it
@@ -150,7 +154,7 @@ class Resampler:
         # A step of which rows wait, and the log-probabilities of others.
         self._unfinished: tuple[StepOutput, list[Logprobs]] | None = None
 
-    def rehearse(self, output: "StepOutput") -> None:
+    def warmup(self, output: "StepOutput") -> None:
         """Launch every kernel that a step may launch, for the first row of one."""
 
     def start(self, starting: Starting) -> None:

@@ -31,6 +31,7 @@ class Run(NamedTuple):
     weight_bytes: int | None
     bandwidth: float | None = None  # bytes a second of the device's memory; None: unknown
     cached_blocks: tuple[int, ...] = ()  # free blocks that the prefix cache knows at the beginning
+    cached_hashes: tuple[str, ...] = ()  # of these, as `Registered` has them
     began_at: str = ""  # date and time, ISO 8601
 
 
@@ -59,10 +60,14 @@ class Registered(NamedTuple):
     """Blocks that the prefix cache knows from now on: sequences that begin alike may share them."""
 
     blocks: list[int]
+    hashes: list[str]  # of each, the content hash by which it is found, as hexadecimal digits
 
 
 class Evicted(NamedTuple):
-    """Blocks that the prefix cache forgot, because their memory is needed for something else."""
+    """Blocks that the prefix cache forgot.
+
+    Their memory is needed for something else, or what they hold may be no numbers.
+    """
 
     blocks: list[int]
 
@@ -147,7 +152,7 @@ class Finished(NamedTuple):
 
     time: float
     seq: int
-    reason: str  # "stop", "length" or "abort"
+    reason: str  # "stop", "length", "error" or "abort"
     output_tokens: int
 
 

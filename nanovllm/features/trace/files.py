@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from nanovllm.checks import shown
 from nanovllm.features.trace.events import KINDS, Event, Run
+from nanovllm.whole_files import draw_mark, open_new, part_of, whole_file
 
 PAGE = Path(__file__).with_name("page.html")
 PLACE = "TRACE-GOES-HERE"  # the text in the page that the events replace
@@ -23,10 +24,8 @@ NUMBERS_END = 2**53  # the page's numbers, JavaScript's, are exact below this
 def write(events: Iterable[Event], path: str | Path) -> None:
     """Write a trace to a file: a page if `path` ends in .html, else lines of JSON."""
     text = make_page(events) if str(path).endswith(".html") else make_jsonl(events)
-    # The complete file takes its name in one step, so nobody reads a file in part.
-    part = part_of(path)
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    with whole_file(Path(path)) as file:
+        file.write(text.encode())
 
 
 def check_writable(path: str) -> None:
@@ -34,20 +33,16 @@ def check_writable(path: str) -> None:
 
     The check runs before the engine does, because the trace is written after a long run.
     """
+    part = part_of(Path(path), draw_mark())
     try:
-        part_of(path).touch()
-        part_of(path).unlink()
+        open_new(part).close()
+        part.unlink()
     except OSError as error:
         raise ValueError(
             f"trace is {path!r}, which cannot be written: {error}. Name a file in a folder of yours"
         ) from error
     if Path(path).is_dir():
         raise ValueError(f"trace is {path!r}, which is a folder: name a file in it")
-
-
-def part_of(path: str | Path) -> Path:
-    """Return the name that a file has until it is complete."""
-    return Path(f"{path}.part")
 
 
 def make_jsonl(events: Iterable[Event]) -> str:

@@ -15,7 +15,6 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.trace.events import (
     Added,
@@ -37,6 +36,7 @@ from nanovllm.features.trace.events import (
 )
 from nanovllm.features.trace.files import check_writable, write
 from nanovllm.features.trace.replay import Replay
+from nanovllm.outputs import StepRecord
 
 
 class Recorder(EngineListener):
@@ -92,7 +92,9 @@ class Recorder(EngineListener):
         for event in events:
             replay.apply(event)
         assert not replay.tables, "whoever restarts a recording has waited for all requests"
-        self._start(run._replace(cached_blocks=tuple(sorted(replay.known)), **facts))
+        blocks = tuple(sorted(replay.known))
+        hashes = tuple([replay.known[block] for block in blocks])
+        self._start(run._replace(cached_blocks=blocks, cached_hashes=hashes, **facts))
 
     def write(self) -> None:
         """Write the file if there are new events. A forked process does not write."""
@@ -118,12 +120,13 @@ class Recorder(EngineListener):
                 max_tokens = seq.max_len - seq.num_prompt_tokens
             self._add(Added(self.now(), seq.id, request.id, seq.num_prompt_tokens, max_tokens))
 
-    def block_registered(self, block: int) -> None:
-        last = self.events[-1]
-        if isinstance(last, Registered):
-            last.blocks.append(block)
-        else:
-            self._add(Registered([block]))
+    def block_registered(self, block: int, prefix_hash: int) -> None:
+        if not isinstance(self.events[-1], Registered):
+            self._add(Registered([], []))
+        event = self.events[-1]
+        assert isinstance(event, Registered)
+        event.blocks.append(block)
+        event.hashes.append(f"{prefix_hash:016x}")
 
     def block_evicted(self, block: int) -> None:
         last = self.events[-1]

@@ -9,8 +9,6 @@ The page does the same in JavaScript. To draw a trace in your own way, begin her
         ...  # look at replay.tables, replay.lengths, replay.known, ...
 """
 
-from collections.abc import Iterable
-
 from nanovllm.features.trace.events import (
     Event,
     Evicted,
@@ -37,11 +35,11 @@ class Replay:
         self.run = run
         self.num_preemptions = 0
         self.num_evictions = 0  # cached blocks that were taken for other tokens
-        self._clear(run.cached_blocks)
+        self._clear(dict(zip(run.cached_blocks, run.cached_hashes)))
 
-    def _clear(self, cached_blocks: Iterable[int] = ()) -> None:
+    def _clear(self, known: dict[int, str]) -> None:
         self.ref_counts = [0] * self.run.num_blocks
-        self.known = set(cached_blocks)
+        self.known = known  # cached block -> the content hash by which it is found
         # Sequence -> its block table, with None in the place of a block that it gave back.
         self.tables: dict[int, list[int | None]] = {}
         self.lengths: dict[int, int] = {}  # sequence -> tokens whose K and V its blocks hold
@@ -54,10 +52,11 @@ class Replay:
         elif isinstance(event, Registered):
             held = all(self.ref_counts[b] for b in event.blocks)
             _check(held, event, "no sequence holds one of the blocks")
-            self.known.update(event.blocks)
+            self.known.update(zip(event.blocks, event.hashes))
         elif isinstance(event, Evicted):
-            _check(self.known.issuperset(event.blocks), event, "a block was not cached")
-            self.known.difference_update(event.blocks)
+            _check(self.known.keys() >= {*event.blocks}, event, "a block was not cached")
+            for block in event.blocks:
+                del self.known[block]
             self.num_evictions += len(event.blocks)
         elif isinstance(event, Preempted):
             self.num_preemptions += 1
@@ -73,7 +72,7 @@ class Replay:
         elif isinstance(event, Launched):
             self._launch(event)
         elif isinstance(event, Reset):
-            self._clear()
+            self._clear({})
 
     def _start(self, event: Started) -> None:
         _check(event.seq not in self.tables, event, "the sequence runs already")

@@ -1,1 +1,1 @@
-"""Triton kernels, each with a plain twin."""
+"""Triton kernels. For each of them there is a plain function that computes the same: its twin."""

@@ -1,26 +1,29 @@
-"""The sum over ranks, the residual addition and the norm of a decode step's rows, in one Triton
-kernel.
+"""The all-reduce, residual addition and norm of a decode step's rows, in one Triton kernel.
 
-Knows the memory that ranks share, `SharedRows`, as addresses alone. It computes what an all-reduce,
-the residual addition and RMSNorm do. Each rank runs the same kernels in the same order, with one
-program for each row, and all ranks get the same bits. There are two ways for a row to go:
+The result is that of an all-reduce, an addition and RMSNorm. The kernels know the memory that ranks
+share, `SharedRows`, by its addresses alone. Each rank runs the same kernels in the same order, with
+one program for each row, and all ranks get the same bits. There are two ways to sum a row:
 
-- Directly, which is best for a few rows: write the row to a place of mine; count 1 on every rank's
-  counter of that row; wait until all have on mine; read the row on every rank, in an order that
-  depends on the row alone.
-- Through its owner, one of the ranks: write the row to a place on the owner and count 1 there; the
-  owner waits for all, sums, adds the residual, and writes what it got to every rank. Two waits, but
-  of `size` ranks each reads and writes 2 (size - 1) / size rows for each row and not size - 1.
+- Directly, which is best for a few rows. The program writes its row to a place in its own rank's
+  memory. It adds 1 to the row's counter on every rank, and waits until all ranks have added 1 to
+  its own counter. Then it reads the row from every rank, in an order that depends on the row alone.
+- Through the row's owner, which is one of the ranks. The other ranks write the row to places in the
+  owner's memory and add 1 to its counter. The owner waits for all of them, sums the rows, adds the
+  residual, and writes the total to every rank. There are two waits instead of one, but of `size`
+  ranks, each reads and writes 2 (size - 1) / size rows for each row instead of size - 1.
 
-A counter only grows, so it also says which turn a row has come to, whatever graph or step the
-kernel runs in. No place is written while someone may still read it. Of two places, used by turns,
-the direct way writes one again when it saw, in the turn between, that all had begun that one: each
-had then ended its kernel of the turn before. The owner's way needs one: who writes to the owner has
-its answer of the turn before, and the owner answers when all have begun this one.
+Counters only grow. So a row's counter also tells how often the row was summed before, in whatever
+graph or step: that number is the turn.
 
-A program waits for the programs of the same row alone, and all that come before it in a grid start
-before it. So those that wait never keep out those that they wait for, however many fit on a device.
-A rank that dies leaves the others waiting: to notice is the engine's part.
+No place is written while another rank may still read it. The direct way uses two places by turns.
+It writes to a place again two turns later. In the turn between, it saw that all ranks had begun
+that turn, so all had ended their kernel of the turn before and read the place. The owner's way
+needs one place only. A rank that writes to the owner has received its answer of the turn before,
+and the owner writes its answers when all ranks have begun this turn.
+
+A program waits for programs of the same row alone, and programs start in the order of the grid. So
+a waiting program never keeps out a program that it waits for, however few fit on a device. If a
+rank dies, the others wait for it: the engine must notice that.
 """
 
 from dataclasses import dataclass
@@ -36,29 +39,27 @@ from nanovllm.backends.cuda.triton.elementwise import normed
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Memory on every rank that all of them read and write.
+    """A piece of memory on each rank that all ranks read and write; see the module's docstring.
 
-    The module's docstring says how.
-
-    It begins with three counters for each row, int64s that are 0 at first; then each row has four
-    places for its elements.
+    A piece begins with three counters for each row, int64, 0 at first. Behind them, each row has
+    four places of ROW_BYTES.
     """
 
     ROWS: ClassVar[int] = 512
     ROW_BYTES: ClassVar[int] = 16 << 10
     BYTES: ClassVar[int] = ROWS * (3 * 8 + 4 * ROW_BYTES)
 
-    addresses: Tensor  # [size] int64: where each rank's piece begins, as this one sees it
+    addresses: Tensor  # [size] int64: of each rank's piece, in this rank's address space
     rank: int
-    direct_bytes: int  # up to which a sum goes directly, and not through owners
+    direct_bytes: int  # tensors of up to so many bytes are summed directly, others through owners
 
 
 def sum_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: SharedRows
 ) -> tuple[Tensor, Tensor]:
-    """norm(residual + sum of the ranks' `x`), and that sum with its residual.
+    """Return (norm(total), total), where total = residual + sum of the ranks' x; [T, N] each.
 
-    Both overwrite the arguments.
+    norm(total) overwrites x, and total overwrites residual.
     """
     rows, width = x.shape
     assert rows <= shared.ROWS and width * x.itemsize <= shared.ROW_BYTES
@@ -109,14 +110,14 @@ def _sum_directly_kernel(
     wait_for_inputs(PDL)
     mine = tl.load(x + row * N + cols, mask=inside, other=0.0)
     rest = tl.load(residual + row * N + cols, mask=inside, other=0.0)
-    # Others may have counted already, I have not.
+    # Other ranks may have counted for this turn already. This rank has not.
     turn = tl.load(_counter(here, row), volatile=True) // SIZE
     place = row * 2 + turn % 2
     tl.store(_place(here, place, ROWS, ROW_BYTES, x) + cols, mine, mask=inside)
     _count(_counter(everywhere, row))
     _wait(_counter(here, row), (turn + 1) * SIZE)
     total = tl.zeros([BLOCK], tl.float32)
-    # Rows begin with different ranks, so that all ranks' links are in use.
+    # Different rows begin with different ranks, so that the links of all ranks are in use.
     for i in tl.static_range(SIZE):
         there = tl.load(addresses + (row + i) % SIZE)
         total += tl.load(
@@ -143,7 +144,8 @@ def _sum_through_owner_kernel(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    # A slot for each rank; then come the answers.
+    # The owner has a place for the row of each rank, from first_slot on. Behind those of all rows
+    # are the places of the answers.
     owner, first_slot = row % SIZE, 2 * ROWS + row // SIZE * SIZE
     cols = tl.arange(0, BLOCK)
     inside = cols < N
@@ -179,24 +181,26 @@ def _sum_through_owner_kernel(
 
 @triton.jit
 def _counter(address, index):
+    """Return a pointer to a counter of the piece at `address`."""
     return (address + index * 8).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
 def _place(address, index, ROWS: tl.constexpr, ROW_BYTES: tl.constexpr, like):
-    """Behind the counters, room for a row of elements like those."""
+    """Return a pointer to a place of the piece at `address`, for elements as `like` points to."""
     return tl.multiple_of((address + 3 * ROWS * 8 + index * ROW_BYTES).to(like.dtype), 16)
 
 
 @triton.jit
 def _count(counters):
-    """Tell who waits for these counters that all this program has written and read is done."""
-    tl.debug_barrier()  # one thread speaks for all
+    """Add 1 to counters, after all that this program has written and read so far."""
+    tl.debug_barrier()  # wait for all threads: one thread adds for all
     tl.atomic_add(counters, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def _wait(counter, count):
+    """Wait until a counter is at least `count`."""
     while tl.atomic_add(counter, 0, sem="acquire", scope="sys") < count:
         pass
-    tl.debug_barrier()  # one thread has waited for all
+    tl.debug_barrier()  # one thread has waited for all threads

@@ -1,14 +1,15 @@
-"""Linear layers of a decode step's rows on tensor cores, with the weights on their way before the
-inputs are there.
+"""Linear layers of a decode step's rows on tensor cores, which fetch weights before the inputs.
 
-Knows that such a product is bound by the bytes of its weights, yet takes cuBLAS two to four times
-as long where they are few: each kernel starts, waits for its first bytes, and drains. These kernels
-are launched while the one before still runs and ask for their weights then, so that they find them
-in the L2 cache. Where cuBLAS is as good, it is left the work.
-Shapes: M rows, K inputs, N outputs, of which each program makes one tile. Where tiles are fewer
-than multiprocessors, several programs share one, each with a part of K, and the last to end adds up
-the parts in order: the result is deterministic. Written for Hopper, whose tensor memory accelerator
-fetches the tiles.
+The time of such a product should be that of reading its weights. For small weights, cuBLAS takes
+two to four times as long, because each kernel starts, waits for its first bytes, and drains. The
+kernels of this file are launched while the kernel before still runs. They ask for their weights at
+once, and find them in the L2 cache when the inputs are ready. Where cuBLAS is as fast, it is used.
+
+Each program computes one tile of the output. If there are fewer tiles than multiprocessors, several
+programs share a tile, each with a part of K. The last program to end adds up the parts in order, so
+the result is deterministic. Written for Hopper, whose tensor memory accelerator fetches the tiles.
+
+Shapes: M rows, K inputs, N outputs.
 """
 
 from typing import NamedTuple
@@ -32,19 +33,21 @@ from nanovllm.backends.cuda.triton.elementwise import activated
 
 BLOCK_M = 64
 BLOCK_K = 128
-SHARED_MEMORY = 200_000  # bytes a program may fill with tiles on their way
-# Inputs whose weights each program asks for beforehand: more would not stay in the cache.
+SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
+# Each program prefetches the weights of so many inputs. The cache would not hold more.
 PREFETCH = tl.constexpr(1024)
 
 
 class Tiling(NamedTuple):
-    block_n: int
+    """How a product is cut into programs."""
+
+    block_n: int  # outputs of a tile
     splits: int  # programs that share a tile
-    stages: int
+    stages: int  # steps of BLOCK_K whose tiles are in shared memory or on their way
 
 
 def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
-    """How to cut the product, as one wave of programs; None: leave it to cuBLAS.
+    """Choose how to cut the product into one wave of programs; None: cuBLAS is as fast.
 
     The limits were measured on an H200.
     """
@@ -57,7 +60,8 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
         return None
     if not 32 < rows <= (128 if gated else MAX_ROWS) or outputs * inputs > 1 << 23:
         return None
-    # To fetch a tile that is mostly no rows takes longer than to fetch rows.
+    # Tiles of which most rows are padding are slow: the accelerator takes longer to fetch padding
+    # than rows.
     if 0 < rows % BLOCK_M < 48 and outputs > 1024:
         return None
     if not (
@@ -86,9 +90,9 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N].
+    """Compute x @ weight.T + bias: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    The weights must not be written by a running kernel.
+    No running kernel may write to the weights.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     block_n, splits, stages = tiling
@@ -120,9 +124,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling) -> Te
 
 
 def gated_linear(x: Tensor, weight: Tensor, tiling: Tiling, gelu: bool = False) -> Tensor:
-    """silu, or gelu, of x @ gate.T, times x @ up.T: -> [M, N].
+    """Compute silu(x @ gate.T) * (x @ up.T), or with gelu: x [M, K] -> [M, N].
 
-    weight [2 N, K] holds gate and then up.
+    weight [2 N, K] consists of gate and then up. No running kernel may write to it.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     outputs //= 2
@@ -153,9 +157,9 @@ def _descriptors(x: Tensor, weight: Tensor, block_n: int) -> tuple:
 
 @triton.jit
 def _prefetch(weight, first_row, K, begin, end, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Ask for rows of the weights, a line of 128 bytes at a time.
+    """Ask for rows of the weights, by lines of 128 bytes, without waiting for them.
 
-    They come to the L2 cache in their own time.
+    The memory delivers them to the L2 cache.
     """
     row = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
     line = tl.arange(0, BLOCK_K // 64)[None, :] * 64
@@ -205,8 +209,8 @@ def _linear_kernel(
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         parts += tile * SPLITS * BLOCK_M * BLOCK_N
         tl.store(parts + split * BLOCK_M * BLOCK_N + inside, acc)
-        # Whoever arrives last sees what the others wrote before they arrived.
-        tl.debug_barrier()  # all threads have stored
+        # The program that arrives last sees what the others wrote before they arrived.
+        tl.debug_barrier()  # wait until all threads have stored
         is_last = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLITS - 1
         tl.debug_barrier()
         if is_last:
@@ -246,7 +250,7 @@ def _gated_linear_kernel(
         inputs = x_tiles.load([m * BLOCK_M, k])
         gate = tl.dot(inputs, w_tiles.load([n * BLOCK_N, k]).T, gate)
         up = tl.dot(inputs, w_tiles.load([N + n * BLOCK_N, k]).T, up)
-    # Round where the product and the activation would, were they apart.
+    # Round where separate kernels for the product and the activation would round.
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     active = activated(gate, GELU).to(dtype).to(tl.float32)

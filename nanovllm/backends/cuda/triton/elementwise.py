@@ -1,10 +1,11 @@
-"""Triton kernels of the memory-bound operations around attention: norms, activation, rotary
-embedding, decode inputs.
+"""Triton kernels of memory-bound operations: norms, activation, rotary embedding, decode inputs.
 
-Knows how to move each byte once. What each function computes is said by the plain layers: RMSNorm,
-GatedMLP, SelfAttention (its norms, rotation and store_kv) and BatchState.advance.
+The kernels move each byte once. Their twins are the plain layers: RMSNorm, GatedMLP, SelfAttention
+(its norms, rotation and store_kv) and BatchState.advance. Arithmetic is float32, and results are
+rounded to the tensors' dtype wherever the twin rounds.
+
 Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W
-block-table width. Arithmetic is float32, and rounds to the tensors' dtype where the twin does.
+block-table width.
 """
 
 import torch
@@ -16,6 +17,7 @@ from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, launch, overlap, wa
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """Compute RMSNorm of x [..., N]. `zero_centered`: multiply by 1 + weight, not by weight."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
     _launch_norm(rows, None, weight, eps, out, zero_centered)
@@ -25,7 +27,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Both results overwrite their arguments."""
+    """Return (norm(total), total), where total = residual + x; [..., N] each.
+
+    norm(total) overwrites x, and total overwrites residual.
+    """
     rows = x.view(-1, x.shape[-1])
     _launch_norm(rows, residual.view(rows.shape), weight, eps, rows, zero_centered)
     return x, residual
@@ -39,10 +44,10 @@ def norm_add_norm(
     eps: float,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """total = residual + norm(x), by `after` -> (norm(total), by `weight`, and total); without
-    `weight`, total twice.
+    """Return (norm(total), total), where total = residual + norm(x); [T, N] each.
 
-    Both results overwrite their arguments, [T, N] each.
+    `after` is the weight of x's norm, `weight` that of the total's. If `weight` is None, return
+    total twice. The first result overwrites x, and total overwrites residual.
     """
     if x.shape[0]:
         block = triton.next_power_of_2(x.shape[1])
@@ -138,7 +143,7 @@ def _norm_add_norm_kernel(
 
 @triton.jit
 def normed(row, weight, eps, N: tl.constexpr, ZERO_CENTERED: tl.constexpr = False):
-    """A row of N elements, with zeros behind them."""
+    """Compute the norm of a row of N elements. The elements behind them must be 0."""
     wide = row.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)
     if ZERO_CENTERED:
@@ -149,9 +154,10 @@ def normed(row, weight, eps, N: tl.constexpr, ZERO_CENTERED: tl.constexpr = Fals
 
 
 def activate_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
-    """The activation of the gates, SiLU or GELU by tanh, times the ups: x [T, 2 F] -> [T, F].
+    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [T, 2 F] -> [T, F].
 
-    Of many tokens, the result overwrites the gates: a long prefill's largest tensor is `x`.
+    Each row of x consists of gates and then ups. If there are many tokens, the result overwrites
+    the gates, because `x` is the largest tensor of a long prefill.
     """
     tokens, width = x.shape[0], x.shape[1] // 2
     out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
@@ -183,7 +189,7 @@ def _activate_and_mul_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    # Programs next to each other do parts of one token: what is read at a time lies together.
+    # Neighbouring programs compute parts of one token, so that memory is read in its order.
     parts: tl.constexpr = tl.cdiv(F, BLOCK)
     token = (tl.program_id(0) // parts).to(tl.int64)
     cols = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +203,7 @@ def _activate_and_mul_kernel(
 
 @triton.jit
 def activated(gate, GELU: tl.constexpr):
-    """SiLU is x sigmoid(x); GELU by tanh is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    """Compute SiLU, x sigmoid(x), or GELU by tanh, x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
     slope = gate
     if GELU:
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -219,10 +225,18 @@ def qk_norm_rope_store(
     zero_centered: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k are normed and rotated in place: the results are views of `qkv`.
+    """Norm and rotate q and k in place, and store k and v in the cache.
 
-    `cos_sin` [positions, R]: R elements of a head turn, which may be none. `zero_centered`: the
-    norms' kind. `interleaved`: pairs are neighbours.
+    Args:
+        qkv: [T, (H + 2G) D].
+        q_weight: [D], the weight of q's norm; None: neither q nor k is normed.
+        k_weight: [D], the weight of k's norm.
+        cos_sin: [positions, R]; R elements of a head are rotated. R may be 0.
+        slots: [T], the KV slot of each token; -1: its k and v are not stored.
+        zero_centered: whether the norms multiply by 1 + weight.
+        interleaved: whether the two elements of a rotated pair are neighbours.
+    Returns:
+        q [T, H, D], k and v [T, G, D], which are views of `qkv`.
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
@@ -247,7 +261,8 @@ def qk_norm_rope_store(
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
-# Rows of one tensor: aligned where the number of tokens is even.
+# positions and slots are rows of one tensor, and its number of tokens decides whether they are
+# aligned: without do_not_specialize, Triton would compile a kernel for each case.
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _qk_norm_rope_store_kernel(
     qkv,
@@ -274,9 +289,9 @@ def _qk_norm_rope_store_kernel(
 ):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    # Q heads, then k heads, then v heads.
+    # Heads are those of q, then those of k, then those of v.
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    # The two elements of a pair rotate into each other: x1 holds one, x2 the other.
+    # The two elements of a pair are rotated together: x1 holds one, x2 the other.
     pair = tl.arange(0, HALF)[None, :]
     in_half = pair < D // 2
     inside = (head < H + 2 * G) & in_half
@@ -319,7 +334,10 @@ def _qk_norm_rope_store_kernel(
 
 @triton.jit
 def _columns(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where the two elements of a head's pairs stand: of R / 2 that turn, then of all others."""
+    """Return the columns of the first and the second elements of a head's pairs.
+
+    The first R / 2 pairs are rotated. The others are not, and pair whatever columns are left.
+    """
     if INTERLEAVED:
         col1 = tl.where(pair < R // 2, 2 * pair, pair + R // 2)
         col2 = tl.where(pair < R // 2, 2 * pair + 1, pair + D // 2)
@@ -333,6 +351,7 @@ def _columns(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _head_weight(q_weight, k_weight, is_q, col, inside):
+    """Load the norm's weight for each head: that of q or that of k."""
     q = tl.load(q_weight + col, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(k_weight + col, mask=inside, other=0.0).to(tl.float32)
     return tl.where(is_q, q, k)
@@ -341,6 +360,16 @@ def _head_weight(q_weight, k_weight, is_q, col, inside):
 def decode_inputs(
     rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gather the inputs of a decode step, and count its tokens in context_lens.
+
+    Args:
+        rows: [B] int64, the batch slots that decode. The last slot of the state is padding, and may
+            occur more than once.
+        last_tokens, context_lens, block_tables: the state of all batch slots.
+    Returns:
+        token_ids, positions and KV slots, [B] int64; context lengths [B] and block tables [B, W],
+        int32. The context lengths count this step's tokens.
+    """
     batch, width = rows.shape[0], block_tables.shape[1]
     token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
     lens = torch.empty(batch, dtype=torch.int32, device=rows.device)
@@ -393,7 +422,8 @@ def _decode_inputs_kernel(
     block = tl.load(block_tables + row * W + position // BLOCK_SIZE).to(tl.int64)
     is_real = row != scratch
     tl.store(slots + i, tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
-    # Only the scratch row may occur twice, and it is not counted: no two programs write one row.
+    # Only the scratch row may occur twice. Its length is not counted, so no two programs write to
+    # the same row.
     tl.store(context_lens + row, position + 1, mask=is_real)
     for start in range(0, W, BLOCK):
         col = start + tl.arange(0, BLOCK)

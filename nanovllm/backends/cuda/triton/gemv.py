@@ -1,10 +1,12 @@
-"""Linear layers of a few rows, as fast as their weights can be read.
+"""Linear layers of a few rows, as fast as the memory can deliver their weights.
 
-Knows that such a product is bound by the bytes of its weights, which cuBLAS reads at a third of the
-memory's speed when the layer is small, and where it is not bound by them any more: there
-`torch.nn.functional.linear`, its twin, takes over.
-Shapes: M rows, K inputs, N outputs. Each output is summed by one program in a fixed order: the
-result is deterministic.
+The time of such a product is that of reading its weights. For small layers, cuBLAS reads them at a
+third of the memory's speed. For more rows arithmetic takes longer, and
+`torch.nn.functional.linear`, the twin of these kernels, takes over.
+
+Each output is summed by one program in a fixed order, so the result is deterministic.
+
+Shapes: M rows, K inputs, N outputs.
 """
 
 from functools import lru_cache
@@ -19,30 +21,32 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.elementwise import activated
 
-# 32 a thread, in flight at once; measured from 0.6B to 8B shapes on an H200
+# Each thread loads 32 of them at once. Measured for shapes of 0.6B to 8B models on an H200.
 WEIGHTS_PER_PROGRAM = 4096
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N], of many rows in `spare`, if there is one.
+    """Compute x @ weight.T + bias: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    With few rows, the weights must not be written by a running kernel.
+    `out` [M, N]: memory that a result of many rows may take. No running kernel may write to the
+    weights: the kernel for few rows reads them before others have ended.
     """
     if not is_skinny(x, weight):
         if bias is None and _suits_cublaslt(x, weight):
             bias = _zero_bias(weight.shape[0], x.dtype, x.device)
-        if spare is not None and x.shape[0] > MAX_ROWS and bias is None:
-            return torch.mm(x, weight.t(), out=spare)
+        if out is not None and x.shape[0] > MAX_ROWS and bias is None:
+            return torch.mm(x, weight.t(), out=out)
         return F.linear(x, weight, bias)
     return _multiply(_skinny_linear_kernel, x, weight.shape[0], weight, bias, bias is not None)
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
-    """silu, or gelu, of x @ gate.T, times x @ up.T: x [M, K] -> [M, N], where `is_skinny` holds.
+    """Compute silu(x @ gate.T) * (x @ up.T), or with gelu: x [M, K] -> [M, N].
 
-    weight [2 N, K] holds gate and then up, and must not be written by a running kernel.
+    `is_skinny` must hold. weight [2 N, K] consists of gate and then up. No running kernel may write
+    to it.
     """
     gates, ups = weight.chunk(2)
     return _multiply(_skinny_gated_linear_kernel, x, len(gates), gates, ups, gelu)
@@ -51,7 +55,7 @@ def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
 def _multiply(
     kernel: Any, x: Tensor, outputs: int, weight: Tensor, other: Tensor | None, option: bool
 ) -> Tensor:
-    """What one of the two kernels makes of x [M, K], `weight` and `other`: [M, outputs]."""
+    """Launch one of the two kernels with x [M, K], `weight` and `other` -> [M, outputs]."""
     rows, inputs = x.shape
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(inputs)
@@ -66,12 +70,13 @@ def _multiply(
 
 
 def is_skinny(x: Tensor, weight: Tensor) -> bool:
-    """Where the kernels beat cuBLAS on an H200.
+    """Tell whether these kernels are faster than cuBLAS, as measured on an H200.
 
-    Their arithmetic grows with the rows; cuBLAS's, on tensor cores, does not.
+    The time of these kernels' arithmetic grows with the rows. That of cuBLAS, which uses tensor
+    cores, does not.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    if inputs > 16384:  # a program holds at least one output's weights in registers
+    if inputs > 16384:  # a program holds all weights of at least one output in registers
         return False
     return (
         rows == 1 or rows == 2 and inputs <= 4096 or rows in (3, 4) and outputs * inputs <= 1 << 23
@@ -79,11 +84,11 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
 
 
 def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
-    """Where cuBLASLt picks better kernels: up to a fifth faster in 8B shapes, on an H200. Of 12
-    shapes with fewer outputs and 12 numbers of rows each, it was 4 to 8 % slower on average in the
-    7 of up to 1,536 outputs, and from 3 % faster to 4 % slower in the others.
+    """Tell whether cuBLASLt picks a faster kernel than cuBLAS, as measured on an H200.
 
-    PyTorch leaves a product to it where there is a bias to add.
+    PyTorch uses cuBLASLt if there is a bias to add. For 8B shapes, cuBLASLt is up to a fifth
+    faster. Of 12 shapes with fewer outputs and 12 numbers of rows each, it was 4 to 8 % slower on
+    average in the 7 of up to 1,536 outputs, and from 3 % faster to 4 % slower in the others.
     """
     outputs, inputs = weight.shape
     is_large = 3072 <= outputs <= 4 * inputs // 3
@@ -112,8 +117,8 @@ def _skinny_linear_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (n < N)[:, None] & (k < K)[None, :]
-    # All of a program's weights are asked for at once, and before its input is there: memory need
-    # not wait for either.
+    # Ask for all weights of the program at once, and before its inputs are ready, so that the
+    # memory is never idle.
     weights = tl.load(weight + n.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
     wait_for_inputs(PDL)
     for row in tl.static_range(ROWS):
@@ -148,7 +153,7 @@ def _skinny_gated_linear_kernel(
     dtype = out.dtype.element_ty
     for row in tl.static_range(ROWS):
         inputs = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-        # Round where the product and the activation would, were they apart.
+        # Round where separate kernels for the product and the activation would round.
         gate = tl.sum(gates.to(tl.float32) * inputs, axis=1).to(dtype).to(tl.float32)
         up = tl.sum(ups.to(tl.float32) * inputs, axis=1).to(dtype).to(tl.float32)
         active = activated(gate, GELU).to(dtype).to(tl.float32)

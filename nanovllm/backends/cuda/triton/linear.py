@@ -1,6 +1,4 @@
-"""Linear layers on a GPU: by the kernel that was measured to be fastest for the shape, or by
-cuBLAS.
-"""
+"""Linear layers on a GPU, by the kernel that was measured to be the fastest for their shape."""
 
 from torch import Tensor
 
@@ -10,23 +8,23 @@ from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, spare: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x [M, K], weight [N, K], bias [N] -> [M, N].
+    """Compute x @ weight.T + bias: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    `spare`: memory of that shape which the result may take.
+    `out` [M, N]: memory that the result may take.
     """
     if tiling := decode_gemm.tiling(x, weight):
         return decode_gemm.linear(x, weight, bias, tiling)
-    return gemv.linear(x, weight, bias, spare)
+    return gemv.linear(x, weight, bias, out)
 
 
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False
 ) -> Tensor:
-    """silu(gate) * up of x [M, K] -> [M, N]; gelu(gate), by tanh, if that is asked for.
+    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
 
-    weight [2 N, K] and bias [2 N] hold gate and then up.
+    weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias.
     """
     if bias is None and gemv.is_skinny(x, weight):
         return gemv.gated_linear(x, weight, gelu)
@@ -37,8 +35,8 @@ def gated_linear(
     return activate_and_mul(linear(x, weight, bias), gelu)
 
 
-def rehearse_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
-    """Launch what `gated_linear` launches for more rows only than a decode step has."""
+def warmup_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
+    """Launch the kernels that `gated_linear` uses only for more rows than a decode step has."""
     x = weight.new_zeros(1, weight.shape[1])
     if bias is None and prefill_gemm.is_able(x, weight):
         prefill_gemm.gated_linear(x, weight, gelu)

@@ -1,13 +1,16 @@
 """A mixture of experts in five kernels: route, sort, gate and up, down, sum.
 
-The pairs of a token and one of its experts are sorted by expert, so that each expert's are a run of
-rows. A run is cut into tiles of BLOCK_M rows; a program multiplies one tile by some columns of its
-expert's weights. How many tiles there are only the device knows: the launch has programs for the
-most there can be, and those without a tile end at once. So nothing waits for the device, and a CUDA
-graph can hold it.
+A pair is a token and one of its experts. Pairs are sorted by expert, so that the pairs of an expert
+are a run of rows. A run is cut into tiles of BLOCK_M rows. A program multiplies one tile by some
+columns of its expert's weights. Only the device knows how many tiles there are. So the launch has
+programs for the greatest possible number, and programs without a tile end at once. The host never
+waits for the device, and a CUDA graph can hold the kernels.
+
+Sizes need not be powers of two. Rows of a multiple of 16 bytes are read at full speed, others
+slower.
+
 Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a row, F width of an
-expert. Sizes need be no powers of two; rows of a multiple of 16 bytes are read at full speed,
-others slower.
+expert.
 """
 
 from functools import lru_cache
@@ -20,17 +23,18 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
 from nanovllm.layers.moe import ClampedSwiGLU
 
-CHUNK_TOKENS = 8  # of one pass over a chunk; a chunk is what a program routes and sorts
+# A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
+CHUNK_TOKENS = 8
 MAX_CHUNKS = 256
-# Up to so many pairs for each expert: rows of a tile, outputs, inputs, warps and stages; measured
-# on an H200.
+# Tiles by the number of pairs for each expert, measured on an H200: the greatest number of pairs,
+# then rows, outputs and inputs of a tile, warps and stages.
 TILES = (
     (4, 16, 64, 128, 2, 4),
     (16, 32, 128, 128, 4, 3),
     (64, 64, 128, 64, 4, 4),
     (float("inf"), 128, 256, 64, 8, 4),
 )
-FLOAT32_TILE = 16, 64, 32, 4, 3  # whose products tensor cores do not take
+FLOAT32_TILE = 16, 64, 32, 4, 3  # tensor cores do not compute products of float32
 
 
 def moe(
@@ -44,9 +48,17 @@ def moe(
     down_bias: Tensor | None = None,
     clamped: ClampedSwiGLU | None = None,
 ) -> Tensor:
-    """What MixtureOfExperts and Experts compute: x [T, N], the router's logits [T, E] -> [T, N].
+    """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
-    Biases are [E, 2 F] and [E, N]. `clamped`: the experts' gating; None: swiglu.
+    Args:
+        logits: [T, E], the router's.
+        gate_up: [E, 2 F, N].
+        down: [E, N, F].
+        top_k: experts of a token.
+        renormalize: whether the weights of a token's experts are scaled to a sum of 1.
+        gate_up_bias: [E, 2 F].
+        down_bias: [E, N].
+        clamped: the experts' gating; None: swiglu.
     """
     out = torch.empty_like(x)
     (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
@@ -58,7 +70,7 @@ def moe(
         FLOAT32_TILE if x.dtype == torch.float32 else tile
     )
     weights, order, runs, max_tiles = sort_by_expert(logits, top_k, renormalize, block_m, x)
-    # Run by run, and token by token.
+    # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
     for source, weight, bias, to in (
@@ -85,7 +97,7 @@ def moe(
 
 @lru_cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that the stages of a program may take: all but a little for what else it holds."""
+    """Return the bytes that the stages of a program may take: all but 2 KB, for its other needs."""
     if device.type != "cuda":  # the interpreter
         return 1 << 17
     return (
@@ -97,11 +109,14 @@ def _shared_memory(device: torch.device) -> int:
 def sort_by_expert(
     logits: Tensor, top_k: int, renormalize: bool, block_m: int, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pick each token's experts and sort the pairs by expert, those of an expert by token.
+    """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
 
-    Returns the pairs' weights [P] float32, the order [P] int32, the runs' tiles [1 + most tiles, 3]
-    int32 (their number, then each one's expert, first place in the order and end of its run), and
-    how many tiles there can be.
+    Returns:
+        weights: [P] float32, of the pairs.
+        order: [P] int32, the pairs in sorted order.
+        runs: [1 + max_tiles, 3] int32. The first row begins with the number of tiles. Each further
+            row has a tile's expert, its first index in `order`, and the end of its run.
+        max_tiles: the greatest possible number of tiles.
     """
     num_tokens, num_experts = logits.shape
     pairs = num_tokens * top_k
@@ -162,10 +177,10 @@ def _route_kernel(
         )
         peak = tl.max(tl.where(token < T, scores, 0.0), axis=1)[:, None]
         total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
-        # Rows of padding may be NaN (see gpu/padded_forward.py). Threads find a row's arg max by
-        # exchanging what they hold. Every comparison with NaN is false, so each would keep another
-        # expert: the pairs that they count would not be those that they store, and the sort would
-        # lose pairs of other rows.
+        # Rows of padding may be NaN (see cuda/padded_forward.py). Threads find a row's arg max by
+        # exchanging values. Every comparison with NaN is false, so each thread would keep another
+        # expert. The pairs that threads count would then differ from those that they store, and the
+        # sort would lose pairs of other rows.
         scores = tl.where(scores == scores, scores, float("-inf"))
         best_scores = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
         best_experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
@@ -177,7 +192,7 @@ def _route_kernel(
             scores = tl.where(expert == best, float("-inf"), scores)
         weight = tl.exp(best_scores - peak)
         weight /= tl.sum(weight, axis=1)[:, None] if RENORMALIZE else total
-        weight = tl.where(total == total, weight, total)  # of a row that has NaN, all are NaN
+        weight = tl.where(total == total, weight, total)  # all NaN if the row has a NaN
         tl.store(weights + token * K + pick, weight, mask=(token < T) & (pick < K))
         tl.store(experts + token * K + pick, best_experts, mask=(token < T) & (pick < K))
     tl.store(counts + chunk * E + tl.arange(0, BLOCK_E), count, mask=tl.arange(0, BLOCK_E) < E)
@@ -200,7 +215,11 @@ def _sort_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program places a chunk's pairs, at most PAIRS a pass; one more writes the tiles."""
+    """Write a chunk's pairs to their places in the order, or the tiles of all runs.
+
+    There is a program for each chunk, which places at most PAIRS pairs a pass. One more program
+    writes the tiles.
+    """
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     expert = tl.arange(0, BLOCK_E)
@@ -255,13 +274,14 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of a tile of rows and its expert's matrix.
+    """Multiply a tile of rows by some columns of its expert's weights.
 
-    With GATED the rows come from the tokens, the first half of the outputs are gates, the second
-    ups, and what the gates make of the ups is written.
+    With GATED, the rows are those of the tokens. The first half of the outputs are gates, the
+    second half ups, and their gated product is written.
     """
     wait_for_inputs(PDL)
-    # Neighbours have the same rows, then the same expert: what they share is read from memory once.
+    # Neighbouring programs share their rows, or else their expert, so that shared data are read
+    # from memory once.
     tile, part = tl.program_id(0) // tl.cdiv(OUT, BLOCK_N), tl.program_id(0) % tl.cdiv(OUT, BLOCK_N)
     if tile < tl.load(runs):
         runs += (1 + tile) * 3
@@ -271,7 +291,7 @@ def _product_kernel(
         pair = tl.load(order + place, mask=place < end, other=0)
         source, target = (pair // K, place) if GATED else (place, pair)
         column = part * BLOCK_N + tl.arange(0, BLOCK_N)
-        # A gate's column stands next to its up's, so that one thread holds both.
+        # Each gate's column comes right before that of its up, so that one thread holds both.
         row = column // 2 + column % 2 * (OUT // 2) if GATED else column
         k = tl.arange(0, BLOCK_K)
         x_at = x + source.to(tl.int64)[:, None] * IN + k[None, :]
@@ -304,7 +324,7 @@ def _product_kernel(
 
 @triton.jit
 def _gated(gate, up, alpha, limit):
-    """swiglu or, where there is a limit, ClampedSwiGLU."""
+    """Compute swiglu or, if there is a limit, ClampedSwiGLU."""
     wide = gate.to(tl.float32)
     if limit is not None:
         wide = tl.minimum(wide, limit)

@@ -1,10 +1,12 @@
-"""The gates' and ups' product of many rows, and the activation, in one kernel.
+"""The product of many rows with gate and up weights, and the activation, in one kernel.
 
-Knows that such a product is bound by arithmetic, and that its result is a prefill's largest tensor:
-to read it again for the activation takes up to a quarter of the product's time. Here gates and ups
-that belong together are one tile, and only what the activation makes of them is written. Each
-program makes one tile after the other, and fetches the next one's inputs while it activates.
-Shapes: M rows, K inputs, N outputs. Written for Hopper, as decode_gemm is.
+The time of such a product is that of its arithmetic. Its result is a prefill's largest tensor: a
+separate activation kernel, which reads that tensor again, takes up to a quarter of the product's
+time. In this kernel a tile holds gates and the ups that belong to them, and only their activated
+product is written. Each program computes one tile after the other, and fetches the inputs of the
+next tile during the activation. Written for Hopper, as decode_gemm is.
+
+Shapes: M rows, K inputs, N outputs.
 """
 
 from functools import lru_cache
@@ -22,22 +24,22 @@ from nanovllm.backends.cuda.triton.dispatch import (
 )
 from nanovllm.backends.cuda.triton.elementwise import activated
 
-# A tile's rows, its gates and as many ups, and the inputs fetched at a time; and how many tiles
-# below each other are made before those beside them, so that they share weights in the L2 cache. Of
-# 21 kernels that were measured on an H200 (Triton 3.6) at 16,384 rows, this one alone took no more
-# than 7 % longer than cuBLAS without the activation. Microseconds of cuBLAS alone, of it and the
-# activation, of this: 307, 380 and 337 of K = 1,024 and N = 3,072; 4,783, 5,062 and 4,878 of K =
-# 4,096 and N = 12,288.
+# BLOCK_M rows and BLOCK_N gates, with as many ups, are a tile; BLOCK_K inputs are fetched at a
+# time. COLUMN tiles below each other are computed before those beside them, so that they share
+# weights in the L2 cache. Of 21 kernels that were measured on an H200 (Triton 3.6) at 16,384 rows,
+# only this one took at most 7 % longer than cuBLAS without the activation. Microseconds of cuBLAS
+# alone, of cuBLAS and the activation, and of this kernel: 307, 380 and 337 for K = 1,024 and N =
+# 3,072; 4,783, 5,062 and 4,878 for K = 4,096 and N = 12,288.
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 128, 64
 COLUMN = 8
-# Tiles a multiprocessor, at least. With fewer, too many idle while the last ones are made. Of 6
-# shapes and 11 numbers of rows on an H200, what this chooses is 0.3 % slower than the faster way on
-# average, and 7 % at worst.
+# The least number of tiles a multiprocessor for which this kernel is used. With fewer, too many
+# multiprocessors idle while the last tiles are computed. For 6 shapes and 11 numbers of rows on an
+# H200, the choice by this limit is 0.3 % slower than the faster way on average, and 7 % at worst.
 MIN_TILES = 2.5
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:
-    """Whether this is the fastest way there is to compute the product."""
+    """Tell whether this kernel is the fastest way to compute the product."""
     rows, outputs = x.shape[0], weight.shape[0] // 2
     tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
     is_much = rows > MAX_ROWS and tiles >= MIN_TILES * num_processors(x.device)
@@ -45,9 +47,10 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 
 
 def is_able(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel can compute it, were the rows enough. Tiles need rows of whole 16 bytes.
+    """Tell whether the kernel can compute the product, for any number of rows.
 
-    Newer devices than Hopper were not measured, and are left to cuBLAS.
+    The accelerator needs rows of a multiple of 16 bytes. Devices newer than Hopper were not
+    measured: cuBLAS serves them.
     """
     return (
         TensorDescriptor is not None
@@ -66,9 +69,9 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
-    """silu, or gelu, of x @ gate.T, times x @ up.T: -> [M, N].
+    """Compute silu(x @ gate.T) * (x @ up.T), or with gelu: x [M, K] -> [M, N].
 
-    weight [2 N, K] holds gate and then up.
+    weight [2 N, K] consists of gate and then up.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
     outputs //= 2
@@ -103,9 +106,10 @@ def _gated_linear_kernel(
     COLUMN: tl.constexpr,
     GELU: tl.constexpr,
 ):
-    # The number of rows comes with the tiles: as an argument, `launch` would tell each apart.
+    # The descriptor of x has the number of rows. As an argument of its own, each number would be
+    # another launch to `launch`.
     tiles_m, tiles_n = tl.cdiv(x_tiles.shape[0], BLOCK_M), tl.cdiv(N, BLOCK_N)
-    # `flatten` makes one loop of both, so that fetching goes on from tile to tile.
+    # `flatten` merges both loops into one, so that fetching goes on from tile to tile.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         m, n = _place(tile, tiles_m, tiles_n, COLUMN)
         acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
@@ -114,7 +118,7 @@ def _gated_linear_kernel(
             weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(2 * BLOCK_N, BLOCK_K)
             acc = tl.dot(inputs, weights.T, acc)
         gate, up = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-        # Round where the product and the activation would, were they apart.
+        # Round where separate kernels for the product and the activation would round.
         dtype = out.dtype.element_ty
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
         active = activated(gate, GELU).to(dtype).to(tl.float32)
@@ -123,7 +127,10 @@ def _gated_linear_kernel(
 
 @triton.jit
 def _place(tile, tiles_m, tiles_n, COLUMN: tl.constexpr):
-    """Tiles go down a column of COLUMN, then to the next one of the same rows."""
+    """Return the row and column of a tile, by its number.
+
+    Numbers go down a column of COLUMN tiles, then down the next column of the same rows.
+    """
     band = tile // (COLUMN * tiles_n)
     first = band * COLUMN
     height = tl.minimum(tiles_m - first, COLUMN)

@@ -1,23 +1,25 @@
-"""Triton kernels for rows that ask for more than temperature and seed.
+"""Triton kernels that sample rows with penalties or filters, and compute log-probabilities.
 
-Knows how to apply penalties, to find the least logit that the filters keep, to sample from what is
-left, and to find the likeliest tokens. What is computed is said by sampling/resampler.py, which
-puts the vocabulary in order. Here nothing is sorted.
+The kernels apply penalties, find the least logit that the filters keep, sample from the kept
+tokens, and find the likeliest tokens. Their twin is features/sampling/resampler.py, which sorts the
+vocabulary. Here nothing is sorted.
 
-One kernel reads the logits once, and leaves of each chunk of the vocabulary its greatest logit and
-its weight. Then one program a row opens only the chunks that can hold what it looks for: of the k
-likeliest tokens, none is below the k-th greatest of the chunks' maxima. Among those it bisects over
-the logits' bits, as integers that order as the floats do. What the filters come to is one logit:
-tokens are kept from there on, and equal ones are all kept or all dropped.
+The first kernel reads the logits once. For each chunk of the vocabulary it writes the greatest
+logit, and the chunk's weight: the sum of exp((logit - greatest) / temperature). The second kernel
+has one program a row, which opens, that is, reads again, only chunks that can hold what it looks
+for. For instance, none of the k likeliest tokens is below the k-th greatest of the chunks' maxima.
+Among the open chunks' tokens it bisects over keys: the bits of logits, as integers that are ordered
+as the floats are. The filters' result is one key, the least kept one. Tokens with this key or a
+greater one are kept, so equal tokens are all kept or all dropped.
 
-Where top_p alone keeps much of the vocabulary, most chunks must be opened. A sample of their cells
-then tells between which two logits the least kept one is, all but surely; one pass weighs what is
-above and lists what is between, and only that is bisected.
+If top_p alone keeps much of the vocabulary, most chunks must be opened. Then a sample of their
+cells yields two keys between which the least kept one almost surely is. One pass sums the weight of
+the tokens above, and lists the tokens between. Only the listed tokens are bisected.
 
 Sums run in an order that depends on the row alone, so the kept tokens are the same in any batch.
 
-Shapes: R rows, among the B rows of a step; V vocabulary entries; S batch slots; C chunks. Rows that
-ask for nothing may be among the R: they are passed over.
+Shapes: R rows, among the B rows of a step; V vocabulary entries; S batch slots; C chunks. The
+kernels skip those of the R rows that need no resampling.
 """
 
 from typing import Any
@@ -38,59 +40,62 @@ from nanovllm.backends.cuda.triton.sampling import (
 )
 from nanovllm.layers.sampler import CELL as CELL_
 
-CAN_COMPILE = hasattr(tl, "tuple")  # releases since 3.3
+CAN_COMPILE = hasattr(tl, "tuple")  # since Triton 3.3
 CELL = tl.constexpr(CELL_)
 CHUNK_CELLS = tl.constexpr(8)
 CHUNK = tl.constexpr(8 * CELL_)
-# What a program has in registers at a time.
+# A tile, which a program holds in registers at a time.
 TILE_CELLS = tl.constexpr(256)
 TILE_CHUNKS = tl.constexpr(256 // 8)
-# Columns of the table of what slots ask for: see sampling/slots.py. Kernels take its `params` by
-# another name, which Triton's launcher needs for itself.
+# Columns of the table of the slots' parameters: see features/sampling/slots.py. Kernels call its
+# `params` `settings`, because Triton's launcher uses the name `params` itself.
 TEMPERATURE, TOP_P, MARGIN = (tl.constexpr(i) for i in range(3))
 REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(3, 6))
 TOP_K, LEAST_LENGTH, NUM_LOGPROBS = (tl.constexpr(i) for i in range(3))
 COLUMNS = tl.constexpr(9)
-# What is done to a row's logits.
+# Flags of what is done to a row's logits: penalties are applied, barred tokens become -inf.
 PENALTIES, BARS = tl.constexpr(1), tl.constexpr(2)
-# Keys order as floats do. These are no float's.
+# Keys below and above those of all floats.
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 LOWEST_PAIR, HIGHEST_PAIR = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)
-# Bisections of where top_p may end, by what is known of chunks.
+# Steps of the bisections that bound the least kept logit of top_p.
 ROUNDS = tl.constexpr(16)
-
-
-# Of more open chunks, this many cells are looked at first; and how many tokens may then be between
-# the two bounds.
+# If top_p alone leaves more than MANY_CHUNKS chunks open, SAMPLE_CELLS of their cells are sampled
+# to bound the least kept key. At most MOST_BETWEEN tokens may be between the bounds.
 MANY_CHUNKS = tl.constexpr(128)
 SAMPLE_CELLS = tl.constexpr(512)
 MOST_BETWEEN = tl.constexpr(8192)
 
 
 class Workspace:
-    """What kernels leave for each other, of up to `rows` rows."""
+    """Buffers in which the kernels leave results for each other, for up to `rows` rows."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self.chunks = triton.cdiv(vocab, CHUNK.value)
         shape = rows, self.chunks
         with device:
             self.maxima = torch.empty(shape, dtype=torch.float32)  # each chunk's greatest logit
-            self.weights = torch.empty(shape, dtype=torch.float32)
-            self.found = torch.empty(shape, dtype=torch.int32)  # a list of chunks or cells
+            self.weights = torch.empty(shape, dtype=torch.float32)  # relative to the maxima
+            self.found = torch.empty(shape, dtype=torch.int32)  # open chunks, or best cells
+            # Logits of tokens between two bounds.
             self.between = torch.empty(rows, MOST_BETWEEN.value, dtype=torch.float32)
 
 
 def resample(
     logits: Tensor, at: Tensor, step: Any, state: Any, asked: Any, tables: Any, space: Workspace
 ) -> None:
-    """Sample for R rows of a step, and put their tokens in the place of those that it sampled.
+    """Sample again for R rows of a step, and overwrite the tokens that the step sampled.
 
-    logits [R, V]. at [R] int64: the rows' places in the step. `step` has tokens [B] int64,
-    positions [B] int32 and slots [B] int64. `state`, a BatchState, has temperatures, seeds and
-    last_tokens [S]: only rows whose temperature there is below 0 are sampled. `asked` has what
-    slots ask for, columns of one table: params [S, 6] float32 and limits [S, 3] int32, see
-    sampling/slots.py; so for `tables`: counts [S, V] int32, barred [S, V] bool, and cells
-    [S, V / CELL] bool, which may have one element if no slot asks for them.
+    Args:
+        logits: [R, V].
+        at: [R] int64, the rows' indices in the step.
+        step: a StepOutput: tokens [B] int64, positions [B] int32 and slots [B] int64.
+        state: a BatchState: temperatures, seeds and last_tokens [S]. Rows whose temperature is not
+            below 0 are skipped.
+        asked: the slots' parameters, as columns of one table: params [S, 6] float32 and limits
+            [S, 3] int32; see features/sampling/slots.py.
+        tables: counts [S, V] int32, barred [S, V] bool, and cells [S, V / CELL] bool. A table may
+            have one element if no slot needs it.
     """
     rows, vocab = len(at), logits.shape[1]
     row = logits, at, step.slots, state.temperatures, state.seeds, step.positions
@@ -103,7 +108,7 @@ def resample(
     launch(_chunks_kernel, grid, *row, *filters, *chunks, *sizes, num_warps=4, **options)
     widest = triton.next_power_of_2(space.chunks)
     left = *chunks, space.between, step.tokens, state.last_tokens
-    # With more registers only one program would run on a multiprocessor.
+    # With more registers a program, a multiprocessor would run only one program at a time.
     options |= dict(num_warps=8, maxnreg=128)
     launch(_resample_kernel, (rows,), *row, *filters, *left, *sizes, widest, **options)
 
@@ -111,12 +116,16 @@ def resample(
 def logprobs(
     logits: Tensor, at: Tensor, step: Any, asked: Any, most: int, space: Workspace
 ) -> Tensor:
-    """Log-probabilities of the tokens that a step sampled for R of its rows, and of the likeliest.
+    """Compute log-probabilities of the sampled and the likeliest tokens for R rows of a step.
 
-    `logits`, `at`, `step` and `asked` as above. A slot asks for at most `most`, or -1 if it does
-    not. Returns [R, 1 + most, 2] int32: a token id, and its log-probability in a float32's bits;
-    first the sampled token's, then the likeliest in order, the lower id first of equally likely
-    ones. What is not asked for is not written.
+    Args:
+        logits, at, step, asked: as for `resample`. A slot's limits say how many likeliest tokens it
+            wants; -1: it wants no log-probabilities.
+        most: the greatest number of likeliest tokens that a slot wants.
+    Returns:
+        [R, 1 + most, 2] int32: a token id, and its log-probability as the bits of a float32. The
+        sampled token comes first, then the likeliest in order; of equally likely ones, the lower id
+        comes first. Elements that a slot does not want are not written.
     """
     rows, vocab = len(at), logits.shape[1]
     records = torch.empty(rows, 1 + most, 2, dtype=torch.int32, device=logits.device)
@@ -151,8 +160,10 @@ def _chunks_kernel(
     vocab,
     chunks,
 ):
-    """Of each chunk of a row that filters: its greatest logit and its weight. Of one that only
-    changes logits: its best cell, with noise.
+    """Summarise the chunks of a row.
+
+    If the row has filters, write each chunk's greatest logit and its weight. If it only has
+    penalties or barred tokens, write each chunk's best cell and its value, noise included.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     at = tl.load(step_at + row)
@@ -199,7 +210,7 @@ def _raw_chunks_kernel(
     vocab,
     chunks,
 ):
-    """Of each chunk of a row that asks for log-probabilities: its greatest logit and its weight."""
+    """Write the greatest logit and the weight of each chunk of a row with log-probabilities."""
     row, part = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + tl.load(step_at + row))
     if tl.load(limits + slot * COLUMNS + NUM_LOGPROBS) < 0:
@@ -237,7 +248,7 @@ def _resample_kernel(
     chunks,
     WIDEST: tl.constexpr,
 ):
-    """Sample a row's token, and count it."""
+    """Sample a row's token, and count it for the penalties."""
     row = tl.program_id(0)
     at = tl.load(step_at + row)
     slot = tl.load(slots + at)
@@ -258,13 +269,14 @@ def _resample_kernel(
     chunk = tl.arange(0, WIDEST)
     maximum = tl.load(maxima + chunk, mask=chunk < chunks, other=float("-inf"))
     best = tl.max(maximum, axis=0)
-    # Not if all logits are minus infinity, or one is infinity or no number.
+    # The row is invalid if all logits are -inf, or one is infinity or NaN.
     is_valid = (best > float("-inf")) & (best < float("inf"))
     weight = tl.zeros([WIDEST], tl.float32)
     if filters:
         weight = tl.load(weights + chunk, mask=chunk < chunks, other=0.0)
         weight *= tl.exp2((maximum - best) * scale)
-        is_valid = is_valid & (tl.sum(weight, axis=0) < float("inf"))  # or no number
+        # The sum is NaN if a logit is NaN.
+        is_valid = is_valid & (tl.sum(weight, axis=0) < float("inf"))
     if not is_valid:
         tl.store(tokens + at, tl.full([], INVALID, tl.int64))
         tl.store(last_tokens + slot, tl.full([], INVALID, tl.int64))
@@ -306,7 +318,7 @@ def _logprobs_kernel(
     chunks,
     WIDEST: tl.constexpr,
 ):
-    """A row's sampled token and its likeliest ones, one after the other."""
+    """Write the records of a row's sampled token, and of its likeliest tokens in order."""
     row = tl.program_id(0)
     step_row = tl.load(step_at + row)
     count = tl.load(limits + tl.load(slots + step_row) * COLUMNS + NUM_LOGPROBS)
@@ -339,6 +351,7 @@ def _logprobs_kernel(
 
 @triton.jit
 def _store_record(record, token, logits, norm):
+    """Write a token id and its log-probability, its logit - norm."""
     value = tl.load(logits + token).to(tl.float32) - norm
     tl.store(record, token)
     tl.store(record + 1, value.to(tl.int32, bitcast=True))
@@ -346,7 +359,7 @@ def _store_record(record, token, logits, norm):
 
 @triton.jit
 def _edits(settings, limits, position):
-    """What is done to a slot's logits before the token at `position` is sampled."""
+    """Return the flags of what is done to a slot's logits for the token at `position`."""
     additive = (tl.load(settings + FREQUENCY) != 0) | (tl.load(settings + PRESENCE) != 0)
     penalizes = additive | (tl.load(settings + REPETITION) != 1)
     bars = position < tl.load(limits + LEAST_LENGTH)
@@ -355,29 +368,30 @@ def _edits(settings, limits, position):
 
 @triton.jit
 def _filters(settings, limits, vocab):
-    """Whether a slot's filters may drop a token."""
+    """Tell whether a slot's filters may drop a token."""
     some = (tl.load(settings + TOP_P) < 1) | (tl.load(settings + MARGIN) > float("-inf"))
     return some | (tl.load(limits + TOP_K) < vocab)
 
 
 @triton.jit
 def _logits(logits, col, vocab):
+    """Load logits as float32; columns outside of the vocabulary are -inf."""
     return tl.load(logits + col, mask=col < vocab, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _edited_logits(edited, cell):
-    """What is sampled from in cells [N], before temperature: logits [N, CELL] with penalties, and
-    minus infinity where a token is barred.
+    """Load the logits of cells [N], with penalties, and -inf for barred tokens: -> [N, CELL].
 
-    `edited` is (a row's logits, its slot's counts, barred, cells and settings, edits, V). A count
-    is 0 for a token that the sequence does not hold, else 1 more than what the output has of it.
+    `edited` is a tuple: a row's logits; its slot's counts, barred, cells and settings; edits; V. A
+    count is 0 for a token that the sequence does not hold, else 1 more than the number of times
+    that the output holds it.
     """
     logits, counts, barred, edited_cells, settings, edits, vocab = edited
     col = _columns(cell)
     x = _logits(logits, col, vocab)
     if edits != 0:
-        # Few cells hold anything: what they hold is not read for the others.
+        # Few cells have counts or barred tokens: nothing is read for the others.
         is_edited = tl.load(edited_cells + cell, mask=cell * CELL < vocab, other=0) != 0
         inside = is_edited[:, None] & (col < vocab)
         if (edits & PENALTIES) != 0:
@@ -389,23 +403,25 @@ def _edited_logits(edited, cell):
             x -= tl.where(count > 1, tl.load(settings + PRESENCE), 0.0)
         if (edits & BARS) != 0:
             is_barred = tl.load(barred + col, mask=inside, other=0) != 0
-            # A sum keeps what is no number, and makes it of infinity.
+            # The sum is NaN for a logit that is NaN or infinity, so that the row stays invalid.
             x = tl.where(is_barred, x + float("-inf"), x)
     return x
 
 
 @triton.jit
 def _columns(cell):
+    """Return the columns of cells: [N] -> [N, CELL]."""
     return cell[:, None] * CELL + tl.arange(0, CELL)[None, :]
 
 
 @triton.jit
 def _chunk_peaks_and_weights(x, scale):
-    """x [TILE_CELLS, CELL] -> of each chunk the maximum, and the sum of exp(x - maximum) at the
-    scale of a temperature.
+    """Compute each chunk's maximum and weight: x [TILE_CELLS, CELL] -> two of [TILE_CHUNKS].
+
+    A weight is the sum of exp2((x - maximum) * scale).
     """
     peak = tl.max(x, axis=1)
-    finite = tl.maximum(peak, -1e30)  # -inf less itself is no number
+    finite = tl.maximum(peak, -1e30)  # -inf - -inf is NaN
     weight = tl.sum(tl.exp2((x - finite[:, None]) * scale), axis=1)
     peaks = tl.reshape(peak, (TILE_CHUNKS, CHUNK_CELLS))
     weights = tl.reshape(weight, (TILE_CHUNKS, CHUNK_CELLS))
@@ -417,20 +433,20 @@ def _chunk_peaks_and_weights(x, scale):
 
 @triton.jit
 def _key(x):
-    """An integer that orders as the float does, the same for both zeros."""
+    """Turn floats into integers of the same order. 0.0 and -0.0 become the same integer."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & HIGHEST)
 
 
 @triton.jit
 def _middle(low, high):
-    """Above `low` if that is below `high`, and at most `high`."""
+    """Return the middle of two integers, rounded up: above `low` if low < high."""
     return (low | high) - ((low ^ high) >> 1)
 
 
 @triton.jit
 def _kth_key(keys, k):
-    """The k-th greatest of keys [N], by bisection: each step leaves fewer of them."""
+    """Find the k-th greatest of keys [N] by bisection. Each step leaves fewer of them."""
     low, high = tl.min(keys, axis=0), tl.max(keys, axis=0)
     while low < high:
         middle = _middle(low, high)
@@ -447,11 +463,16 @@ def _kth_key(keys, k):
 
 @triton.jit
 def least_kept(edited, opened, chunk, maximum, weight, between, limits):
-    """The least key that the filters keep, and how many chunks hold such keys: those are listed.
+    """Find the least key that the filters keep, and list the chunks that hold kept keys.
 
-    `opened` is (where to list chunks, C, the greatest logit, the scale of the temperature).
-    `maximum` and `weight` [C and more] are of `chunk`; weights are relative to the greatest logit's
-    of all. `between` is room for tokens.
+    Args:
+        edited: see `_edited_logits`.
+        opened: a tuple: the list of chunks, C, the row's greatest logit, the temperature's scale.
+        chunk, maximum, weight: [C or more], the chunks' numbers, maxima and weights. Weights are
+            relative to the row's greatest logit.
+        between: a buffer for logits.
+    Returns:
+        the key, and the number of listed chunks.
     """
     found, chunks, peak, scale = opened
     settings, vocab = edited[4], edited[6]
@@ -468,11 +489,9 @@ def least_kept(edited, opened, chunk, maximum, weight, between, limits):
         least = _search(edited, opened, num_open, least, k.to(tl.float32), False)
     if p < 1:
         if not bounds_only_top_p:
-            # A part of what is left: of k tokens, though more may be as likely as the last.
-            above, more, _, _ = _split(edited, opened, num_open, least + 1)
-            some, total, _, _ = _split(edited, opened, num_open, least)
-            equal = tl.maximum(some - above, 1.0)
-            total = more + (total - more) * (tl.minimum(k - above, equal) / equal)
+            # top_p takes its part of the tokens that the other filters keep, with all tokens that
+            # are as likely as the k-th.
+            _, total, _, _ = _split(edited, opened, num_open, least)
         is_found = False
         if bounds_only_top_p & (num_open > MANY_CHUNKS):
             open_weight = tl.sum(tl.where(_key(maximum) >= least, weight, 0.0), axis=0)
@@ -489,15 +508,17 @@ def least_kept(edited, opened, chunk, maximum, weight, between, limits):
 
 @triton.jit
 def _bounds_by_sample(edited, opened, num_open, dropped):
-    """Two keys: tokens in listed chunks below the first weigh less than `dropped`, and those below
-    the second more, unless the sample is a very odd one.
+    """Bound the least kept key by a sample of cells. Returns (low, high).
+
+    Of the listed chunks, tokens below `low` weigh less than `dropped`, and tokens below `high`
+    weigh more, unless the sample is a very unlikely one.
     """
     found, chunks, peak, scale = opened
     cells = num_open * CHUNK_CELLS
     at = tl.arange(0, SAMPLE_CELLS) * cells // SAMPLE_CELLS
     cell = tl.load(found + at // CHUNK_CELLS) * CHUNK_CELLS + at % CHUNK_CELLS
     x = _edited_logits(edited, cell)
-    # Each stands for as many.
+    # Each sampled cell stands for `share` cells.
     share = cells / SAMPLE_CELLS
     weight = tl.exp2((x - peak) * scale) * share
     low_begin, low_end = peak - 64.0 / scale, peak
@@ -506,7 +527,7 @@ def _bounds_by_sample(edited, opened, num_open, dropped):
         low, high = (low_begin + low_end) * 0.5, (high_begin + high_end) * 0.5
         below_low = tl.sum(tl.where(x < low, weight, 0.0))
         below_high = tl.sum(tl.where(x < high, weight, 0.0))
-        # Six standard deviations: a sum of weights that are at most that of the bound itself.
+        # Six standard deviations of a sum whose weights are at most the weight at the bound.
         low_error = 6 * tl.sqrt(below_low * share * tl.exp2((low - peak) * scale))
         high_error = 6 * tl.sqrt(below_high * share * tl.exp2((high - peak) * scale))
         is_low = below_low + low_error <= dropped
@@ -520,13 +541,15 @@ def _bounds_by_sample(edited, opened, num_open, dropped):
 
 @triton.jit
 def _search_between(edited, opened, num_open, between, least, low, high, target):
-    """As _search, if the key is at least `low`, below `high`, and one of not too many: else
-    `least`. Then whether it is.
+    """Search as `_search` does by weight, among keys of at least `low` and below `high`.
+
+    Returns (key, whether it was found). It is not found if it is not among these keys, or if there
+    are more than MOST_BETWEEN of them; then the key is `least`.
     """
     found, chunks, peak, scale = opened
     weight = tl.zeros([TILE_CELLS, CELL], tl.float32)
     count = 0
-    tl.debug_barrier()  # what was between for another row is read
+    tl.debug_barrier()  # all threads have read what `between` held before
     for begin in range(0, num_open, TILE_CHUNKS):
         x = _edited_logits(edited, _listed_cells(found, begin, num_open, chunks))
         key = _key(x)
@@ -559,17 +582,21 @@ def _search_between(edited, opened, num_open, between, least, low, high, target)
 
 @triton.jit
 def _least_by_chunks(maximum, weight, total, p, peak, scale, vocab):
-    """A logit from which on tokens weigh p * total or more, by what is known of chunks."""
+    """Find a logit such that the tokens at or above it weigh p * total or more.
+
+    Only the chunks' maxima and weights are used, so the logit may be lower than necessary.
+    """
     # All tokens below `low` together weigh less than what top_p drops.
     low = peak + tl.log2((1 - p) * total / vocab) / scale
     high = peak
     likeliest = tl.exp2((maximum - peak) * scale)
     for _ in range(ROUNDS):
         middle = (low + high) * 0.5
-        # A chunk's tokens below `middle` weigh less than as many at it.
+        # A chunk has at most CHUNK - 1 tokens below `middle`, which weigh less than as many tokens
+        # at `middle`.
         rest = weight - (CHUNK - 1) * tl.exp2((middle - peak) * scale)
         above = tl.sum(tl.where(maximum >= middle, tl.maximum(likeliest, rest), 0.0), axis=0)
-        reached = above > p * total * 1.0001  # whatever the sums' rounding
+        reached = above > p * total * 1.0001  # a margin for the rounding of sums
         low = tl.where(reached, middle, low)
         high = tl.where(reached, high, middle)
     return low
@@ -577,10 +604,10 @@ def _least_by_chunks(maximum, weight, total, p, peak, scale, vocab):
 
 @triton.jit
 def _list_chunks(found, chunk, maximum, least, chunks):
-    """List the chunks that hold a key of at least `least`, in order; returns how many."""
+    """List the chunks that hold a key of at least `least`, in order. Returns their number."""
     is_open = (chunk < chunks) & (_key(maximum) >= least)
     ones = is_open.to(tl.int32)
-    tl.debug_barrier()  # what was in the list is read
+    tl.debug_barrier()  # all threads have read the previous list
     tl.store(found + tl.cumsum(ones, axis=0) - ones, chunk, mask=is_open)
     tl.debug_barrier()  # all threads have stored
     return tl.sum(ones, axis=0)
@@ -588,7 +615,10 @@ def _list_chunks(found, chunk, maximum, least, chunks):
 
 @triton.jit
 def _listed_cells(found, begin, num_open, chunks):
-    """The cells of a tile of listed chunks; beyond the list, cells beyond the vocabulary."""
+    """Return the cells of a tile of listed chunks: [TILE_CELLS].
+
+    Beyond the list's end, cells lie outside of the vocabulary.
+    """
     at = begin * CHUNK_CELLS + tl.arange(0, TILE_CELLS)
     chunk = tl.load(found + at // CHUNK_CELLS, mask=at < num_open * CHUNK_CELLS, other=chunks)
     return chunk * CHUNK_CELLS + at % CHUNK_CELLS
@@ -596,8 +626,10 @@ def _listed_cells(found, begin, num_open, chunks):
 
 @triton.jit
 def _split(edited, opened, num_open, middle):
-    """Of the logits in listed chunks whose key is at least `middle`: how many there are, what they
-    weigh, and the least key; and the greatest key below.
+    """Split the logits of listed chunks at a key.
+
+    Returns the number, the weight and the least key of those whose key is at least `middle`, and
+    the greatest key below `middle`.
     """
     found, chunks, peak, scale = opened
     count = tl.zeros([TILE_CELLS, CELL], tl.float32)
@@ -617,8 +649,9 @@ def _split(edited, opened, num_open, middle):
 
 @triton.jit
 def _search(edited, opened, num_open, low, target, BY_WEIGHT: tl.constexpr):
-    """The greatest key from which on logits are `target` or more, in number or weight; `low` if
-    none above it is.
+    """Find the greatest key such that logits at or above it reach `target` in number or weight.
+
+    Returns `low` if no greater key reaches it.
     """
     high = _key(opened[2])
     while low < high:
@@ -636,7 +669,7 @@ def _search(edited, opened, num_open, low, target, BY_WEIGHT: tl.constexpr):
 
 @triton.jit
 def _best_kept_cell(edited, opened, num_open, least, seed, position):
-    """The best cell, with noise, of what is kept: its value, and which it is."""
+    """Find the best cell of kept tokens, with noise. Returns its value and its number."""
     found, chunks, peak, scale = opened
     best = tl.full([TILE_CELLS], float("-inf"), tl.float32)
     best_cell = tl.full([TILE_CELLS], HIGHEST, tl.int32)
@@ -653,8 +686,9 @@ def _best_kept_cell(edited, opened, num_open, least, seed, position):
 
 @triton.jit
 def _next_pair(logits, vocab, found, num_open, chunks, before):
-    """The greatest pair below `before` of a logit's key and its column, where the lower column is
-    the greater.
+    """Find the greatest pair below `before`, where a pair is a logit's key and its column.
+
+    Of two pairs with the same key, the one with the lower column is the greater.
     """
     best = tl.full([TILE_CELLS, CELL], LOWEST_PAIR, tl.int64)
     for begin in range(0, num_open, TILE_CHUNKS):

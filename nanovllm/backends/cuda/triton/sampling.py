@@ -1,9 +1,10 @@
-"""Triton kernels that sample the next tokens in one pass over the logits. A row of a temperature
-below 0, for which any token will do, is passed over, and gets token 0.
+"""Triton kernels that sample the next tokens in one pass over the logits.
 
-Knows how to find the best cell of the vocabulary, then the best entry in it. What is computed is
-said by layers/sampler.py; here scores are kept in units of log2, for the exponential is a power of
-2 on the device.
+The twin of `sample` is the function of that name in layers/sampler.py. The first kernel finds the
+best cell of each part of the vocabulary. The second finds the best cell of all, and the best entry
+in it. Scores are in units of log2, because the device computes powers of 2. A row whose temperature
+is below 0 is skipped: any token will do for it, and it gets token 0.
+
 Shapes: B sequences, V vocabulary entries, S parts of the vocabulary, one program each.
 """
 
@@ -24,9 +25,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
+    """Sample a token for each row; see layers/sampler.py.
+
+    logits [B, V], temperatures [B] float32, seeds and positions [B] -> tokens [B] int64 and their
+    values [B] float32.
+    """
     batch, vocab = logits.shape
     first_cell, last_cell = vocab_start // CELL, triton.cdiv(vocab_start + vocab, CELL)
-    # A few rows fill the device with short programs only.
+    # A few rows fill the device only if programs are short, so that there are many.
     cells, tiles, warps = (128, 4, 4) if batch > 16 else (64, 1, 4)
     parts = triton.cdiv(last_cell - first_cell, cells * tiles)
     part_values = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
@@ -97,7 +103,8 @@ def _best_cell_of_part_kernel(
     logits += row.to(tl.int64) * row_stride
     greedy, scale = scale_of(temperature)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    # A lane meets its cells in rising order, so keeping the first best keeps the lowest.
+    # A lane meets its cells in rising order. It keeps the first of equally good cells, which is the
+    # lowest.
     best = tl.full([CELLS], float("-inf"), tl.float32)
     best_cell = tl.full([CELLS], 0x7FFFFFFF, tl.int32)
     for tile in range(TILES):
@@ -150,7 +157,7 @@ def _best_of_row_kernel(
     cell = tl.load(part_cells + row * parts + part, mask=part < parts, other=0x7FFFFFFF)
     best = tl.max(value, axis=0)
     cell = tl.min(tl.where(value == best, cell, 0x7FFFFFFF), axis=0)
-    # An infinity wins. A row that has one, or only -inf, samples no token.
+    # An infinite value wins. A row that has one, or whose values are all -inf, has no valid token.
     is_valid = (best > float("-inf")) & (best < float("inf"))
     cell = tl.where(is_valid, cell, vocab_start // CELL)
     col = cell * CELL - vocab_start + tl.arange(0, CELL)
@@ -170,35 +177,40 @@ def _best_of_row_kernel(
 
 @triton.jit
 def scale_of(temperature):
-    """Whether a row is greedy, and what makes its logits scores in units of log2."""
+    """Return whether a row is greedy, and the factor that turns its logits into scores.
+
+    Scores are logits if the row is greedy, else logits / temperature in units of log2.
+    """
     greedy = temperature <= 0
     return greedy, tl.where(greedy, 1.0, LOG2_E / tl.where(greedy, 1.0, temperature))
 
 
 @triton.jit
 def cell_values(scores, first, greedy, seed, position):
-    """scores [C, CELL] -> [C], of which the greatest decides for a cell: the cell's log-sum-exp
-    plus noise, which belongs to its `first` vocabulary entry here; the best score if greedy.
-    Infinity if a score is NaN or infinite.
+    """Compute the values by which cells are compared: scores [C, CELL] -> [C].
+
+    The cell with the greatest value is sampled. A value is the cell's log-sum-exp plus noise, or
+    its best score if greedy. `first` [C] is each cell's first vocabulary entry on this rank, whose
+    noise the cell takes. The value is infinity if a score of the cell is NaN or infinity.
     """
     value = tl.max(scores, axis=1)
     if greedy:
         total = tl.sum(scores, axis=1)
-        # A NaN, or infinities of both signs.
+        # The total is NaN if a score is NaN, or if there are infinities of both signs.
         value = tl.where(total == total, value, float("inf"))
     else:
-        # A cell outside the vocabulary is all -inf, and -inf + inf no number.
+        # The scores of a cell outside of the vocabulary are all -inf, and -inf - -inf is NaN.
         peak = tl.maximum(value, -1e30)
         weight = tl.sum(tl.exp2(scores - peak[:, None]), axis=1)
         value = peak + tl.log2(weight / exponential(seed, first, position, 0))
-        # A NaN, or an infinity less itself.
+        # The value is NaN if a score is NaN, or infinity, from which infinity was subtracted.
         value = tl.where(value == value, value, float("inf"))
     return value
 
 
 @triton.jit
 def best_entry(scores, token, inside, greedy, seed, position):
-    """Which of a cell's tokens [CELL] is sampled, by their scores."""
+    """Sample one of a cell's tokens by their scores: scores [CELL], token [CELL] -> a token."""
     if not greedy:
         scores -= tl.log2(exponential(seed, token, position, 1))
     is_best = inside & (scores == tl.max(scores, axis=0))
@@ -207,6 +219,6 @@ def best_entry(scores, token, inside, greedy, seed, position):
 
 @triton.jit
 def exponential(seed, index, position, stream):
-    """Exponentially distributed noise: its negative logarithm is Gumbel noise."""
+    """Make exponentially distributed noise. Its negative logarithm is Gumbel noise."""
     word, _, _, _ = tl.philox(seed, index.to(tl.uint32), position.to(tl.uint32), stream, 0)
     return -tl.log(((word >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23)))
