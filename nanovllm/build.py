@@ -19,13 +19,11 @@ from nanovllm.backends.cpu.batch_size import enough_sequences
 from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cpu.threads import SharedCores
 from nanovllm.backends.cuda.device import resolve_device, start_cuda_driver
-from nanovllm.checks import shown
-from nanovllm.config import SCHEDULING_POLICIES, Config
+from nanovllm.config import Config
 from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.policy import SchedulingPolicy
-from nanovllm.features.policies import POLICIES
+from nanovllm.features.policies import choose_policy
 from nanovllm.features.sampling.constraints import Constraints
 from nanovllm.features.sampling.grammars import Grammars
 from nanovllm.features.sampling.prompt_logprobs import score_prompts
@@ -82,25 +80,6 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
         runner.close()
         raise
     return engine, tokenizer
-
-
-def choose_policy(given: Any) -> SchedulingPolicy:
-    """Return the policy that the option `scheduling_policy` names, or is."""
-    if isinstance(given, str):
-        return POLICIES[given]()
-    if isinstance(given, type):
-        raise TypeError(
-            f"scheduling_policy is the class {given.__name__}: give an object of it, such as "
-            f"{given.__name__}()"
-        )
-    methods = [name for name in vars(SchedulingPolicy) if not name.startswith("_")]
-    if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
-        raise TypeError(
-            f"scheduling_policy is {shown(given)}, which has no method {lacking[0]}: derive its "
-            "class from nanovllm.SchedulingPolicy, or use one of "
-            f"{', '.join(map(repr, SCHEDULING_POLICIES))}"
-        )
-    return given
 
 
 def build_runners(config: Config, hf_config, folder: str | Path) -> Any:

@@ -43,7 +43,8 @@ SHELVES: dict[str, set[str]] = {
     "frontend": {*PLAIN_DATA, *CORE},
     "build": {*PLAIN_DATA, *CORE, "features", "backends", "frontend"},
     "llm": {*PLAIN_DATA, *CORE, "features", "backends", "frontend", "build"},
-    "apps": {*PLAIN_DATA, *CORE, "features", "frontend", "llm"},
+    # Programs use what users import from the package itself, too.
+    "apps": {*PLAIN_DATA, *CORE, "features", "frontend", "llm", *nanovllm.__all__},
     "__init__": {*PLAIN_DATA, "engine", "frontend", "llm"},
     "__main__": {"apps"},
 }
@@ -72,6 +73,8 @@ OWNERS = {
     "llguidance": r"features/sampling/grammars\.py",
     "ray": r"apps/ray_replicas\.py",
     "lm_eval": r"apps/lm_eval\.py",
+    "vllm": r"apps/bench/engines\.py",
+    "matplotlib": r"apps/bench/report\.py",
 }
 
 

@@ -286,9 +286,9 @@ def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
 
 
 OF_THE_HUB = {
-    "GatedRepoError": "request it on https://huggingface.co/some/model, and set .* HF_TOKEN",
+    "GatedRepoError": "request access on https://huggingface.co/some/model, and set .* HF_TOKEN",
     "RepositoryNotFoundError": "no such model on the Hugging Face hub.* check the name",
-    "HFValidationError": "no such folder, nor is it a hub id like Qwen/Qwen3-0.6B",
+    "HFValidationError": "no such folder, and it is not a hub id like Qwen/Qwen3-0.6B",
     "LocalEntryNotFoundError": "cannot be reached .*: check the network, .*TINY_MODEL",
     "HfHubHTTPError": "its download .* failed .*: try again, or give a folder",
 }

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from process_helpers import SECONDS, in_thread
-from test_bench import bench
 from tqdm.auto import tqdm
 
 from nanovllm import LLM, StepRecord
+from nanovllm.apps.bench.report import plot
 from nanovllm.frontend.progress import Tokens, show_bar
 
 
@@ -299,5 +299,5 @@ def test_a_bar_that_cannot_be_written_costs_no_results(
 
 def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     pytest.importorskip("matplotlib")
-    bench.plot(recorded(llm), tmp_path / "run.png", "a run")
+    plot(recorded(llm), tmp_path / "run.png", "a run")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

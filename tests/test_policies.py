@@ -350,7 +350,6 @@ class Lacking:
     "policy, error, message",
     [
         ("lifo", ValueError, "'lifo': use one of 'throughput', 'fcfs', .* or an object with the"),
-        (None, TypeError, "None, which has no method key: derive its class from nanovllm"),
         (7, TypeError, "scheduling_policy is 7, which has no method key"),
         (Lacking(), TypeError, "which has no method shared_prefix_blocks: derive its class from"),
         (SchedulingPolicy, TypeError, r"the class SchedulingPolicy: .*, such as SchedulingPolicy"),

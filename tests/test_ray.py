@@ -8,7 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +41,8 @@ needs_ray = pytest.mark.skipif(
     reason='needs Ray: pip install -e ".[ray]"',
 )
 
+needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="needs Linux")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
@@ -55,7 +58,7 @@ def test_one_replica_imports_nothing_of_ray(model, tmp_path):
     code = (
         f"import sys; from nanovllm.__main__ import main; assert main({argv}) == 0; "
         "print([name for name in sys.modules if name.split('.')[0] == 'ray' or "
-        "name.startswith(('nanovllm.integrations', 'nanovllm.apps.jobs.pool'))])"
+        "name.startswith(('nanovllm.apps.ray', 'nanovllm.apps.jobs.pool'))])"
     )
     run = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "[]", run.stderr
@@ -156,6 +159,42 @@ class Driver:
         ]
 
 
+def socket_files(pids: set[int]) -> dict[Path, int]:
+    """The sockets in folders that processes listen on, and what others may do with a folder on
+    the path to each.
+    """
+    inodes = set()
+    for pid in pids:
+        for name in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):
+                inodes |= {*re.findall(r"socket:\[(\d+)\]", os.readlink(name))}
+    paths = [
+        Path(fields[7])
+        for fields in map(str.split, Path("/proc/net/unix").read_text().splitlines()[1:])
+        if len(fields) > 7 and fields[6] in inodes and fields[7].startswith("/")
+    ]
+    return {path: min(one.stat().st_mode & 0o077 for one in path.parents) for path in paths}
+
+
+def left_after(seconds: float, pids: set[int], folders: set[Path]) -> tuple[set, set]:
+    """The processes and the folders that are still there after so long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        left = {pid for pid in pids if is_alive(pid)}
+        there = {folder for folder in folders if folder.exists()}
+        if not left and not there:
+            break
+        time.sleep(0.1)
+    return left, there
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def listening(pids: set[int]) -> set[str]:
     """The addresses that processes listen on, in the kernel's hexadecimal notation."""
     sockets = set()
@@ -189,9 +228,11 @@ def job(model, tmp_path_factory):
     with ExitStack() as stack:
         first = Driver(argv.copy(), folder / "first.log", stack)
         first.wait_for_lines(60)
-        seen = {"listening": listening({first.process.pid, *descendants(first.process.pid)})}
+        processes = {first.process.pid, *descendants(first.process.pid)}
+        seen = {"listening": listening(processes), "sockets": socket_files(processes)}
         first.process.kill()
         first.process.wait(SECONDS)
+        seen["left"] = left_after(10, processes, {path.parents[3] for path in seen["sockets"]})
         seen["kept"] = len(kept_lines(output))
 
         second = Driver([*argv, "--step-timeout", str(STEP_TIMEOUT)], folder / "second.log", stack)
@@ -224,10 +265,26 @@ def test_a_job_on_replicas_computes_nothing_that_was_kept(job):
 
 
 @needs_ray
-@pytest.mark.skipif(not Path("/proc/net/tcp6").exists(), reason="needs Linux")
+@needs_proc
 def test_on_this_machine_ray_listens_on_the_loopback_interface_alone(job):
     assert job["listening"]
     assert job["listening"] <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+@needs_ray
+@needs_proc
+def test_nobody_else_can_reach_the_sockets_of_a_session(job):
+    """Ray unpickles what comes out of them."""
+    assert {path.name for path in job["sockets"]} >= {"plasma_store", "raylet"}
+    assert not [path for path in job["sockets"] if path.is_relative_to("/tmp/ray")]
+    assert {*job["sockets"].values()} == {0}
+
+
+@needs_ray
+@needs_proc
+def test_nothing_of_a_session_outlives_a_driver_that_is_killed(job):
+    """Neither processes nor files. Two of Ray's processes would go on for a minute."""
+    assert job["left"] == (set(), set())
 
 
 # A pipeline, first without Ray: what an actor does with a batch.

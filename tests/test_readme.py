@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,9 @@ from test_scheduler import Server, make_scheduler, make_sequence
 
 import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
+from nanovllm.apps.bench.roofline import roofline
+from nanovllm.apps.bench.shapes import VOCAB
+from nanovllm.apps.bench.workloads import WORKLOADS
 from nanovllm.config import SCHEDULING_POLICIES, Config
 from nanovllm.features.policies import POLICIES
 from nanovllm.models import MODELS
@@ -261,8 +264,8 @@ def test_its_rooflines_are_those_that_bench_works_out():
         if match := re.match(r"\| (\w+): ", row):
             cells = [cell.strip() for cell in row.strip("|").split("|")]
             for model, said in (("qwen3-0.6b", cells[3]), ("qwen3-8b", cells[6])):
-                work = bench.workload(match[1], bench.VOCAB)
-                limit = bench.roofline(model, work, match[1], bandwidth * 1e12, flops * 1e12)
+                work = WORKLOADS[match[1]].work(VOCAB)
+                limit = roofline(model, work, match[1], bandwidth * 1e12, flops * 1e12)
                 assert float(said) == pytest.approx(limit, rel=0.02), (match[1], model)
 
 
@@ -371,7 +374,8 @@ def test_there_are_six_experiments_each_with_a_command_a_change_and_figures():
 @pytest.mark.parametrize("number", range(1, 7))
 def test_each_command_of_an_experiment_runs(number, monkeypatch, capsys, tmp_path):
     """On few requests, and two rounds of conversations. Nothing is compiled."""
-    monkeypatch.setattr(bench, "ROUNDS", {"conversations": 2})
+    two = replace(WORKLOADS["conversations"], rounds=2)
+    monkeypatch.setitem(WORKLOADS, "conversations", two)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
     for line in bench_commands(experiment(number, "bash")):
         arguments = shlex.split(line.replace("run.html", str(tmp_path / "run.html")))
@@ -442,5 +446,5 @@ def test_commands_of_bench_have_options_and_workloads_that_it_knows(path):
     lines = bench_commands("".join(code for _, code in code_blocks(path, "bash")))
     for line in lines:
         args = bench.make_parser().parse_args(shlex.split(line, comments=True))
-        assert set((args.workload or "bench").split(",")) <= bench.WORKLOADS.keys()
+        assert set((args.workload or "bench").split(",")) <= WORKLOADS.keys()
         assert Config.from_options("model", json.loads(args.options))

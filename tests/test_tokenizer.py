@@ -1,16 +1,11 @@
 """Text to token ids and back without transformers, where that is the same; else with it."""
 
 import json
-import signal
 import subprocess
 import sys
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from call_helpers import make_tokenizer
-from process_helpers import SECONDS, alarms
 from tokenizers import (
     AddedToken,
     Regex,
@@ -25,8 +20,6 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL
-from nanovllm.frontend import chat as chat_module
-from nanovllm.frontend.time_limit import run_limited
 from nanovllm.frontend.tokenizer import load_tokenizer
 from nanovllm.frontend.tokenizer_json import QWEN_WORDS
 from nanovllm.weights.hf_config import load_eos_ids
@@ -251,74 +244,3 @@ def test_a_panic_of_the_tokenizers_package_is_a_value_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="its tokenizer cannot be loaded, download it again"):
         load_tokenizer(tmp_path)
-
-
-ENDLESS = "{% for i in range(9999) %}" * 4 + "{% endfor %}" * 4  # and it takes no memory
-CHAT = [{"role": "user", "content": "hello"}]
-HANGS = [CHAT[0] | {"hangs": True}]
-
-
-@pytest.fixture
-def chatty(tmp_path, monkeypatch):
-    save_bytes(tmp_path)
-    monkeypatch.setattr(chat_module, "CHAT_SECONDS", 2.0)  # for threads beside it, too
-    return load_tokenizer(tmp_path)
-
-
-def limited_threads():
-    """Those that still run. Not asked by is_alive, which is wrong after Ctrl-C in Python 3.11."""
-    deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:  # one that has ended is known for some moments
-        running = [one for one in threading.enumerate() if one.name == "limited"]
-        if not running:
-            break
-        time.sleep(0.01)
-    return running
-
-
-def test_a_chat_template_without_end_is_stopped_with_an_error(chatty):
-    with pytest.raises(ValueError, match=r"messages\[1\] keeps .* busy without end.*2 s.*Shorten"):
-        chatty.encode_chats(
-            [CHAT, HANGS, CHAT],
-            {"chat_template": "{% if messages[0].hangs %}" + ENDLESS + "{% endif %}"},
-        )
-    assert not limited_threads()
-    assert chatty.encode_chats([CHAT], {})[1] == [
-        chatty.transformers.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
-    ]
-
-
-def test_a_chat_template_is_stopped_in_any_thread(chatty):
-    with ThreadPoolExecutor(3) as pool:
-        calls = [
-            pool.submit(chatty.encode_chats, [CHAT], {"chat_template": ENDLESS}) for _ in range(3)
-        ]
-        good = [pool.submit(chatty.encode_chats, [CHAT], {}) for _ in range(3)]
-    assert all("busy without end" in str(call.exception()) for call in calls)
-    assert len({tuple(call.result()[1][0]) for call in good}) == 1
-    assert not limited_threads()
-
-
-def test_ctrl_c_ends_a_chat_template_and_is_passed_on(chatty, monkeypatch):
-    monkeypatch.setattr(chat_module, "CHAT_SECONDS", 60)
-    with pytest.raises(KeyboardInterrupt), alarms(signal.default_int_handler, 0.3):
-        chatty.encode_chats([CHAT], {"chat_template": ENDLESS})
-    assert not limited_threads()
-
-
-def test_what_a_limited_call_returns_or_raises_comes_through():
-    assert run_limited(lambda: 5, 10, progress=int) == 5
-    with pytest.raises(ZeroDivisionError):
-        run_limited(lambda: 1 / 0, 10, progress=int)
-
-
-def test_a_call_that_gets_on_may_take_longer_than_the_limit():
-    beats = []
-
-    def beat():
-        for _ in range(25):
-            time.sleep(0.1)
-            beats.append(None)
-        return "done"
-
-    assert run_limited(beat, 2.0, progress=lambda: len(beats)) == "done"

@@ -17,10 +17,11 @@ from typing import get_origin
 
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
-from test_bench import bench, run
+from test_bench import run, use_work
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.trace.__main__ import main
@@ -484,8 +485,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loade
 def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     common = list(range(40))
     small = [([*common, 50, 51], 5), ([*common, 52], 3)]
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
-    monkeypatch.setattr(bench, "refresh", lambda work, *how: work)  # the prefix stays cached
+    use_work(monkeypatch, small)
+    # The prefix stays cached between repeats.
+    monkeypatch.setattr(Workload, "refresh", lambda self, work, *how: work)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
     path = tmp_path / "run.jsonl"
     arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]

@@ -23,6 +23,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanovllm.frontend.chat import write_chat
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -92,9 +93,9 @@ class NanovllmLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         def write(messages: list[dict[str, str]]) -> str:
-            return self.tokenizer.apply_chat_template(
+            return write_chat(
+                self.tokenizer,
                 messages,
-                tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
                 **self.chat_template_args,

@@ -36,17 +36,25 @@ class Generate:
         sampling_params: SamplingParams | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
+        trust_request_chat_template: bool = False,
         keep: list[str] | tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         """`sampling_params`: what holds where a row does not say it. `options`: of the LLM.
+        `trust_request_chat_template`: let rows bring chat templates of their own, in
+        chat_template_kwargs.
 
         Raises ValueError or TypeError for an option that is wrong.
         """
         if taken := [name for name in keep if name in RESULTS.names]:
             raise ValueError(f"keep has {taken[0]!r}, which is a column of the results: rename it")
         self._keep = dict.fromkeys(("id", *keep))
-        defaults = RowDefaults(sampling_params or SamplingParams(), 0, chat_template_kwargs)
+        defaults = RowDefaults(
+            sampling_params or SamplingParams(),
+            0,
+            chat_template_kwargs,
+            trust_request_chat_template,
+        )
         self._format = NativeFormat(defaults)
         self._llm, self._policy = make_llm(Config.from_options(model, options))
 

@@ -20,6 +20,7 @@ from nanovllm.apps.jobs.command import local_engine
 from nanovllm.apps.jobs.errors import RefusedError
 from nanovllm.apps.jobs.formats import Request
 from nanovllm.apps.jobs.pool import Answers, Pool, ReplicaLostError
+from nanovllm.apps.ray_session import session_folder
 from nanovllm.config import Config
 
 # How long a replica works on one call. Between two calls it gives its results away, which takes it
@@ -106,21 +107,21 @@ def replicas_engine(config: Config, num_replicas: int, address: str | None) -> I
     """
     check_options(config)
     config = replace(config, model=absolute(config.model))
-    with redirect_stdout(sys.stderr):  # where Ray prints what dies, beside the job's line of totals
-        ray = connect(num_replicas, address)
-        try:
-            resources = resources_of(config, num_replicas, ray.cluster_resources(), address is None)
-            pool = Pool(
-                RayCluster(ray, config, resources),
-                num_replicas,
-                config.max_num_seqs,
-                start_timeout=config.start_timeout,
-                answer_timeout=STEP_TIMEOUTS * config.step_timeout,
-            )
-            pool.wait_for_all(config.start_timeout)
-            yield pool
-        finally:
-            ray.shutdown()  # which ends this job's actors, and a cluster that was begun for it
+    # Ray prints what dies to stdout, where the job's line of totals goes.
+    with redirect_stdout(sys.stderr), ExitStack() as stack:
+        folder = stack.enter_context(session_folder()) if address is None else None
+        ray = connect(num_replicas, address, folder)
+        stack.callback(ray.shutdown)  # ends this job's actors, and a cluster begun for it
+        resources = resources_of(config, num_replicas, ray.cluster_resources(), address is None)
+        pool = Pool(
+            RayCluster(ray, config, resources),
+            num_replicas,
+            config.max_num_seqs,
+            start_timeout=config.start_timeout,
+            answer_timeout=STEP_TIMEOUTS * config.step_timeout,
+        )
+        pool.wait_for_all(config.start_timeout)
+        yield pool
 
 
 def check_options(config: Config) -> None:
@@ -137,8 +138,10 @@ def absolute(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def connect(num_replicas: int, address: str | None) -> Any:
-    """Ray, connected to the cluster, or to one on this machine that is begun for this process."""
+def connect(num_replicas: int, address: str | None, folder: Path | None = None) -> Any:
+    """Connect to the Ray cluster at `address`; or begin one on this machine for this process,
+    which keeps its files in `folder`. Returns Ray.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told
     os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # 20 take minutes, if nobody answers
     if address is None:
@@ -150,6 +153,7 @@ def connect(num_replicas: int, address: str | None) -> Any:
         options: dict[str, Any] = dict(address="local", include_dashboard=False)
         options["num_cpus"] = max(num_replicas, os.cpu_count() or 1)
         options["object_store_memory"] = OBJECT_STORE
+        options["_temp_dir"] = None if folder is None else str(folder)
     else:
         options = dict(address=address)
     try:

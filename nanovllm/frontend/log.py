@@ -30,6 +30,11 @@ def count_import(seconds: float) -> None:
     _import_seconds += seconds
 
 
+def uncounted_import_seconds() -> float:
+    """Return the import time that no line has counted yet: 0 once an LLM is ready."""
+    return _import_seconds
+
+
 def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> None:
     """Log what was loaded, and where.
 

@@ -1,4 +1,4 @@
-"""The way from a model's name to its folder, by the Hugging Face hub where it is not local."""
+"""The way from a model's name to its folder, from the Hugging Face hub if it is not local."""
 
 import os
 from pathlib import Path
@@ -12,8 +12,8 @@ NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 def resolve_model_folder(model: str) -> Path:
     """Return the absolute path of the folder that `model` names; download it if it is a hub id.
 
-    The path is absolute because the folder is read again later, when the working directory may be
-    another. Raises ValueError if there is no such folder or repository, or if opening the folder's
+    The path is absolute because the folder is read again later, when the working directory may have
+    changed. Raises ValueError if there is no such folder or repository, or if opening the folder's
     files could block.
     """
     folder = find_folder(model)
@@ -28,41 +28,49 @@ def resolve_model_folder(model: str) -> Path:
 
 
 def find_folder(model: str) -> Path:
+    """Return the folder that `model` names, or download it. Raises ValueError if there is none."""
     try:
         folder = Path(model).expanduser()
-    except RuntimeError as error:  # there is no such user, or this one has no home
-        raise ValueError(f"model is {model!r}: there is no such folder ({error})") from error
-    if os.path.isdir(folder):  # False for a name that is too long, where Path.is_dir raises
+    except RuntimeError as error:  # the user after the "~" does not exist or has no home
+        raise ValueError(
+            f"model is {model!r}: there is no such folder ({error}): check the name"
+        ) from error
+    if os.path.isdir(folder):  # returns False for a name that is too long; Path.is_dir would raise
         return folder
     if model.lower().endswith(".gguf"):
         raise ValueError(
-            f"model is {model!r}: GGUF files are not read, give a folder of safetensors. "
+            f"model is {model!r}: GGUF files are not read, only folders of safetensors: "
             f"{TO_SAFETENSORS}"
         )
     if os.path.exists(folder):
         raise ValueError(f"model is {model!r}, which is a file: give the folder that it lies in")
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"model is {model!r}: there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B"
+            f"model is {model!r}: there is no such folder, and it is not a hub id like "
+            "Qwen/Qwen3-0.6B: check the name"
         )
     return download(model)
 
 
 def download(model: str) -> Path:
-    # huggingface_hub takes long to import: a model that lies in a folder does without it.
+    """Download a model from the hub, and return its folder in the hub's cache.
+
+    Raises ValueError with a remedy if the download fails.
+    """
+    # huggingface_hub takes long to import, and a model that lies in a folder does not need it.
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(model, allow_patterns=DOWNLOADS, ignore_patterns=NOT_DOWNLOADED)
         )
-    except Exception as error:  # of huggingface_hub, or of the HTTP client that its release has
-        # Tracebacks of three libraries say no more than this one line.
+    except Exception as error:  # of huggingface_hub or of the HTTP client that its release uses
+        # The line that explains the failure says as much as the tracebacks of three libraries.
         raise ValueError(f"model is {model!r}: {explain_failure(model, error)}") from None
 
 
 def explain_failure(model: str, error: Exception) -> str:
-    """Say in one line why the hub did not give a model, and what to do."""
+    """Say in one line why a download failed, and what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -72,8 +80,8 @@ def explain_failure(model: str, error: Exception) -> str:
 
     if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError, so it comes first
         return (
-            "its owner must grant you access: request it on "
-            f"https://huggingface.co/{model}, and set the variable HF_TOKEN to your token"
+            f"its owner must grant you access: request access on https://huggingface.co/{model}, "
+            "and set the variable HF_TOKEN to your token"
         )
     if isinstance(error, RepositoryNotFoundError):
         return (
@@ -81,8 +89,12 @@ def explain_failure(model: str, error: Exception) -> str:
             "check the name, or set the variable HF_TOKEN to a token that may read it"
         )
     if isinstance(error, HFValidationError):
-        return "there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B"
-    if isinstance(error, LocalEntryNotFoundError):  # neither on the hub nor in its local cache
+        return (
+            "there is no such folder, and it is not a hub id like Qwen/Qwen3-0.6B: check the name"
+        )
+    if isinstance(
+        error, LocalEntryNotFoundError
+    ):  # the hub cannot be reached, and its cache lacks it
         return (
             "there is no such folder, and the Hugging Face hub cannot be reached "
             f"({first_line(error.__cause__ or error)}): check the network, or give a folder; "

@@ -4,8 +4,8 @@ import argparse
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from nanovllm.apps.jobs.formats import RESULT
 from nanovllm.apps.jobs.job import Job, run_job
 from nanovllm.apps.jobs.loop import Engine, num_ahead
 from nanovllm.apps.jobs.options import add_flags, given_flags, json_object
-from nanovllm.apps.jobs.worker import Worker
+from nanovllm.apps.jobs.worker import AroundEncode, Worker
 from nanovllm.config import Config
 from nanovllm.features.policies.rolling import RollingPolicy
 from nanovllm.llm import LLM
@@ -23,6 +23,10 @@ from nanovllm.options import options_of
 from nanovllm.sampling_params import SamplingParams
 
 FILES = "JSON Lines; or Parquet, if it is called .parquet"
+TRUST_CHAT_TEMPLATE = (
+    "let lines bring chat templates of their own, in chat_template_kwargs. These are programs: "
+    "give this flag only if you trust who wrote INPUT"
+)
 FAILED, REFUSED = 1, 2  # exit codes
 DESCRIPTION = """\
 Do a job: each line of INPUT is a request, and each line of OUTPUT its result, in the same order.
@@ -67,6 +71,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="for the chat template, such as '{\"enable_thinking\": false}'",
     )
     parser.add_argument(
+        "--trust-request-chat-template", action="store_true", help=TRUST_CHAT_TEMPLATE
+    )
+    parser.add_argument(
         "--replicas",
         type=int,
         default=1,
@@ -93,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with interrupts() as stop:
             job = make_job(args)
-            print(run_job(job, lambda: make_engine(job, args.address), stop))
+            print(run_job(job, lambda: make_engine(job, args.address, stop.at_once), stop))
     except Interrupted as interrupt:
         say(f"{interrupt}: what is done is kept. The same command goes on from there.")
         return 128 + interrupt.number
@@ -125,6 +132,7 @@ def make_job(args: argparse.Namespace) -> Job:
         config=config,
         params=params,
         template_options=args.chat_template_kwargs,
+        trust_request_chat_template=args.trust_request_chat_template,
         keep=tuple([name for name in dict.fromkeys(args.keep) if name != "id"]),  # always kept
         strict=args.strict,
         replicas=args.replicas,
@@ -132,20 +140,22 @@ def make_job(args: argparse.Namespace) -> Job:
     )
 
 
-def make_engine(job: Job, address: str | None) -> AbstractContextManager[Engine]:
+def make_engine(
+    job: Job, address: str | None, around_encode: AroundEncode = nullcontext
+) -> AbstractContextManager[Engine]:
     if job.replicas == 1 and address is None:
-        return local_engine(job.config)
+        return local_engine(job.config, around_encode)
     from nanovllm.apps.ray_replicas import replicas_engine
 
     return replicas_engine(job.config, job.replicas, address)
 
 
 @contextmanager
-def local_engine(config: Config) -> Iterator[Worker]:
+def local_engine(config: Config, around_encode: AroundEncode = nullcontext) -> Iterator[Worker]:
     with refusing():
         llm, policy = make_llm(config)
     with llm:
-        yield Worker(llm, policy)
+        yield Worker(llm, policy, around_encode)
 
 
 def make_llm(config: Config) -> tuple[LLM, Any]:
@@ -175,31 +185,48 @@ class Interrupted(BaseException):
         self.number = number
 
 
-@contextmanager
-def interrupts() -> Iterator[Callable[[], None]]:
-    """Let Ctrl-C and SIGTERM end what runs inside.
+class Stop:
+    """What ends a job when a signal has asked for it: a function to call between two steps, when
+    nothing is half done.
 
-    Yields a function to call between two steps, when nothing is half done. Until its first call a
-    signal ends all at once. After that the function does it, or a second signal.
+    Until its first call a signal ends the job at once. After that the next call does, or a second
+    signal.
     """
-    is_patient = False
-    asked: list[int] = []
 
-    def between_steps() -> None:
-        nonlocal is_patient
-        is_patient = True
-        if asked:
-            raise Interrupted(asked[0])
+    def __init__(self) -> None:
+        self._is_patient = False
+        self._asked: list[int] = []
 
-    def handle(number: int, _: object) -> None:
-        asked.append(number)
-        if len(asked) > 1 or not is_patient:
+    def __call__(self) -> None:
+        self._is_patient = True
+        if self._asked:
+            raise Interrupted(self._asked[0])
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal end the job inside, too: for work that may be lost, and may take long."""
+        self()
+        self._is_patient = False
+        try:
+            yield
+        finally:
+            self._is_patient = True
+
+    def handle(self, number: int, _: object) -> None:
+        """Take a signal."""
+        self._asked.append(number)
+        if len(self._asked) > 1 or not self._is_patient:
             raise Interrupted(number)
 
+
+@contextmanager
+def interrupts() -> Iterator[Stop]:
+    """Let Ctrl-C and SIGTERM end what runs inside."""
+    stop = Stop()
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in numbers]
+    before = [signal.signal(number, stop.handle) for number in numbers]
     try:
-        yield between_steps
+        yield stop
     finally:
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)

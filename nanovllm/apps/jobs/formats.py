@@ -45,6 +45,7 @@ class Defaults:
     params: SamplingParams
     seed: int  # of the job; each line draws by a seed of its own, made of this and its number
     template_options: dict[str, Any] | None = None
+    trust_request_chat_template: bool = False  # then lines may bring chat templates of their own
 
     def params_of(self, line: int, given: dict[str, Any]) -> SamplingParams:
         if given.get("seed") is None:
@@ -55,6 +56,13 @@ class Defaults:
         options = fields.get("chat_template_kwargs", self.template_options)
         if options is not None and not isinstance(options, dict):
             raise TypeError(f"chat_template_kwargs is {shown(options)}: use an object")
+        if options is not self.template_options and "chat_template" in (options or {}):
+            if not self.trust_request_chat_template:
+                raise ValueError(
+                    "chat_template_kwargs holds a chat_template, which is a program: leave it out; "
+                    "or allow it, if you trust who wrote the input, with "
+                    "--trust-request-chat-template (trust_request_chat_template=True in Python)"
+                )
         return options
 
 

@@ -51,6 +51,7 @@ MakeEngine = Callable[[], AbstractContextManager[Engine]]
 class Job:
     """What is to be done.
 
+    trust_request_chat_template: let lines bring chat templates of their own.
     strict: stop at the first line that cannot be done.
     replicas: of the model, each of which runs max_num_seqs requests at the same time.
     """
@@ -60,6 +61,7 @@ class Job:
     config: Config
     params: SamplingParams = field(default_factory=SamplingParams)
     template_options: dict[str, Any] | None = None
+    trust_request_chat_template: bool = False
     keep: tuple[str, ...] = ()
     strict: bool = False
     replicas: int = 1
@@ -95,6 +97,8 @@ class Job:
             "--chat-template-kwargs": self.template_options,
             "--keep": self.keep,
         }
+        if self.trust_request_chat_template:
+            described["--trust-request-chat-template"] = True
         return json.loads(json.dumps(described, default=str))  # as it is read back
 
 
@@ -241,7 +245,9 @@ def parquet() -> Any:
 
 
 def make_format(job: Job, is_batch: bool, state: dict[str, Any]) -> Format:
-    defaults = Defaults(job.params, state["seed"], job.template_options)
+    defaults = Defaults(
+        job.params, state["seed"], job.template_options, job.trust_request_chat_template
+    )
     if is_batch:
         return OpenAIFormat(defaults, job.model_folder().name, state["created"])
     return NativeFormat(defaults, job.keep)

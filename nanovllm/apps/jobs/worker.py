@@ -1,6 +1,7 @@
 """Serve a job's requests with an LLM: many at a time, and a wrong one harms no other."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,23 @@ from nanovllm.llm import LLM
 Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
 # What LLM.step returned for a request; or why it could not be done, as {"error": ...}.
 Outputs = list[tuple[Request, dict[str, Any]]]
+AroundEncode = Callable[[], AbstractContextManager[None]]
 
 
 class Worker:
     """Requests in, outputs out, in the order in which they end."""
 
-    def __init__(self, llm: LLM, policy: Any = None) -> None:
-        """`policy`: the LLM's, if it is to be told when the last request has come."""
+    def __init__(
+        self, llm: LLM, policy: Any = None, around_encode: AroundEncode = nullcontext
+    ) -> None:
+        """Serve requests with `llm`.
+
+        `policy`: the LLM's, if it is to be told when the last request has come. `around_encode`:
+        makes the context in which chat templates and the tokenizer run.
+        """
         self._llm = llm
         self._policy = policy
+        self._around_encode = around_encode
         self._requests: dict[int, Request] = {}  # unfinished, by the LLM's id
         self.num_prompt_tokens = 0  # of these
         self.num_prefill_tokens = self.num_decode_tokens = 0  # computed so far
@@ -36,7 +45,9 @@ class Worker:
     def add(self, requests: list[Request]) -> Refused:
         """Queue requests; returns those that cannot be served."""
         refused: Refused = []
-        for request, tokens in zip(requests, self._encode(requests)):
+        with self._around_encode():
+            encoded = self._encode(requests)
+        for request, tokens in zip(requests, encoded):
             try:
                 if isinstance(tokens, Exception):
                     raise tokens

@@ -1,10 +1,10 @@
-"""How many sequences make a CPU about as fast as it gets.
+"""The number of sequences with which a CPU is about as fast as it gets.
 
-A step reads all weights once and multiplies them once for each sequence. A CPU multiplies slowly
-for what it reads, so a few sequences keep it busy: beside 16 of them, more add little to the tokens
-a second, and each answer comes later. A small model is another matter. Its products take less time
+A step reads all weights once and multiplies them once for each sequence. Compared with its memory,
+a CPU multiplies slowly, so a few sequences keep it busy: more than 16 add little to the tokens a
+second, and each answer comes later. A small model needs more sequences. Its products take less time
 than the rest of a step, such as Python's part, which is the same for any number of sequences. There
-as many are enough as make the products the larger part.
+it takes enough sequences to make the products the larger part.
 """
 
 from typing import Any
@@ -19,16 +19,16 @@ from nanovllm.backends.cpu.threads import usable_cores
 # 256 and 6,600 with 512. Where nobody else uses the memory, reading the weights takes less time,
 # and fewer sequences are enough.
 FEWEST = 16
-# Weights that a thread multiplies in a step until all else is the small part, counted for each
-# sequence: 2 GFLOP.
+# A step in which a thread multiplies this many weights, counted once for each sequence, spends the
+# larger part of its time on products: 2 GFLOP.
 WEIGHTS_OF_A_THREAD = 10**9
 
 
 def enough_sequences(num_parameters: int, hf_config: Any) -> int:
-    """The number of sequences from which on more add little to the tokens a second.
+    """Return the number of sequences beyond which more add little to the tokens a second.
 
-    With a mixture of experts a sequence multiplies only the weights of its own ones, so more
-    sequences are needed by the same factor.
+    In a mixture of experts, a token uses only the weights of its own experts. So the number is
+    multiplied by the number of experts and divided by the number of experts of a token.
     """
     threads = min(torch.get_num_threads(), usable_cores())
     enough = max(FEWEST, threads * WEIGHTS_OF_A_THREAD // num_parameters)

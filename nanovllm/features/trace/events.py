@@ -31,7 +31,7 @@ class Run(NamedTuple):
     weight_bytes: int | None
     bandwidth: float | None = None  # bytes a second of the device's memory; None: unknown
     cached_blocks: tuple[int, ...] = ()  # free blocks that the prefix cache knows at the beginning
-    cached_hashes: tuple[str, ...] = ()  # of these, as `Registered` has them
+    cached_hashes: tuple[str, ...] = ()  # the content hash of each of these blocks
     began_at: str = ""  # date and time, ISO 8601
 
 
@@ -60,13 +60,13 @@ class Registered(NamedTuple):
     """Blocks that the prefix cache knows from now on: sequences that begin alike may share them."""
 
     blocks: list[int]
-    hashes: list[str]  # of each, the content hash by which it is found, as hexadecimal digits
+    hashes: list[str]  # the content hash by which each block is found, as hexadecimal digits
 
 
 class Evicted(NamedTuple):
     """Blocks that the prefix cache forgot.
 
-    Their memory is needed for something else, or what they hold may be no numbers.
+    Their memory is needed for something else, or they may hold NaN or infinity.
     """
 
     blocks: list[int]
