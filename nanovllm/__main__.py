@@ -8,6 +8,7 @@ from nanovllm.apps.jobs.options import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` names, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm", description="Offline LLM inference."
     )

@@ -326,27 +326,27 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
     run(monkeypatch, "--host")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["4", "8"] and all(
-        "ms a step" in line for line in lines
+        "ms per step" in line for line in lines
     )
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--workload", "nope"], "the workloads are"),
+        (["--workload", "nope"], "use one of bench, "),
         (["--repeat", "0"], "--repeat is 0"),
         (["--requests", "0"], "--requests is 0"),
-        (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
-        (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
-        (["--policy", "os:path"], "--policy os:path: the policies are"),
+        (["--policy", "fcfs,lifo"], "--policy lifo: use one of throughput, fcfs, "),
+        (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: use one of"),
+        (["--policy", "os:path"], "--policy os:path: use one of"),
         (["--policy", "json:JSONDecoder"], "which has no method"),
         (["--json", "."], ". is a folder: name a file in it"),
         (
             ["--policy", "fcfs", "--compare", "vllm"],
-            "--policy compares nanovllm with itself: leave",
+            "--policy compares policies of nanovllm alone: leave",
         ),
-        (["--compare", "vllm"], "vllm is not installed: install it first"),
-        (["--policy", "fcfs", "--workload", "latency"], "workload latency has one request"),
+        (["--compare", "vllm"], "vllm is not installed: install it, or"),
+        (["--policy", "fcfs", "--workload", "latency"], "workload latency has a single request"),
     ],
 )
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):

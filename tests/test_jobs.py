@@ -213,7 +213,7 @@ def test_a_wrong_option_is_said_before_anything_is_written(run, capsys, flags, w
         ("--no-enforce-eage", "did you mean --no-enforce-eager?"),
         ("--max-new-tokens", "use max_tokens"),
         ("--max-batch-size", "use max_num_seqs"),
-        ("--zzz", "python -m nanovllm run --help lists them"),
+        ("--zzz", "see python -m nanovllm run --help"),
     ],
 )
 @pytest.mark.parametrize("value", [["=8"], ["", "8"]], ids=["joined", "apart"])
@@ -231,7 +231,9 @@ def test_what_looks_like_a_flag_and_is_a_value_is_taken(run):
 
 
 @pytest.mark.parametrize("flag", ["--logit-bias", "--structured-outputs", "--chat-template-kwargs"])
-@pytest.mark.parametrize("value, word", [("{", "'{' is no JSON: "), ("[1]", "is no JSON object")])
+@pytest.mark.parametrize(
+    "value, word", [("{", "'{' is not valid JSON: "), ("[1]", "not a JSON object")]
+)
 def test_a_flag_that_takes_an_object_says_what_is_wrong_with_another(
     run, capsys, flag, value, word
 ):
@@ -285,15 +287,15 @@ def test_a_job_starts_its_requests_as_generate_does_unless_it_is_told_otherwise(
 # Bad lines.
 
 BAD = {
-    "": "it is empty",
-    "   ": "it is empty",
-    "nonsense": "it is no JSON",
-    '{"prompt": "the"': "it is no JSON",
+    "": "the line is empty",
+    "   ": "the line is empty",
+    "nonsense": "the line is not valid JSON",
+    '{"prompt": "the"': "the line is not valid JSON",
     '{"prompt": "the", "temperature": NaN}': "NaN",
-    "[1, 2]": "it is a JSON list",
-    "[" * 100_000: "it is no JSON",
-    '{"id": 3}': "it has no prompt",
-    '{"prompt": "the", "messages": []}': "it has prompt and messages",
+    "[1, 2]": "the line is a JSON list",
+    "[" * 100_000: "the line is not valid JSON",
+    '{"id": 3}': "the request has no prompt",
+    '{"prompt": "the", "messages": []}': "the request has prompt and messages",
     '{"prompt": ["the"]}': "prompt is ['the']",
     '{"prompt": ""}': "is empty",
     '{"prompt": "\\ud800"}': "half a character",
@@ -328,7 +330,7 @@ def test_strict_stops_at_a_bad_line_and_keeps_what_was_done(run, capsys):
     status, output = run(lines, "--strict", *GREEDY)
     assert status == 1 and not output.exists()
     said = capsys.readouterr().err
-    assert "line 10: it is no JSON" in said and "Without --strict" in said
+    assert "line 10: the line is not valid JSON" in said and "Without --strict" in said
     assert 10 not in kept_lines(output)
     status, _ = run(None, *GREEDY)
     assert status == 0 and "error" in read_lines(output)[9]
@@ -339,12 +341,12 @@ def test_strict_after_a_run_that_was_not_sees_its_errors(model, tmp_path):
     job = as_job(source, tmp_path / "out.jsonl", model)
     stop_after(job, 5)
     strict = as_job(source, tmp_path / "out.jsonl", model, strict=True)
-    with pytest.raises(JobError, match="line 1 could not be done in an earlier run"):
+    with pytest.raises(JobError, match="line 1 failed in an earlier run"):
         run_stub(strict)
     run_stub(job)
-    with pytest.raises(JobError, match="line 1 could not be done .* or begin anew with another ou"):
+    with pytest.raises(JobError, match="line 1 failed .* or start over with another output"):
         run_stub(strict)
-    assert "complete already" in run_stub(job)
+    assert "already complete" in run_stub(job)
 
 
 def test_files_of_other_systems_are_read(model, tmp_path):
@@ -533,7 +535,7 @@ def test_a_signal_ends_a_job_cleanly_and_says_how_to_go_on(fresh, model, tmp_pat
     argv = arguments(source, tmp_path / "out.jsonl", model, *GREEDY)
     log = tmp_path / "log"
     ended_with, said = fresh(signalled_main, argv, log, number)
-    assert ended_with == status and "The same command goes on" in said
+    assert ended_with == status and "Run the same command again to resume" in said
     # What was computed is kept: the step was not broken off.
     assert {int(line) for line in log.read_text().split()} <= kept_lines(tmp_path / "out.jsonl")
     assert main(argv) == 0
@@ -545,7 +547,7 @@ def test_a_job_that_is_done_is_not_done_again(run, capsys, monkeypatch):
     before = output.read_bytes()
     monkeypatch.setattr("nanovllm.apps.jobs.command.LLM", None)
     assert run(None, *GREEDY)[0] == 0
-    assert "complete already" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     assert output.read_bytes() == before
     assert journal_of(output).stat().st_size < 40_000
 
@@ -602,7 +604,7 @@ def test_a_job_goes_on_only_as_it_was_begun(run, capsys, model, tmp_path, finish
         assert 0 < len(kept_lines(output)) < 100
         lines = None
     before = kept_lines(output), output.exists() and output.read_bytes()
-    words = ["was begun otherwise", "out.jsonl.journal", "choose another output"]
+    words = ["was started differently", "out.jsonl.journal", "choose another output"]
     changes = {
         "--max-tokens was 8 and is 9": ["--max-tokens", "9"],
         "--temperature was 0.0 and is 0.5": ["--temperature", "0.5"],
@@ -666,11 +668,11 @@ def test_two_runs_on_one_output_say_so(run, capsys, tmp_path):
 def test_files_of_others_are_left_alone(run, capsys, tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text("precious")
-    refused(run, capsys, "is there already", lines=[{"prompt": "the"}])
+    refused(run, capsys, "already exists", lines=[{"prompt": "the"}])
     assert output.read_text() == "precious"
     output.unlink()
     journal_of(output).write_text("precious " * 100)
-    refused(run, capsys, "is no journal of a job", lines=[{"prompt": "the"}])
+    refused(run, capsys, "is not the journal of a job", lines=[{"prompt": "the"}])
     assert journal_of(output).read_text() == "precious " * 100
 
 
@@ -703,7 +705,7 @@ def test_what_a_kill_has_left_of_the_output_is_removed(model, tmp_path):
 def test_an_input_that_is_called_as_the_journal_is_refused(model, tmp_path, end):
     source = write_lines(tmp_path / f"out.jsonl.journal{end}", [{"prompt": "x"}])
     before = source.read_bytes()
-    with pytest.raises(RefusedError, match="what this job would call its journal: rename it"):
+    with pytest.raises(RefusedError, match="the name of this job's journal: rename the input"):
         run_stub(as_job(source, tmp_path / "out.jsonl", model))
     assert source.read_bytes() == before
 
@@ -711,7 +713,9 @@ def test_an_input_that_is_called_as_the_journal_is_refused(model, tmp_path, end)
 def test_a_link_in_the_journals_place_is_refused(model, tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
     (tmp_path / "out.jsonl.journal").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(RefusedError, match="is a link, and a job writes to files of its own"):
+    with pytest.raises(
+        RefusedError, match="is a symbolic link, but a job writes only to its own files"
+    ):
         run_stub(as_job(source, tmp_path / "out.jsonl", model))
     assert not (tmp_path / "elsewhere").exists()
 
@@ -725,7 +729,9 @@ def test_a_database_of_others_is_left_alone(model, tmp_path, columns):
         db.execute("CREATE TABLE more (x)")
         db.commit()
     before = job.journal.read_bytes()
-    with pytest.raises(RefusedError, match="is no journal of a job .*'more'.*move that file away"):
+    with pytest.raises(
+        RefusedError, match="is not the journal of a job .*'more'.*move the file away"
+    ):
         run_stub(job)
     assert job.journal.read_bytes() == before
     job.journal.rename(tmp_path / "moved")
@@ -745,7 +751,9 @@ def test_for_a_damaged_journal_the_advice_helps(model, tmp_path, damage):
     rest = {"cut off": b"", "cut short": b"", "overwritten": bytes(len(data) - half)}[damage]
     job.journal.write_bytes(data[: 60 if damage == "cut short" else half] + rest)
     for _ in range(2):
-        with pytest.raises(RefusedError, match="damaged.* whole copy .* remove it, and out.jsonl"):
+        with pytest.raises(
+            RefusedError, match="damaged.* complete copy.* remove the journal, and out.jsonl"
+        ):
             run_stub(job)
     if damage == "overwritten":  # results alone: what reads them says so, too
         with closing(Journal(job.journal)) as journal, pytest.raises(RefusedError, match="damaged"):
@@ -763,10 +771,10 @@ def test_for_a_damaged_journal_the_advice_helps(model, tmp_path, damage):
 @pytest.mark.parametrize(
     "name, word",
     [
-        ("no/out.jsonl", "its folder"),
+        ("no/out.jsonl", "the folder exists"),
         (".", "is a folder"),
         ("in.jsonl", "input"),
-        ("out.jsonl.gz", "nothing is compressed here: leave out the .gz"),
+        ("out.jsonl.gz", "a job writes no compressed files: leave out the .gz"),
     ],
 )
 def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
@@ -776,7 +784,7 @@ def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
 
 def test_stdin_as_the_input_is_refused(model, tmp_path, capsys):
     assert main(arguments(Path("-"), tmp_path / "out.jsonl", model)) == 2
-    assert "the input is -: name a file, as it is read more than once" in capsys.readouterr().err
+    assert "the input is -: name a file, because the input is read" in capsys.readouterr().err
 
 
 def test_stdout_as_the_output_is_refused(model, tmp_path, monkeypatch, capsys):
@@ -791,7 +799,7 @@ def test_stdout_as_the_output_is_refused(model, tmp_path, monkeypatch, capsys):
 def test_an_input_that_cannot_be_read_is_refused(model, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "utf16").write_text('{"prompt": "x"}', encoding="utf-16")
-    words = {"none": "No such file", "pipe": "no regular", "utf16": "is UTF-16: convert it"}
+    words = {"none": "No such file", "pipe": "not a regular file", "utf16": "is UTF-16: convert it"}
     for module in (gzip, bz2, lzma):
         name = f"packed.{module.__name__}"
         (tmp_path / name).write_bytes(module.compress(b'{"prompt": "x"}'))
@@ -870,7 +878,7 @@ def test_an_engine_that_fails_ends_the_job_and_what_was_done_is_kept(run, capsys
         watch(patch.setattr, Path(os.devnull), fail)
         status, output = run([{"prompt": "the", "max_tokens": 1 + i % 5} for i in range(40)])
     said = capsys.readouterr().err
-    assert status == 1 and "NaN somewhere" in said and "What is done is kept" in said
+    assert status == 1 and "NaN somewhere" in said and "All finished results are kept" in said
     assert 0 < len(kept_lines(output)) < 40
     assert run(None)[0] == 0 and len(read_lines(output)) == 40
 

@@ -252,14 +252,14 @@ def test_a_job_does_not_wait_for_ever_for_a_replica_that_has_no_place_any_more(c
             hangs=lambda life, held: life.number > 0,
         )
     )
-    with pytest.raises(JobError, match="has not answered for 3. s. What is done is kept"):
+    with pytest.raises(JobError, match="has not answered for 3. s. All finished results are kept"):
         serve_all(simulation, requests_of(9), num_replicas=1, start_timeout=30, answer_timeout=9)
     assert len(simulation.lives) == 1 + MOST_STARTS
 
 
 def test_replicas_that_always_die_end_the_job_with_what_they_died_of():
     simulation = Simulation(dies=lambda life, held: bool(held))
-    with pytest.raises(JobError, match=r"replica \d+ died\. What is done is kept"):
+    with pytest.raises(JobError, match=r"replica \d+ died\. All finished results are kept"):
         serve_all(simulation, requests_of(100))
     assert len(simulation.lives) < 20
 

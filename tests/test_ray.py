@@ -349,9 +349,11 @@ def test_every_batch_has_the_same_columns(generate):
 def test_what_is_wrong_with_a_whole_dataset_is_said_and_not_put_into_each_row(generate, model):
     with pytest.raises(TypeError, match="batch_format='pyarrow'"):
         generate({"prompt": ["the"]})
-    with pytest.raises(ValueError, match=r"'max_token', which is no field.*keep=\['max_token'\]"):
+    with pytest.raises(
+        ValueError, match=r"'max_token', which is not a field.*keep=\['max_token'\]"
+    ):
         generate(batch_of([{"prompt": "the", "note": "", "max_token": 3}]))
-    with pytest.raises(ValueError, match="'note', which is no column"):
+    with pytest.raises(ValueError, match="'note', which is not a column"):
         generate(batch_of([{"prompt": "the"}]))
     with pytest.raises(ValueError, match="'text', which is a column of the results"):
         type(generate)(model, keep=["text"])

@@ -1,6 +1,7 @@
-"""A model as a step of a Ray Data pipeline: requests in, completions out, one LLM an actor.
+"""A step of a Ray Data pipeline that turns requests into completions, with one LLM per actor.
 
-`ray.data.Dataset.map_batches` makes the actors and brings the batches. Nothing here imports Ray.
+`ray.data.Dataset.map_batches` creates the actors and delivers the batches. This file does not
+import Ray.
 """
 
 from dataclasses import replace
@@ -18,16 +19,16 @@ RESULTS = pa.schema(RESULT)
 
 
 class Generate:
-    """A callable class for `map_batches`, which needs batch_format="pyarrow".
+    """A callable class for `map_batches`, which must be given batch_format="pyarrow".
 
-    A row is a request, as a line of a job is: one of prompt, prompt_token_ids and messages, and any
-    field of SamplingParams; null is a field that is not there. What comes back for it is a row of
-    the columns in `keep` and id, as they were; of text, token_ids, finish_reason, stop_reason,
-    logprobs, num_prompt_tokens and completions, as LLM.generate returns them; and of error: why the
-    row could not be done, which harms no other, or null.
+    A row is a request, like the line of a job: exactly one of prompt, prompt_token_ids and
+    messages, and any field of SamplingParams. A null stands for an absent field. The result of a
+    row has id and the columns in `keep`, unchanged; text, token_ids, finish_reason, stop_reason,
+    logprobs, num_prompt_tokens and completions, as LLM.generate returns them; and error, which says
+    why the row failed, or is null. A row that fails does not affect the others.
 
-    The device runs dry at the end of each batch, so a batch should have several times as many rows
-    as max_num_seqs.
+    The device is not fully used while the last requests of a batch finish, so a batch should have
+    several times as many rows as max_num_seqs.
     """
 
     def __init__(
@@ -40,14 +41,21 @@ class Generate:
         keep: list[str] | tuple[str, ...] = (),
         **options: Any,
     ) -> None:
-        """`sampling_params`: what holds where a row does not say it. `options`: of the LLM.
-        `trust_request_chat_template`: let rows bring chat templates of their own, in
-        chat_template_kwargs.
+        """Load the model.
 
-        Raises ValueError or TypeError for an option that is wrong.
+        sampling_params: the sampling parameters that a row does not set.
+        chat_template_kwargs: arguments for the chat template, unless a row has its own.
+        trust_request_chat_template: allow rows to bring their own chat templates in
+            chat_template_kwargs. A chat template is a program.
+        keep: columns to copy to the results.
+        options: options of the LLM.
+
+        Raises ValueError or TypeError for a wrong option.
         """
         if taken := [name for name in keep if name in RESULTS.names]:
-            raise ValueError(f"keep has {taken[0]!r}, which is a column of the results: rename it")
+            raise ValueError(
+                f"keep has {taken[0]!r}, which is a column of the results: rename the column"
+            )
         self._keep = dict.fromkeys(("id", *keep))
         defaults = RowDefaults(
             sampling_params or SamplingParams(),
@@ -59,10 +67,11 @@ class Generate:
         self._llm, self._policy = make_llm(Config.from_options(model, options))
 
     def __call__(self, batch: pa.Table) -> pa.Table:
+        """Run the requests of a batch, and return their results in the same order."""
         if not isinstance(batch, pa.Table):
             raise TypeError(
-                f"the batch is a {type(batch).__name__}: give map_batches batch_format='pyarrow', "
-                "which knows null from a number"
+                f"the batch is a {type(batch).__name__}: call map_batches with batch_format='pyarrow', which "
+                " distinguishes null from a number"
             )
         names = self._request_columns(batch)
         records: dict[int, dict[str, Any]] = {}
@@ -80,8 +89,10 @@ class Generate:
         return table
 
     def _serve(self, requests: list[Request]) -> dict[int, dict[str, Any]]:
-        """The records of requests, by their numbers."""
-        worker = Worker(self._llm, self._policy)  # after an error, nothing is left of it
+        """Run requests, and return their records by row number."""
+        worker = Worker(
+            self._llm, self._policy
+        )  # a new one for each batch, so that an error leaves nothing behind
         refused = worker.add(requests)
         worker.no_more()
         records: dict[int, dict[str, Any]] = {
@@ -95,23 +106,32 @@ class Generate:
         return records
 
     def _request_columns(self, batch: pa.Table) -> list[str]:
-        """Raises ValueError for a column that neither is a request's nor is kept, or is missing."""
+        """Return the columns that are fields of requests.
+
+        Raises ValueError for a column in `keep` that is missing, and for a column that is neither a
+        field of a request nor in `keep`.
+        """
         for name in self._keep:
             if name not in batch.column_names and name != "id":
-                raise ValueError(f"keep has {name!r}, which is no column of the dataset")
+                raise ValueError(
+                    f"keep has {name!r}, which is not a column of the dataset: leave it out"
+                )
         known = known_fields(())
         for name in batch.column_names:
             if name not in known and name not in self._keep:
                 raise ValueError(
-                    f"the dataset has a column {name!r}, which is no field of a request: drop it, "
-                    f"or let it be copied to the results by keep=[{name!r}]"
+                    f"the dataset has a column {name!r}, which is not a field of a request: drop "
+                    f"the column, or copy it to the results with keep=[{name!r}]"
                 )
         return [name for name in batch.column_names if name in known and name != "id"]
 
 
 class RowDefaults(Defaults):
-    """Rows have no numbers that a seed could be made of: one without a seed draws as it would in
-    `generate`."""
+    """Defaults for rows, which have no line numbers from which seeds could be derived.
+
+    So a row without a seed is sampled as it would be in `generate`.
+    """
 
     def params_of(self, line: int, given: dict[str, Any]) -> SamplingParams:
+        """Return the sampling parameters of a row that sets those in `given`."""
         return replace(self.params, **given)

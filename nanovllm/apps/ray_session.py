@@ -1,11 +1,11 @@
-"""A private folder for the Ray session of a job, and what ends the session when the job is gone.
+"""A private folder for the Ray session of a job, and a process that cleans up after the session.
 
-Ray keeps its sockets and logs in a folder. In its own, /tmp/ray, other users could put a socket of
-theirs in the object store's place, and Ray unpickles what it finds there. And two of Ray's
-processes go on for a minute after a driver that was killed: they report its death to one another.
+Ray keeps its sockets and logs in a folder. In the default folder, /tmp/ray, other users could
+replace the socket of the object store by one of theirs, and Ray unpickles what it reads there. In
+addition, two of Ray's processes live on for a minute after a killed driver.
 
-This file also is the program of a process that watches over the folder, so it imports nothing that
-takes long.
+This file is also the program of the process that watches the folder, so it imports nothing that is
+slow to import.
 """
 
 import os
@@ -19,18 +19,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# A socket's path has at most 107 bytes, of which Ray takes up to 68 below this one.
+# The path of a socket has at most 107 bytes, of which Ray uses up to 68 below this folder.
 LONGEST_FOLDER = 39
 POLL_SECONDS, QUIET_SECONDS = 0.1, 0.3
-END_SECONDS = 5  # that the session's processes take to end, at most
+END_SECONDS = 5  # longest time that the session's processes take to end
 
 
 @contextmanager
 def session_folder() -> Iterator[Path]:
-    """Yield the path of a folder for one Ray session, inside one that nobody else can open.
+    """Yield the path of a folder for one Ray session, inside a folder that only this user can open.
 
-    After the block, or when this process is gone, however that ends, the session's processes are
-    killed, and the folder is removed.
+    After the block, or when this process has ended in any way, the processes of the session are
+    killed and the folder is removed.
     """
     folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
     if len(os.fsencode(folder)) > LONGEST_FOLDER:
@@ -38,14 +38,14 @@ def session_folder() -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix="nanovllm-", dir="/tmp"))
     watcher = subprocess.Popen(
         [sys.executable, "-I", __file__, str(os.getpid()), str(folder)],
-        stdin=subprocess.PIPE,  # which ends with this process
+        stdin=subprocess.PIPE,  # closed by the end of this process
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C in a terminal, and who kills a group, do not reach it
+        start_new_session=True,  # signals to the process group, such as Ctrl-C, do not reach it
     )
     assert watcher.stdin is not None
     try:
-        yield folder / "ray"  # which Ray opens to everybody
+        yield folder / "ray"  # Ray makes this inner folder accessible to everybody
     finally:
         watcher.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -53,13 +53,14 @@ def session_folder() -> Iterator[Path]:
 
 
 def watch(driver: int, folder: Path) -> None:
-    """Wait for the end of stdin. Then kill all processes that have files of the folder open, but
-    for the driver, which may have ended its session and go on; and remove the folder.
+    """Wait for the end of stdin, then kill the processes that use the folder, and remove it.
+
+    The driver is not killed: it may have ended its session and continue.
     """
     sys.stdin.buffer.read()
     now = time.monotonic()
     end, quiet_since = now + END_SECONDS, now
-    # A process that has not ended yet may start others.
+    # A process that is still running may start others, so look until none is found for a while.
     while now < end and now - quiet_since < QUIET_SECONDS:
         if users := users_of(folder) - {driver}:
             for pid in users:
@@ -72,12 +73,12 @@ def watch(driver: int, folder: Path) -> None:
 
 
 def users_of(folder: Path) -> set[int]:
-    """The processes that have files of a folder open; none where there is no /proc."""
+    """Find the processes that have files of a folder open; none on a system without /proc."""
     users = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             opened = [os.readlink(link) for link in (process / "fd").iterdir()]
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if any(path.startswith(f"{folder}/") for path in opened):
             users.add(int(process.name))

@@ -1,4 +1,4 @@
-"""nanovllm, vLLM and transformers behind one interface."""
+"""The measured engines: nanovllm, vLLM and transformers behind one interface."""
 
 import platform
 import sys
@@ -15,24 +15,26 @@ from nanovllm.apps.bench.shapes import model_folder
 from nanovllm.apps.bench.workloads import Work
 from nanovllm.frontend.log import uncounted_import_seconds
 
-SHOW_PROGRESS = sys.stderr.isatty()  # the engines' own progress bars
+SHOW_PROGRESS = sys.stderr.isatty()  # whether the engines show their progress bars
 
 
 class Engine(Protocol):
-    """A model that an engine has loaded.
+    """The interface of an engine that has loaded a model.
 
-    A class is made with the model's folder or hub id, whether its weights are to be random, and
-    options by keyword: `max_model_len`, `tensor_parallel_size` and the engine's own.
+    The arguments of a class that implements it are the model's folder or hub id, whether to use
+    random weights, and by keyword `max_model_len`, `tensor_parallel_size` and options of the engine.
     """
 
-    vocab: int  # tokens that a prompt may have
+    vocab: int  # number of token ids that a prompt may use
 
     def run(self, work: Work, sampling: dict) -> list[list[int]]:
-        """Generate for all requests in one call. Returns each request's output tokens."""
+        """Run all requests in one call. Returns the output tokens of each request."""
         ...
 
 
 class NanovllmEngine:
+    """nanovllm."""
+
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
         load_format = "dummy" if random_weights else "auto"
         self.llm = LLM(model, load_format=load_format, **options)
@@ -46,6 +48,8 @@ class NanovllmEngine:
 
 
 class VllmEngine:
+    """vLLM."""
+
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
         import vllm
 
@@ -70,9 +74,9 @@ class VllmEngine:
 
 
 class TransformersEngine:
-    """`generate` in left-padded static batches of 16, each as long as its longest output.
+    """transformers: `generate` in left-padded static batches of 16 requests.
 
-    It takes no options: those that the other engines have are not used.
+    A batch runs until its longest output is complete. Options by keyword are ignored.
     """
 
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
@@ -108,7 +112,7 @@ class TransformersEngine:
                     pad_token_id=0,
                     **(sampling | dict(do_sample=True) if random else dict(do_sample=False)),
                 )
-            # A row goes on to the batch's longest output: what follows its own is not wanted.
+            # A row is as long as the longest output of the batch: cut it to its own length.
             outputs += [row[width : width + n] for row, (_, n) in zip(rows.tolist(), batch)]
         return outputs
 
@@ -121,11 +125,11 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 
 
 def start(name: str, model: str, **options: Any) -> tuple[Any, float]:
-    """Load a model into an engine, and let it generate a few tokens.
+    """Load a model into an engine, and generate a few tokens.
 
-    Returns the engine and the seconds that this took. They include the import of the engine's
-    package: vLLM and transformers are imported here, and nanovllm, which this module is a part of,
-    says how long its own import took. The import of torch, which all need, is in none of them.
+    Returns the engine and the seconds that this took. The seconds include the import of the
+    engine's package: vLLM and transformers are imported here; nanovllm, already imported, reports
+    how long its import took. The import of torch, which all engines need, is not included.
     """
     folder, random_weights = model_folder(model)
     import_seconds = uncounted_import_seconds() if name == "nanovllm" else 0.0
@@ -136,14 +140,14 @@ def start(name: str, model: str, **options: Any) -> tuple[Any, float]:
 
 
 def device_name() -> str:
-    """Name the device that is measured."""
+    """Return the name of the measured device."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"
 
 
 def versions(engine: str) -> dict[str, str]:
-    """Return the versions of Python, the engine, and the packages that matter to its speed."""
+    """Return the versions of Python, the engine, and the packages that affect its speed."""
     found = {"python": platform.python_version()}
     for package in {"torch", "triton", "flash-attn", "flash-attn-4", "transformers", engine}:
         with suppress(PackageNotFoundError):

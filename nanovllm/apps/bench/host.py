@@ -1,4 +1,4 @@
-"""What a step costs the host: the scheduler and the block manager alone, without a device."""
+"""The host time of a step: scheduler and block manager alone, without a device."""
 
 import time
 from random import Random
@@ -12,9 +12,9 @@ from nanovllm.features.policies.throughput import ThroughputPolicy
 
 
 def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400) -> None:
-    """Print the milliseconds that scheduling and committing a step takes.
+    """Print how many milliseconds it takes to schedule and commit a step.
 
-    There is no model: every sequence decodes, and every token is 1.
+    No model runs: every sequence decodes, and every token is 1.
     """
     for count in counts:
         scheduler = decoding_scheduler(count)
@@ -26,7 +26,7 @@ def host_cost(counts: tuple[int, ...] = (256, 512, 1024, 2048), steps: int = 400
             seconds.append(time.perf_counter() - begin)
         seconds.sort()
         print(
-            f"{count:5} running sequences: {seconds[steps // 2] * 1e3:.3f} ms a step "
+            f"{count:5} running sequences: {seconds[steps // 2] * 1e3:.3f} ms per step "
             f"(median of {steps}; "
             f"mean {sum(seconds) / steps * 1e3:.3f}, worst {seconds[-1] * 1e3:.3f})"
         )

@@ -1,4 +1,4 @@
-"""The comparison of scheduling policies: who waits how long for a first token."""
+"""A comparison of scheduling policies by the time that requests wait for their first token."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from nanovllm.features.policies import POLICIES, choose_policy
 
 
 def find_policy(name: str) -> SchedulingPolicy:
-    """Make a new policy from one of the library's names, or from "module:Class"."""
+    """Make the policy that the library calls `name`, or that `name` gives as "module:Class"."""
     if name in POLICIES:
         return POLICIES[name]()
     module, _, attribute = name.partition(":")
@@ -29,18 +29,18 @@ def find_policy(name: str) -> SchedulingPolicy:
         return choose_policy(getattr(import_module(module), attribute)())
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"--policy {name}: the policies are {', '.join(POLICIES)}, or give your own as "
-            f"module:Class, such as my_file:MyPolicy of a my_file.py that Python finds ({error})"
+            f"--policy {name}: use one of {', '.join(POLICIES)}, or your own policy as "
+            f"module:Class, such as my_file:MyPolicy for a my_file.py that Python finds ({error})"
         ) from error
 
 
 def compare_policies(args: argparse.Namespace) -> list[dict]:
-    """Serve one load under each policy, by turns, on one engine.
+    """Serve the same load under each policy, by turns, on one engine.
 
-    Every other request of the workload is there at the start, as in a call of `generate`: the
-    batch. The others come at random times while the engine runs, as by `add_request`: they are
-    people who wait, and have the better priority. They come within half of the time that the whole
-    workload takes at once, so that there is always more to do than can be done.
+    Every other request of the workload is added at the start, as in a call of `generate`: these are
+    the batch. The others arrive at random times while the engine runs, as by `add_request`: they
+    stand for people who wait, and have the better priority. They arrive within half of the time
+    that the whole workload takes at once, so the engine is overloaded throughout.
     """
     folder, random_weights = model_folder(args.model)
     engine = NanovllmEngine(
@@ -55,8 +55,11 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
         workload = WORKLOADS[name]
         work = workload.work(engine.vocab)[: args.requests]
         if len(work) < 2:
-            raise ValueError(f"--policy: workload {name} has one request, which waits for no other")
-        run_once(engine, work, name, 0, 2)  # compiles and captures
+            raise ValueError(
+                f"--policy: workload {name} has a single request, but a comparison needs two or more: "
+                "choose another workload, or raise --requests"
+            )
+        run_once(engine, work, name, 0, 2)  # compiles kernels and captures CUDA graphs
         span = run_once(engine, work, name, 1, 2) / 2
         r = Random(0)
         arrivals = [r.uniform(0, span) if i % 2 else 0.0 for i in range(len(work))]
@@ -85,13 +88,13 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
 def serve(llm: LLM, policy: str, work: Work, arrivals: list[float], name: str) -> dict[str, float]:
     """Add requests at their times of arrival, in seconds, and run steps until all have finished.
 
-    Returns how long requests waited for their first token: mean and 99th percentile, of all and of
-    those that came later; and the seconds of the whole run. A wait begins at the time of arrival,
-    even if the engine was in a step then.
+    Returns the seconds that requests waited for their first token, as mean and 99th percentile over
+    all requests and over those that arrived later; and the seconds of the whole run. A wait begins
+    at the time of arrival, even if the engine was in a step then.
     """
     engine = llm.engine
     assert engine is not None
-    # An engine has one policy for all of its life: begin a new one, with an empty prefix cache.
+    # An engine keeps its policy: reset the engine with the new policy and an empty prefix cache.
     engine.policy = find_policy(policy)
     engine.reset()
     coming = deque(sorted(range(len(work)), key=lambda i: arrivals[i]))
@@ -124,6 +127,7 @@ def serve(llm: LLM, policy: str, work: Work, arrivals: list[float], name: str) -
 
 
 def p99(values: list[float]) -> float:
+    """Return the 99th percentile."""
     found = percentiles(values)
     assert found is not None, "there are values"
     return found["p99"]
@@ -132,13 +136,13 @@ def p99(values: list[float]) -> float:
 def print_policies(
     args: argparse.Namespace, name: str, span: float, runs: dict[str, list[dict]]
 ) -> None:
-    """Print a table in Markdown with the median of the runs for each figure."""
+    """Print a Markdown table with the median over the runs for each figure."""
     print(
         f"\n{args.model}, {name} on {device_name()}, {options_name(args.options)}: half of the "
-        f"requests at the start, half within {span:.2f} s.\n"
+        f"requests arrive at the start, half within {span:.2f} s.\n"
         f"Seconds, median of {args.repeat} runs by turns.\n\n"
-        "| policy | to first token, mean | p99 | of those that come later, mean | p99 "
-        "| to the end |\n| --- | --- | --- | --- | --- | --- |"
+        "| policy | time to first token, mean | p99 | of later arrivals, mean | p99 "
+        "| whole run |\n| --- | --- | --- | --- | --- | --- |"
     )
     for policy, results in runs.items():
         middle = [median(result[figure] for result in results) for figure in results[0]]

@@ -1,4 +1,4 @@
-"""What a measurement prints, draws and writes: rows, a table, a picture, a trace's figures."""
+"""The output of a measurement: rows, a table, a picture, and the figures of a trace."""
 
 import argparse
 from itertools import accumulate
@@ -9,12 +9,12 @@ from nanovllm.features.trace.summary import Summary
 
 
 def options_name(options: str) -> str:
-    """Say which options were measured."""
+    """Return the name of the measured options."""
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
 def print_start(common: dict, args: argparse.Namespace) -> None:
-    """Print what is measured, and how long its start took."""
+    """Print the engine, its device and options, and how long its start took."""
     start = f"ready after {common['startup_seconds']:.1f} s"
     about = ", ".join((common["device"], options_name(args.options), start))
     print(f"{common['engine']:>12}  on {about}", flush=True)
@@ -34,7 +34,7 @@ def print_row(row: dict) -> None:
 
 
 def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
-    """Print two engines' rows, by workload, as a table in Markdown."""
+    """Print the rows of two engines as a Markdown table, one line per workload."""
     one = next(iter(ours.values()))
     setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
     print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(args.options)}\n")
@@ -52,16 +52,16 @@ def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[st
 
 
 def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> None:
-    """Draw a workload's run, in a file of its own if there are several workloads."""
+    """Draw the run of a workload; each of several workloads gets its own file."""
     stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
     path = args.plot.with_stem(stem)
     setting = f"{device}, {options_name(args.options)}"
     plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name].description}\n{setting}")
-    print(f"              drawn in {path}")
+    print(f"              picture of the last run: {path}")
 
 
 def plot(steps: list, path: Path, title: str) -> None:
-    """Draw a run over time: sequences, tokens of steps and of seconds, KV blocks."""
+    """Draw a run over time: sequences, tokens per step, tokens per second, and KV blocks."""
     from matplotlib.figure import Figure
 
     times = [step.time - steps[0].time for step in steps]
@@ -73,15 +73,15 @@ def plot(steps: list, path: Path, title: str) -> None:
     preempted = list(accumulate(step.preemptions for step in steps))
     sequences.plot(times, preempted, ":", label="preempted so far")
     sequences.set_ylabel("sequences")
-    tokens.set_ylabel("tokens of a step")
-    rates.set_ylabel("tokens a second")
+    tokens.set_ylabel("tokens per step")
+    rates.set_ylabel("tokens per second")
     for kind in ("prefill", "decode"):
         counts = [getattr(step, f"{kind}_tokens") for step in steps]
         dots = [(at, count) for at, count in zip(times, counts) if count]
         if dots:
             tokens.plot(*zip(*dots), ".", label=kind)
             rates.stairs(*tokens_a_second(times, counts), label=kind)
-    # From one token to a whole budget of prompts: only a logarithm shows both.
+    # A step has from one token to a full token budget: only a log scale shows both.
     tokens.set_yscale("log")
     blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
     num_blocks = steps[0].num_blocks
@@ -97,7 +97,7 @@ def plot(steps: list, path: Path, title: str) -> None:
 def tokens_a_second(
     times: list[float], counts: list[int], num_spans: int = 60
 ) -> tuple[list[float], list[float]]:
-    """Return the rates within equal spans of a run, and the edges of the spans."""
+    """Return tokens per second in equal spans of the run, and the edges of the spans."""
     span = max(times[-1], 1e-6) / num_spans
     totals = [0] * num_spans
     for at, count in zip(times, counts):
@@ -109,7 +109,7 @@ def end_trace(llm, path: Path) -> dict:
     """Write the trace, print the figures of its run, and return them."""
     summary = Summary(llm.engine.listeners[-1].events)
     llm.close()
-    print(f"              the last run, replayed in {path}:")
+    print(f"              trace of the last run: {path}")
     for line in summary.lines():
         print(f"              {line}", flush=True)
     return summary.figures()

@@ -1,4 +1,4 @@
-"""The roofline: the time below which no engine comes, and the rates of a GPU behind it."""
+"""The roofline: a lower bound on the time of a workload, from the measured rates of a GPU."""
 
 import torch
 
@@ -6,22 +6,22 @@ from nanovllm.apps.bench.shapes import SHAPES, VOCAB
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 
 MAX_RUNNING = 512  # sequences in one step
-BF16 = 2  # bytes of a weight, a key or a value
+BF16 = 2  # bytes per element of weights, keys and values
 
 
 def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
-    """Return the seconds that a workload takes at least, at the rates of all GPUs together.
+    """Return a lower bound on the seconds of a workload, at the rates of all GPUs together.
 
-    The result is the higher one of two bounds:
+    The result is the higher of two bounds:
 
-    - Bytes, then prompts: each step reads the weights once and each running sequence's K and V
-      once, a common prefix's K and V once for all sequences. The prompts' tokens take two
-      operations a parameter.
-    - All operations: those of the prompts, the same for generated tokens, the head, and attention
-      within prompts.
+    - Bytes of decode steps, plus operations of prompts: each step reads the weights once and the K
+      and V of each running sequence once; it reads the K and V of a common prefix once for all
+      sequences. Each prompt token takes two operations per parameter.
+    - All operations: two per parameter for prompt tokens and for generated tokens, plus the head
+      and the attention within prompts.
 
-    A step reads as many experts as its tokens would pick at random, and a token computes with its
-    own experts only. Models of unknown shape and workloads of several rounds have no roofline.
+    A step reads as many experts as its tokens would choose at random, and a token computes only
+    with its own experts. Returns None for models of unknown shape and workloads of several rounds.
 
     Args:
         bandwidth: bytes per second.
@@ -37,7 +37,7 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
     router = shape.hidden * shape.experts if shape.experts > 1 else 0
     others = shape.layers * (attention + router)
-    body = others + shape.experts_per_token * expert  # that compute a token
+    body = others + shape.experts_per_token * expert  # parameters used per token
     head = VOCAB * shape.hidden
 
     # Every prompt but the first finds the common prefix in the prefix cache.
@@ -45,7 +45,9 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
     prompts = [len(prompt) for prompt, _ in work]
     outputs = [n for _, n in work]
     prompt_tokens = sum(prompts) - spared * (len(work) - 1)
-    pairs = (sum(n**2 for n in prompts) - spared**2 * (len(work) - 1)) / 2  # of query and key
+    pairs = (
+        sum(n**2 for n in prompts) - spared**2 * (len(work) - 1)
+    ) / 2  # pairs of a query and a key
 
     weights_read = 0.0
     for rows in rows_of_steps(outputs):
@@ -53,7 +55,7 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
         weights_read += others + head + expert * shape.experts * (1 - missed)
     kv_read = sum(sum(range(prompt + 1, prompt + n)) for prompt, n in zip(prompts, outputs))
     kv_read -= spared * sum(n - 1 for n in outputs[1:])
-    kv_bytes = shape.layers * shape.kv_heads * shape.head_dim * 2 * BF16  # of one token
+    kv_bytes = shape.layers * shape.kv_heads * shape.head_dim * 2 * BF16  # bytes of one token
 
     prompt_ops = 2 * body * prompt_tokens
     attention_ops = 4 * shape.layers * shape.heads * shape.head_dim * pairs
@@ -63,9 +65,9 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
 
 
 def rows_of_steps(outputs: list[int]) -> list[int]:
-    """Return how many sequences each step generates a token of.
+    """Return for each step how many sequences generate a token.
 
-    All run from the first step on; those beyond MAX_RUNNING wait for a later step.
+    All sequences start with the first step; those beyond MAX_RUNNING wait for a later step.
     """
     steps: list[int] = []
     left = 0
@@ -89,18 +91,20 @@ def ceilings() -> tuple[float, float] | None:
 
 
 def copy_bandwidth() -> float:
+    """Measure the bandwidth of a copy in bytes per second, read plus written."""
     x = torch.randn(2**29, device="cuda")
     y = torch.empty_like(x)
     return 2 * x.nbytes / seconds_on_gpu(lambda: y.copy_(x))
 
 
 def matrix_rate() -> float:
+    """Measure the rate of a large bfloat16 product in FLOP/s."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * 8192**3 / seconds_on_gpu(lambda: a @ b)
 
 
 def seconds_on_gpu(f, n: int = 10) -> float:
-    """Return how long a call of `f` keeps the GPU busy: the mean of `n` calls after three."""
+    """Return the mean GPU time of `n` calls of `f`, after three calls for warmup."""
     for _ in range(3):
         f()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -8,9 +8,9 @@ from nanovllm.apps.bench.workloads import WORKLOADS, Work, next_round
 
 
 def run_once(engine: Engine, work: Work, name: str, repeat: int, num_repeats: int) -> float:
-    """Run a workload's requests, all rounds of them, and return the seconds it took.
+    """Run all rounds of a workload, and return the seconds that the engine took.
 
-    Each repeat has first tokens of its own, so that no earlier run has cached its prefixes.
+    Each repeat has different first tokens, so that no earlier run has cached its prefixes.
     """
     print(f"{name}: run {repeat + 1} of {num_repeats}", file=sys.stderr, flush=True)
     workload = WORKLOADS[name]
@@ -26,6 +26,6 @@ def run_once(engine: Engine, work: Work, name: str, repeat: int, num_repeats: in
         tokens += sum(map(len, outputs))
     wanted = workload.num_output_tokens(work)
     if tokens != wanted:
-        made = f"{type(engine).__name__} made {tokens} tokens"
+        made = f"{type(engine).__name__} generated {tokens} tokens"
         raise RuntimeError(f"{name}: {made} instead of {wanted}")
     return seconds

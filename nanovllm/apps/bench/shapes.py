@@ -1,4 +1,4 @@
-"""Shapes of known models, to measure them with random weights: nothing is downloaded."""
+"""The shapes of known models, which are measured with random weights and without a download."""
 
 import json
 import os
@@ -19,10 +19,10 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int  # of one expert, if there are several
+    intermediate: int  # size of one expert if there are several
     experts: int = 1
     experts_per_token: int = 1
-    tied: bool = False  # the head has the embedding's weights
+    tied: bool = False  # whether the head shares the weights of the embedding
 
 
 SHAPES = {
@@ -35,9 +35,9 @@ SHAPES = {
 
 
 def model_folder(name: str) -> tuple[str, bool]:
-    """Find the model that `--model` names, and write a config.json if it names a shape.
+    """Find the model that `--model` names; for a shape, write a folder with a config.json.
 
-    Returns the folder or hub id to load, and whether its weights are to be random.
+    Returns the folder or hub id to load, and whether to use random weights.
     """
     if name == "tiny":
         return str(TINY_MODEL), False
@@ -50,7 +50,7 @@ def model_folder(name: str) -> tuple[str, bool]:
 
 
 def model_config(shape: Shape) -> dict:
-    """Return what the config.json of a model with this shape says."""
+    """Return the content of the config.json of a model with this shape."""
     config = dict(
         architectures=["Qwen3ForCausalLM"],
         model_type="qwen3",

@@ -1,4 +1,4 @@
-"""Workloads: what is asked of an engine, the same tokens on every machine and in every version."""
+"""The workloads of bench.py, whose tokens are the same on every machine and in every version."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -6,23 +6,25 @@ from functools import partial
 from math import log
 from random import Random
 
-Work = list[tuple[list[int], int]]  # each request's prompt and number of output tokens
-NEW_TOKENS = 64  # that each further round of a conversation adds
+Work = list[tuple[list[int], int]]  # prompt and number of output tokens of each request
+NEW_TOKENS = 64  # new tokens in each further round of a conversation
 
 
 @dataclass(frozen=True)
 class Workload:
     """A named set of requests.
 
-    Its prompts are drawn once. Each run then replaces their first tokens (`refresh`).
+    The prompts are drawn once. Before each run, `refresh` replaces their first tokens.
     """
 
     description: str
-    draw: Callable[[int], Work]  # from the size of the vocabulary
+    draw: Callable[[int], Work]  # takes the size of the vocabulary
     sampling: dict = field(default_factory=lambda: dict(temperature=0.6))
-    rounds: int = 1  # calls one after the other, each with the answers to the call before
-    common_prefix: int = 0  # tokens that all prompts have in common
-    first_token: int = 20000  # of the first prompt in the first run
+    rounds: int = (
+        1  # successive calls; each appends the answers of the previous call to the prompts
+    )
+    common_prefix: int = 0  # length of the prefix that all prompts share
+    first_token: int = 20000  # first token of the first prompt in the first run
 
     def work(self, vocab: int) -> Work:
         """Return the requests for a model with `vocab` tokens."""
@@ -31,8 +33,8 @@ class Workload:
     def refresh(self, work: Work, repeat: int, vocab: int) -> Work:
         """Replace the first token of each prompt by one that belongs to this repeat.
 
-        The prefix cache then helps inside a run, but neither between repeats nor between workloads
-        that have the same prompts.
+        So the prefix cache helps within a run, but neither between repeats nor between workloads that
+        have the same prompts.
         """
         begin = self.first_token + 300 * repeat
         first = [begin + (0 if self.common_prefix else i % 256) for i in range(len(work))]
@@ -44,7 +46,7 @@ class Workload:
 
 
 def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> Work:
-    """Append to each prompt what was answered to it, and new tokens."""
+    """Append to each prompt its answer and NEW_TOKENS random tokens."""
     r = Random(seed)
     return [
         (prompt + output + [r.randrange(vocab) for _ in range(NEW_TOKENS)], n)
@@ -55,7 +57,8 @@ def next_round(work: Work, outputs: list[list[int]], seed: int, vocab: int) -> W
 def draw_stream() -> Iterator[tuple[str, Work]]:
     """Draw six workloads from one stream of random numbers.
 
-    Their order is a part of what they are: other engines have been measured on these tokens.
+    Their order determines their tokens and must not change: other engines have been measured on
+    these tokens.
     """
     r = Random(0)
 
@@ -85,7 +88,7 @@ def draw_conversations(vocab: int) -> Work:
 
 
 def draw_lognormal(vocab: int) -> Work:
-    """Draw requests whose lengths are as skewed as those of real users."""
+    """Draw requests with log-normal lengths, which are as skewed as the requests of real users."""
     r = Random(0)
 
     def length(median: int, longest: int) -> int:
@@ -107,7 +110,7 @@ def draw_laptop(vocab: int) -> Work:
 
 
 def draw_small(vocab: int) -> Work:
-    """Draw few short requests, for a real model without a GPU."""
+    """Draw a few short requests, for a real model without a GPU."""
     r = Random(0)
     return [([r.randrange(vocab) for _ in range(r.randint(16, 128))], 32) for _ in range(8)]
 

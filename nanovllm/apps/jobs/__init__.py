@@ -1,5 +1,5 @@
-"""Jobs: a file of requests through an LLM to a file of results, whatever happens meanwhile.
+"""Batch jobs: a file of requests in, a file of results out, with resumption after any interruption.
 
-Uses the LLM by its public calls, as any script does. Nothing else in the package imports this room
-but the command line, `python -m nanovllm run`.
+A job uses only the public methods of LLM, as any script does. `python -m nanovllm run` is the
+command line of jobs.
 """

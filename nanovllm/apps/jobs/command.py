@@ -1,4 +1,4 @@
-"""The command line of a job: its flags, its signals, its messages and its exit codes."""
+"""The command line of a job: flags, signals, messages and exit codes."""
 
 import argparse
 import signal
@@ -22,53 +22,61 @@ from nanovllm.llm import LLM
 from nanovllm.options import options_of
 from nanovllm.sampling_params import SamplingParams
 
-FILES = "JSON Lines; or Parquet, if it is called .parquet"
+INPUT_HELP = "file of requests: JSON Lines, or Parquet if its name ends in .parquet"
+OUTPUT_HELP = "file of results: JSON Lines, or Parquet if its name ends in .parquet"
 TRUST_CHAT_TEMPLATE = (
-    "let lines bring chat templates of their own, in chat_template_kwargs. These are programs: "
-    "give this flag only if you trust who wrote INPUT"
+    "allow lines to bring their own chat templates in chat_template_kwargs. A chat template is a "
+    "program: use this flag only if you trust the author of INPUT"
 )
 FAILED, REFUSED = 1, 2  # exit codes
 DESCRIPTION = """\
-Do a job: each line of INPUT is a request, and each line of OUTPUT its result, in the same order.
+Run a batch job. Each line of INPUT is a request. OUTPUT gets one result per line, in the order of
+INPUT.
 
-Stop it as you like, by Ctrl-C, kill -9 or the loss of power, and run the same command again: it
-goes on, and computes nothing twice but what it was just at. Until it is done, all results are in
-OUTPUT.journal; then OUTPUT appears, complete, and the journal keeps only what the job was.
+The job can be stopped at any time, even by kill -9 or a power failure. To resume it, run the same
+command again: only the requests that were in progress are computed again. While the job runs, its
+results are kept in OUTPUT.journal. When all lines are done, OUTPUT is written in one piece, and the
+journal keeps only a description of the job.
 
-A line of INPUT is a JSON object with one of "prompt" (text), "prompt_token_ids" and "messages" (a
-conversation). It may have an "id", which is copied, "chat_template_kwargs", and any sampling
-field; the flags below say what holds for lines that do not. Or it is a line of OpenAI's batch
-format, with custom_id, method, url and body; then OUTPUT is in that format too. A line that cannot
-be done, such as an empty one, gets a result that says why. Of a Parquet file, each row is a line.
+A line of INPUT is a JSON object with exactly one of the fields "prompt" (text), "prompt_token_ids"
+and "messages" (a conversation). A line may also have an "id", which is copied to its result,
+"chat_template_kwargs", and any sampling parameter. The flags below set the sampling parameters that
+a line leaves out. INPUT may instead be in OpenAI's batch format, in which a line has custom_id,
+method, url and body; OUTPUT is then in that format too. An invalid line, such as an empty one, gets
+a result that says what is wrong with it. In a Parquet file, each row is a line.
 """
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command `run` with all its flags."""
     parser = commands.add_parser(
         "run",
-        help="do a job: a file of requests in, a file of results out",
+        help="run a batch job: a file of requests in, a file of results out",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(function=run)
-    parser.add_argument("input", metavar="INPUT", type=Path, help=FILES)
-    parser.add_argument("-o", "--output", metavar="OUTPUT", type=Path, required=True, help=FILES)
+    parser.add_argument("input", metavar="INPUT", type=Path, help=INPUT_HELP)
+    parser.add_argument(
+        "-o", "--output", metavar="OUTPUT", type=Path, required=True, help=OUTPUT_HELP
+    )
     model = options_of(Config)["model"].help.replace("`", "")
     parser.add_argument("--model", required=True, help=model)
-    parser.add_argument("--strict", action="store_true", help="stop at a line that cannot be done")
+    parser.add_argument("--strict", action="store_true", help="stop at the first line that fails")
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="FIELD",
-        help="let lines have this field too, and copy it to the result; repeat it for several",
+        help="allow this additional field in lines, and copy it to the results; "
+        "repeat the flag for several fields",
     )
     parser.add_argument(
         "--chat-template-kwargs",
         type=json_object,
         metavar="JSON",
-        help="for the chat template, such as '{\"enable_thinking\": false}'",
+        help="arguments for the chat template, such as '{\"enable_thinking\": false}'",
     )
     parser.add_argument(
         "--trust-request-chat-template", action="store_true", help=TRUST_CHAT_TEMPLATE
@@ -78,31 +86,34 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="share the lines out to so many LLMs, each on GPUs of its own; needs Ray",
+        help="number of LLMs that share the lines, each with its own GPUs; needs Ray (default: 1)",
     )
     parser.add_argument(
-        "--address", metavar="HOST:PORT", help="of the Ray cluster that they run on, or auto"
+        "--address",
+        metavar="HOST:PORT",
+        help="address of the Ray cluster on which the replicas run, or auto; default: start Ray on "
+        "this machine",
     )
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     llm = parser.add_argument_group("options of the LLM")
     add_flags(llm, Config, leave_out={"model"})
     sampling = parser.add_argument_group(
         "sampling",
-        "where a line does not say it. A line without a seed draws by one that is made of --seed "
-        "and the line's number.",
+        "Sampling parameters of the lines that do not set them. A line without a seed gets one "
+        "that is derived from --seed and the number of the line.",
     )
-    # No flag can say a function.
+    # A seed per line comes from Config.seed, and a function cannot be given on a command line.
     add_flags(sampling, SamplingParams, leave_out={"seed", "logits_processors"})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit code."""
+    """Run the job that the flags describe, and return the exit code."""
     try:
         with interrupts() as stop:
             job = make_job(args)
             print(run_job(job, lambda: make_engine(job, args.address, stop.at_once), stop))
     except Interrupted as interrupt:
-        say(f"{interrupt}: what is done is kept. The same command goes on from there.")
+        say(f"{interrupt}: all finished results are kept. Run the same command again to resume")
         return 128 + interrupt.number
     except RefusedError as error:
         say(str(error))
@@ -110,14 +121,18 @@ def run(args: argparse.Namespace) -> int:
     except (JobError, OSError) as error:
         say(str(error))
         return FAILED
-    except Exception as error:  # of the engine: whoever puts it right needs all of it
+    except Exception as error:  # an error of the engine: its traceback is needed to find the cause
         traceback.print_exc()
-        say(f"{type(error).__name__}: {error}. What is done is kept: the same command goes on.")
+        say(
+            f"{type(error).__name__}: {error}. All finished results are kept: run the same command "
+            "again to resume"
+        )
         return FAILED
     return 0
 
 
 def make_job(args: argparse.Namespace) -> Job:
+    """Make the job that the flags describe. Raises RefusedError for a wrong value."""
     with refusing():
         config = Config.from_options(args.model, given_flags(args, Config))
         params = SamplingParams(**given_flags(args, SamplingParams))
@@ -125,7 +140,9 @@ def make_job(args: argparse.Namespace) -> Job:
         raise RefusedError(f"--replicas is {args.replicas}: use 1 or more")
     for name in args.keep:
         if name in RESULT:
-            raise RefusedError(f"--keep is {name}, which is a field of the results: rename it")
+            raise RefusedError(
+                f"--keep is {name}, which is a field of every result: rename the field"
+            )
     return Job(
         input=args.input,
         output=args.output,
@@ -143,6 +160,7 @@ def make_job(args: argparse.Namespace) -> Job:
 def make_engine(
     job: Job, address: str | None, around_encode: AroundEncode = nullcontext
 ) -> AbstractContextManager[Engine]:
+    """Return a context manager of the engine: one LLM in this process, or replicas on Ray."""
     if job.replicas == 1 and address is None:
         return local_engine(job.config, around_encode)
     from nanovllm.apps.ray_replicas import replicas_engine
@@ -152,6 +170,7 @@ def make_engine(
 
 @contextmanager
 def local_engine(config: Config, around_encode: AroundEncode = nullcontext) -> Iterator[Worker]:
+    """Yield an engine with one LLM in this process, and close the LLM afterwards."""
     with refusing():
         llm, policy = make_llm(config)
     with llm:
@@ -159,7 +178,11 @@ def local_engine(config: Config, around_encode: AroundEncode = nullcontext) -> I
 
 
 def make_llm(config: Config) -> tuple[LLM, Any]:
-    """An LLM for requests that keep coming; and its policy, if that is to be told of the last."""
+    """Make an LLM for requests that arrive while others run.
+
+    Returns the LLM and, if the LLM uses one, the rolling policy, which must be told when the last
+    request has been added.
+    """
     options: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(Config)}
     policy = None
     if config.scheduling_policy == "throughput":
@@ -170,7 +193,7 @@ def make_llm(config: Config) -> tuple[LLM, Any]:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What the library refuses inside, the job refuses in the same words."""
+    """Turn a ValueError or TypeError raised inside the block into a RefusedError."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -178,7 +201,7 @@ def refusing() -> Iterator[None]:
 
 
 class Interrupted(BaseException):
-    """A signal asks the job to end. No `except Exception` catches it."""
+    """An exception for a signal that ends the job. `except Exception` does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -186,11 +209,10 @@ class Interrupted(BaseException):
 
 
 class Stop:
-    """What ends a job when a signal has asked for it: a function to call between two steps, when
-    nothing is half done.
+    """A callable that ends the job if a signal has arrived. Call it between two steps.
 
-    Until its first call a signal ends the job at once. After that the next call does, or a second
-    signal.
+    Before the first call, a signal ends the job at once. After the first call, a signal takes
+    effect at the next call; a second signal ends the job at once.
     """
 
     def __init__(self) -> None:
@@ -204,7 +226,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal end the job inside, too: for work that may be lost, and may take long."""
+        """Let a signal end the job at once inside the block, for long work that may be lost."""
         self()
         self._is_patient = False
         try:
@@ -213,7 +235,7 @@ class Stop:
             self._is_patient = True
 
     def handle(self, number: int, _: object) -> None:
-        """Take a signal."""
+        """Handle a signal: end the job now, or remember the signal for the next call."""
         self._asked.append(number)
         if len(self._asked) > 1 or not self._is_patient:
             raise Interrupted(number)
@@ -221,7 +243,7 @@ class Stop:
 
 @contextmanager
 def interrupts() -> Iterator[Stop]:
-    """Let Ctrl-C and SIGTERM end what runs inside."""
+    """Yield a Stop that handles Ctrl-C and SIGTERM; restore the previous handlers afterwards."""
     stop = Stop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(number, stop.handle) for number in numbers]
@@ -233,4 +255,5 @@ def interrupts() -> Iterator[Stop]:
 
 
 def say(message: str) -> None:
+    """Print a message to stderr."""
     print(f"nanovllm run: {message}", file=sys.stderr)

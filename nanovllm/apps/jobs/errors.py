@@ -1,9 +1,9 @@
-"""What ends a job. Each message says what to do; what was computed before is in the journal."""
+"""Errors that end a job. Each message names a remedy; the journal keeps all earlier results."""
 
 
 class JobError(Exception):
-    """The job cannot go on."""
+    """An error after which the job cannot continue."""
 
 
 class RefusedError(JobError):
-    """The job cannot begin as it is asked for: wrong options, or not those it was begun with."""
+    """An error before the job starts: wrong options, or other options than in an earlier run."""

@@ -1,6 +1,6 @@
-"""A job's input and output as JSON Lines, read and written as a stream.
+"""The input and output of a job as JSON Lines, read and written as streams.
 
-Knows files, lines and JSON. Knows nothing of what a line asks for.
+This file knows files, lines and JSON. formats.py knows what the fields of a line mean.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
 from nanovllm.apps.jobs.errors import JobError, RefusedError
 from nanovllm.whole_files import whole_file
 
-LONGEST_LINE = 64 * 2**20  # bytes: more than any prompt, and less than a memory
-PIECE = 2**20  # bytes of the input that are read and hashed at once
-Ranges = list[tuple[int, int]]  # of line numbers, first and last, in order
+LONGEST_LINE = 64 * 2**20  # bytes: longer than any prompt, and small enough to hold in memory
+PIECE = 2**20  # bytes; the input is read and hashed in pieces of this size
+Ranges = list[tuple[int, int]]  # ranges of line numbers (first, last), in ascending order
 AFTER_ALL = (2**63, 2**63)
 Item = TypeVar("Item")
-BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8
-NO_UTF8 = {  # what a file that is not begins with, and what to do about it
+BOM = b"\xef\xbb\xbf"  # the byte order mark, which some editors write before UTF-8
+NO_UTF8 = {  # first bytes of files that are not UTF-8: what they are, and the remedy
     b"\xff\xfe": "is UTF-16: convert it to UTF-8",
     b"\xfe\xff": "is UTF-16: convert it to UTF-8",
     b"\x1f\x8b": "is compressed by gzip: unpack it",
@@ -33,7 +33,7 @@ NO_UTF8 = {  # what a file that is not begins with, and what to do about it
 
 
 class Line(NamedTuple):
-    """One line of the input: its number, from 1, and its fields or what is wrong with it."""
+    """One line of the input: its number (from 1), and its fields or the problem with it."""
 
     number: int
     fields: dict[str, Any]
@@ -41,22 +41,20 @@ class Line(NamedTuple):
 
 
 class Source(Protocol):
-    """An input that can be read more than once."""
+    """The interface of an input, which can be read more than once."""
 
     num_lines: int
     seen: "SeenFile"
 
     def lines(self, done: Ranges) -> Iterator[Line]:
-        """The lines in order, but for those that are done."""
+        """Yield the lines in order, without those in the ranges `done`."""
 
 
 class JsonLines:
     """A file with a JSON object in each line."""
 
     def __init__(self, path: Path) -> None:
-        """Count the lines, so that the time left can be told, and hash the file, so that it is
-        known again.
-        """
+        """Count the lines, for the progress bar, and hash the file, to notice later changes."""
         self.num_lines, last = 0, b"\n"
 
         def look_at(start: int, piece: bytes) -> None:
@@ -79,14 +77,19 @@ class JsonLines:
 
 
 class SeenFile:
-    """A file that was read once. What is read of it later is what was seen then, or an error: each
-    piece of it is hashed, both times.
+    """A file that has been read once, and whose later readers notice any change.
+
+    Every piece of the file is hashed at each reading; a piece that differs from the first reading
+    raises JobError.
     """
 
     def __init__(
         self, path: Path, look_at: Callable[[int, bytes], None] = lambda start, piece: None
     ) -> None:
-        """`look_at`: called with each piece and the place in the file where it begins."""
+        """Read and hash the whole file.
+
+        look_at: called with the offset of each piece, and the piece.
+        """
         self.path = path
         self.num_bytes = 0
         digest = hashlib.blake2b(digest_size=16)
@@ -100,31 +103,31 @@ class SeenFile:
         self.digest = digest.hexdigest()
 
     def open(self) -> BinaryIO:
-        """The file, to read from. Reading raises JobError where it is not what was seen."""
+        """Open the file for reading. Reading a piece that has changed raises JobError."""
         return cast(BinaryIO, BufferedReader(SeenPieces(self), PIECE))
 
     def check(self) -> None:
-        """Raise JobError if anything in the file is not what was seen."""
+        """Raise JobError if any part of the file has changed since the first reading."""
         with self.open() as file:
             while file.read(PIECE):
                 pass
 
     def read_piece(self, file: BinaryIO, number: int) -> bytes:
-        """One piece of the file; b"" after the last."""
+        """Read a piece of the file; b"" after the last. Raises JobError if it has changed."""
         file.seek(number * PIECE)
         piece = file.read(PIECE)
         seen = self._digests[number] if number < len(self._digests) else digest_of(b"")
         if digest_of(piece) != seen:
             raise JobError(
-                f"{self.path} has changed while the job ran. All results so far are of what it was "
-                "before: put that back, and run the same command again; or, to begin anew, choose "
-                "another output"
+                f"{self.path} has changed while the job ran. All results so far belong to the "
+                "earlier version: restore that version, and run the same command again; or, to "
+                "start over, choose another output"
             )
         return piece
 
 
 class SeenPieces(RawIOBase):
-    """A SeenFile that is open. It reads and keeps one piece at a time."""
+    """An open SeenFile, which holds one piece in memory at a time."""
 
     def __init__(self, seen: SeenFile) -> None:
         self._seen = seen
@@ -159,14 +162,16 @@ class SeenPieces(RawIOBase):
 
 
 def digest_of(piece: bytes) -> bytes:
+    """Return the hash of a piece."""
     return hashlib.blake2b(piece, digest_size=16).digest()
 
 
 def open_input(path: Path) -> BinaryIO:
+    """Open the input. Raises RefusedError if it cannot be read, or is not a regular file."""
     try:
         if path.exists() and not path.is_file():
             raise RefusedError(
-                f"{path} is no regular file: the input is read more than once, so write it to one"
+                f"{path} is not a regular file: the input is read more than once, so copy it to one"
             )
         return open(path, "rb")
     except OSError as error:
@@ -174,7 +179,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 def raw_lines(file: BinaryIO) -> Iterator[bytes | None]:
-    """The lines, without a byte order mark; None for one that is too long."""
+    """Yield the lines, without a byte order mark; None for a line that is too long."""
     start = file.read(len(BOM))
     file.seek(len(BOM) if start == BOM else 0)
     while data := file.readline(LONGEST_LINE):
@@ -187,7 +192,7 @@ def raw_lines(file: BinaryIO) -> Iterator[bytes | None]:
 
 
 def without(done: Ranges, numbered: Iterable[tuple[int, Item]]) -> Iterator[tuple[int, Item]]:
-    """Consecutive numbers, and what is numbered, but for those that are done."""
+    """Yield the numbered items, without those whose numbers are in the ranges `done`."""
     ranges = iter(done)
     first, last = next(ranges, AFTER_ALL)
     for number, item in numbered:
@@ -198,25 +203,28 @@ def without(done: Ranges, numbered: Iterable[tuple[int, Item]]) -> Iterator[tupl
 
 
 def parse(number: int, data: bytes | None) -> Line:
+    """Parse the bytes of a line; None stands for a line that is too long."""
     if data is None:
-        return Line(number, {}, f"it is longer than {LONGEST_LINE} bytes")
+        return Line(number, {}, f"the line is longer than {LONGEST_LINE} bytes: shorten it")
     if not data.strip():
-        return Line(number, {}, "it is empty")
+        return Line(number, {}, "the line is empty: write a JSON object, or delete the line")
     try:
         fields = json.loads(data.decode(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8
-        return Line(number, {}, f"it is no JSON: {error}")
+    except (ValueError, RecursionError) as error:  # ValueError: invalid JSON or UTF-8
+        return Line(number, {}, f"the line is not valid JSON: {error}")
     if not isinstance(fields, dict):
-        return Line(number, {}, f"it is a JSON {type(fields).__name__}: use an object, {{...}}")
+        return Line(
+            number, {}, f"the line is a JSON {type(fields).__name__}: use an object, {{...}}"
+        )
     return Line(number, fields)
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a number in JSON: use null or a finite number")
 
 
 def write_json_lines(path: Path, mark: str, records: Iterable[bytes]) -> None:
-    """Write all of the output, or nothing; see `whole_file` for `mark`."""
+    """Write the whole output or none of it. `whole_file` describes `mark`."""
     try:
         with whole_file(path, mark) as file:
             for record in records:
@@ -226,7 +234,8 @@ def write_json_lines(path: Path, mark: str, records: Iterable[bytes]) -> None:
 
 
 def cannot_write(path: Path, error: Exception) -> JobError:
+    """Make the error for an output that cannot be written."""
     return JobError(
-        f"cannot write {path}: {error}. All results are kept: put that right, for example by "
-        "making room, and run the same command again"
+        f"cannot write {path}: {error}. All results are kept: remove the cause, for example by "
+        "freeing disk space, and run the same command again"
     )

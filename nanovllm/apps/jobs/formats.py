@@ -1,6 +1,7 @@
-"""What a line of the input asks for, and what its line in the output says.
+"""The formats of a job: the request of an input line, and the record of an output line.
 
-Two formats: the library's own, and in `openai_batch.py` that of OpenAI's batches.
+There are two formats: the library's own, in this file, and OpenAI's batch format, in
+openai_batch.py.
 """
 
 import hashlib
@@ -15,44 +16,49 @@ from nanovllm.sampling_params import SamplingParams
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 SAMPLING = tuple(options_of(SamplingParams))
-# Where null says something else than that a field is not there.
+# Parameters for which null is a value of its own: it does not mean that the field is absent.
 NULLABLE = {name for name, one in options_of(SamplingParams).items() if one.takes_none}
-# What a result may have, in the library's own format and in Parquet.
+# The fields that a result may have, in the library's own format and in Parquet.
 RESULT = (
     *("line", "text", "token_ids", "finish_reason", "stop_reason", "logprobs"),
     *("cumulative_logprob", "num_prompt_tokens", "completions", "prompt_logprobs", "error"),
 )
-LEAST_LOGPROB = -9999.0  # what JSON has no number for
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot represent
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one line asks for."""
+    """The request of one line."""
 
     line: int
-    prompt: Any  # text, token ids, or a conversation's messages
+    prompt: Any  # text, token ids, or the messages of a conversation
     params: SamplingParams
     is_chat: bool = False
-    template_options: Any = None  # of the chat template, a dict or None
-    repeated: Any = None  # what the format will say of the request in its result
-    wants_token_texts: bool = False  # the texts of tokens whose log-probabilities are asked for
+    template_options: Any = None  # arguments for the chat template, a dict or None
+    repeated: Any = None  # the part of the line that the format copies to the result
+    wants_token_texts: bool = False  # whether outputs with logprobs need the texts of their tokens
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What holds for all lines, where they say nothing else."""
+    """The values that hold for every line that does not set its own."""
 
     params: SamplingParams
-    seed: int  # of the job; each line draws by a seed of its own, made of this and its number
+    seed: int  # the job's seed; the seed of a line is derived from this seed and the line's number
     template_options: dict[str, Any] | None = None
-    trust_request_chat_template: bool = False  # then lines may bring chat templates of their own
+    trust_request_chat_template: bool = False  # whether lines may bring their own chat templates
 
     def params_of(self, line: int, given: dict[str, Any]) -> SamplingParams:
+        """Return the sampling parameters of a line that sets those in `given`."""
         if given.get("seed") is None:
             given = {**given, "seed": seed_of(self.seed, line)}
         return replace(self.params, **given)
 
     def template_options_of(self, fields: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the chat template's arguments for a line.
+
+        Raises ValueError if the line brings a chat template and that is not allowed.
+        """
         options = fields.get("chat_template_kwargs", self.template_options)
         if options is not None and not isinstance(options, dict):
             raise TypeError(f"chat_template_kwargs is {shown(options)}: use an object")
@@ -60,47 +66,54 @@ class Defaults:
             if not self.trust_request_chat_template:
                 raise ValueError(
                     "chat_template_kwargs holds a chat_template, which is a program: leave it out; "
-                    "or allow it, if you trust who wrote the input, with "
+                    "or, if you trust the author of the input, allow it with "
                     "--trust-request-chat-template (trust_request_chat_template=True in Python)"
                 )
         return options
 
 
 class Format(Protocol):
+    """The interface of a format."""
+
     def parse(self, line: int, fields: dict[str, Any]) -> Request:
-        """Raises ValueError or TypeError for a line that asks for what is not there."""
+        """Make the request of a line. Raises ValueError or TypeError for an invalid line."""
 
     def result(self, request: Request, output: dict[str, Any]) -> dict[str, Any]:
-        """The record of a request that is done; `output` is as LLM.generate returns it."""
+        """Make the record of a finished request from its output, as LLM.generate returns it."""
 
     def error(self, line: int, fields: dict[str, Any], problem: str) -> dict[str, Any]:
-        """The record of a line that cannot be done."""
+        """Make the record of a line that is not a valid request."""
 
     def failure(self, request: Request, problem: str) -> dict[str, Any]:
-        """The record of a request that could not be done."""
+        """Make the record of a request that failed."""
 
 
 def seed_of(seed: int, line: int) -> int:
-    """A seed that depends on both, and on nothing else: not on how often the job was stopped."""
+    """Derive the seed of a line from the job's seed and the line's number alone.
+
+    So the results do not depend on how often the job was stopped.
+    """
     digest = hashlib.blake2b(f"{seed} {line}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def known_fields(keep: tuple[str, ...]) -> tuple[str, ...]:
-    """What a line of the library's own format may have."""
+    """Return the fields that a line of the library's own format may have."""
     return (*PROMPTS, "id", "chat_template_kwargs", *SAMPLING, *keep)
 
 
 class NativeFormat:
-    """An object with one of prompt, prompt_token_ids and messages.
+    """The library's own format.
 
-    Further fields: id, any JSON value, which the result repeats; chat_template_kwargs; those of
-    SamplingParams. And those in `keep`, which the result repeats. One that is null is not there, or
-    None where that says something, such as of max_tokens.
+    A line is an object with exactly one of prompt, prompt_token_ids and messages. A line may also
+    have an id (any JSON value), chat_template_kwargs, the fields of SamplingParams, and the fields
+    in `keep`; id and the fields in `keep` are copied to the result. A field that is null counts as
+    absent, except where None is a value of the parameter, as for max_tokens.
 
-    A result: line, id if one was given, text, token_ids, finish_reason, stop_reason,
-    num_prompt_tokens, and if they were asked for logprobs, cumulative_logprob, completions and
-    prompt_logprobs, as LLM.generate returns them. An error: line, id, error.
+    The record of a finished request has line, id (if given), text, token_ids, finish_reason,
+    stop_reason and num_prompt_tokens; and, if requested, logprobs, cumulative_logprob, completions
+    and prompt_logprobs, as LLM.generate returns them. The record of a failed line has line, id and
+    error.
     """
 
     def __init__(self, defaults: Defaults, keep: tuple[str, ...] = ()) -> None:
@@ -112,8 +125,8 @@ class NativeFormat:
         fields = refuse_unknown_names("a line", "field", fields, self._known, IN_LINE)
         kinds = [name for name in PROMPTS if fields.get(name) is not None]
         if len(kinds) != 1:
-            said = f"has {' and '.join(kinds)}" if kinds else "has no prompt"
-            raise ValueError(f"it {said}: give one of {', '.join(PROMPTS)}")
+            found = f"has {' and '.join(kinds)}" if kinds else "has no prompt"
+            raise ValueError(f"the request {found}: give exactly one of {', '.join(PROMPTS)}")
         (kind,) = kinds
         prompt = fields[kind]
         wanted = str if kind == "prompt" else list
@@ -123,7 +136,7 @@ class NativeFormat:
         try:
             json.dumps(repeated, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"a field that is to be repeated cannot be: {error}") from error
+            raise TypeError(f"a field cannot be copied to the result: {error}") from error
         given = {
             name: fields[name]
             for name in SAMPLING
@@ -165,13 +178,14 @@ class NativeFormat:
 
 
 def completion(output: dict[str, Any]) -> dict[str, Any]:
-    """One completion, as JSON can say it."""
-    said = {name: output[name] for name in ("text", "token_ids", "finish_reason", "stop_reason")}
+    """Return the fields of one completion, with values that JSON can represent."""
+    fields = {name: output[name] for name in ("text", "token_ids", "finish_reason", "stop_reason")}
     if "logprobs" in output:
-        said["logprobs"] = [finite(one) for one in output["logprobs"]]
-        said["cumulative_logprob"] = max(output["cumulative_logprob"], LEAST_LOGPROB)
-    return said
+        fields["logprobs"] = [finite(one) for one in output["logprobs"]]
+        fields["cumulative_logprob"] = max(output["cumulative_logprob"], LEAST_LOGPROB)
+    return fields
 
 
 def finite(logprobs: dict[int, float]) -> dict[int, float]:
+    """Replace minus infinity by LEAST_LOGPROB."""
     return {token: max(value, LEAST_LOGPROB) for token, value in logprobs.items()}

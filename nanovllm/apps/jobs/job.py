@@ -1,8 +1,8 @@
-"""One job from its beginning, or from where it was stopped, to its output.
+"""One job, from its start or from the point where it was stopped, to its output.
 
-The journal beside the output holds every result as soon as it is there. The output is written when
-the last line has its result, and appears at once and complete. So there is never half an output,
-and where a job stands is said in one place.
+The journal beside the output receives every result as soon as the result exists. When the last line
+has its result, the output is written in one piece. So there is never a partial output, and the
+journal alone holds the state of a job.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from nanovllm.whole_files import draw_mark
 
 PARQUET = ".parquet"  # files of other names are JSON Lines
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-# Options that say what a machine has room for, and others that no result depends on: they may be
-# others when a job goes on.
+# Options on which no result depends, such as those for the memory of a machine. They may differ
+# when a job is resumed.
 FREE = {
     "max_num_batched_tokens",
     "max_num_seqs",
@@ -41,7 +41,7 @@ FREE = {
     "step_timeout",
     "trace",
 }
-SAMPLED_BYTES = 2**20  # of each end of a file of weights, by which it is known again
+SAMPLED_BYTES = 2**20  # at each end of a file of weights, which identify the file
 
 
 MakeEngine = Callable[[], AbstractContextManager[Engine]]
@@ -49,11 +49,11 @@ MakeEngine = Callable[[], AbstractContextManager[Engine]]
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be done.
+    """The description of a job.
 
-    trust_request_chat_template: let lines bring chat templates of their own.
-    strict: stop at the first line that cannot be done.
-    replicas: of the model, each of which runs max_num_seqs requests at the same time.
+    trust_request_chat_template: allow lines to bring their own chat templates.
+    strict: stop at the first line that fails.
+    replicas: number of LLMs, each of which runs max_num_seqs requests at the same time.
     """
 
     input: Path
@@ -69,16 +69,18 @@ class Job:
 
     @property
     def journal(self) -> Path:
+        """The path of the journal."""
         return self.output.with_name(self.output.name + ".journal")
 
     def model_folder(self) -> Path:
+        """Find the folder of the model. Raises RefusedError if there is none."""
         try:
             return resolve_model_folder(self.config.model)
         except ValueError as error:
             raise RefusedError(str(error)) from error
 
     def identity(self, source: Source) -> dict[str, Any]:
-        """All that the results depend on, by the names that an error gives it."""
+        """Return everything on which the results depend, by the names used in error messages."""
         options = {
             name: value
             for name, value in asdict(self.config).items()
@@ -99,11 +101,13 @@ class Job:
         }
         if self.trust_request_chat_template:
             described["--trust-request-chat-template"] = True
-        return json.loads(json.dumps(described, default=str))  # as it is read back
+        return json.loads(
+            json.dumps(described, default=str)
+        )  # in the form in which the journal returns it
 
 
 def model_identity(folder: Path) -> str:
-    """A hash of what the folder's JSON files and templates say, and of samples of its weights."""
+    """Hash the JSON files and templates of a model folder, and both ends of each weights file."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".jinja", ".model", ".txt"):
@@ -120,13 +124,15 @@ def model_identity(folder: Path) -> str:
 
 
 def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
-    """Do the job, or what is left of it. Returns a line that says what was done.
+    """Run the job, or resume it. Returns a line of totals.
 
-    `make_engine`: called if there is something left to compute; returns a context manager of an
-    Engine. `stop`: called often, when nothing is half done; what it raises ends the run.
+    Args:
+        make_engine: returns a context manager of an Engine; called only if lines are left.
+        stop: called often, between two steps; an exception that it raises ends the run.
 
-    Raises RefusedError if the job cannot begin or go on as it is asked for, JobError if it cannot
-    come to its end.
+    Raises:
+        RefusedError: the job cannot be started or resumed with these options.
+        JobError: the job cannot be completed.
     """
     check_paths(job)
     source = open_source(job)
@@ -140,11 +146,11 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
         line = journal.first_failed() if is_left else journal.state.get("first_failed")
         if job.strict and line is not None:
             raise JobError(
-                f"line {line} could not be done in an earlier run, and this is --strict: run it "
-                "without, or begin anew with another output"
+                f"line {line} failed in an earlier run, and --strict is given: run without "
+                "--strict, or start over with another output"
             )
         if not is_left:
-            return f"{job.output} is complete already: nothing was left to do"
+            return f"{job.output} is already complete: nothing was left to do"
         seconds, before = 0.0, journal.totals()
         if before.done < source.num_lines:
             with make_engine() as engine:
@@ -161,8 +167,8 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
                 )
                 seconds = perf_counter() - begun
         totals = journal.totals()
-        assert totals.done == source.num_lines, "each line has given a result"
-        if job.input.exists():  # one that was removed has been read, and may go
+        assert totals.done == source.num_lines, "each line has a result"
+        if job.input.exists():  # the input may be removed once all of it has been read
             source.seen.check()
         write(journal.state["mark"], interruptible(journal.records(), stop))
         journal.finish({"finished": True, "first_failed": journal.first_failed()})
@@ -170,63 +176,73 @@ def run_job(job: Job, make_engine: MakeEngine, stop: Callable[[], None]) -> str:
 
 
 def check_paths(job: Job) -> None:
+    """Raise RefusedError if the job cannot use its files, or would overwrite others."""
     if job.output.is_dir():
         raise RefusedError(f"the output is {job.output}, which is a folder: name a file in it")
     if job.input == Path("-"):
-        raise RefusedError("the input is -: name a file, as it is read more than once")
+        raise RefusedError("the input is -: name a file, because the input is read more than once")
     if job.output == Path("-"):
-        raise RefusedError("the output is -: name a file, results are not written to stdout")
+        raise RefusedError(
+            "the output is -: name a file, because results are not written to stdout"
+        )
     if job.output.suffix.lower() in COMPRESSED:
         raise RefusedError(
-            f"the output is {job.output}, but nothing is compressed here: leave out the "
+            f"the output is {job.output}, but a job writes no compressed files: leave out the "
             f"{job.output.suffix}, and compress the file when the job is done"
         )
     if job.output.exists() and job.input.exists() and job.output.samefile(job.input):
-        raise RefusedError(f"{job.input} is input and output: choose another output")
+        raise RefusedError(f"{job.input} is both the input and the output: choose another output")
     for path in files_of(job.journal):
         if job.input.exists() and path.exists() and path.samefile(job.input):
             raise RefusedError(
-                f"the input is {path}, which is what this job would call its journal: rename it, "
+                f"the input is {path}, which is the name of this job's journal: rename the input, "
                 "or choose another output"
             )
         if path.is_symlink():
-            raise RefusedError(f"{path} is a link, and a job writes to files of its own: remove it")
+            raise RefusedError(
+                f"{path} is a symbolic link, but a job writes only to its own files: "
+                "remove the link"
+            )
     if job.output.exists() and not job.journal.exists():
         raise RefusedError(
-            f"{job.output} is there already, and no {job.journal.name} beside it says that it "
-            "comes from this job: move it away, or choose another output"
+            f"{job.output} already exists, and there is no {job.journal.name} beside it to show "
+            "that it comes from this job: move it away, or choose another output"
         )
 
 
 def open_source(job: Job) -> Source:
+    """Open the input in the format that its name says."""
     if job.input.suffix == PARQUET:
         return parquet().ParquetRows(job.input, known_fields(job.keep))
     return JsonLines(job.input)
 
 
 def is_openai_batch(source: Source) -> bool:
-    """Whether the first line that says anything is one of OpenAI's batch format."""
+    """Return whether the first line that has fields is in OpenAI's batch format."""
     first = next((line.fields for line in source.lines([]) if line.fields), {})
     return "body" in first or "custom_id" in first and not {*PROMPTS} & {*first}
 
 
 def check_batch(job: Job) -> None:
-    """Refuse what answers in OpenAI's batch format have no place for."""
+    """Raise RefusedError for options that OpenAI's batch format does not support."""
     if job.output.suffix == PARQUET:
         raise RefusedError(
-            f"the output is {job.output}, but answers in OpenAI's batch format are JSON Lines: "
+            f"the output is {job.output}, but results in OpenAI's batch format are JSON Lines: "
             "name a .jsonl file"
         )
     for name, value in (("prompt-logprobs", job.params.prompt_logprobs), ("keep", job.keep)):
         if value not in (None, ()):
             raise RefusedError(
-                f"--{name} is given, but answers in OpenAI's batch format have no place for it: "
-                "leave it out, or write lines of the library's own format"
+                f"--{name} is given, but results in OpenAI's batch format have no field for it: "
+                "leave it out, or write the input in the library's own format"
             )
 
 
 def output_writer(job: Job, source: Source) -> Callable[[str, Iterator[bytes]], None]:
-    """What takes the mark of the output's part and all records, and writes all, or nothing."""
+    """Return the function that writes the output.
+
+    Its arguments are the mark in the name of the incomplete file, and all records.
+    """
     if job.output.suffix != PARQUET:
         return partial(write_json_lines, job.output)
     schema = parquet().output_schema(("id", *job.keep), source)
@@ -234,7 +250,7 @@ def output_writer(job: Job, source: Source) -> Callable[[str, Iterator[bytes]], 
 
 
 def parquet() -> Any:
-    """The module for Parquet, which needs a package that not everybody has."""
+    """Import the module for Parquet. Raises RefusedError if pyarrow is not installed."""
     try:
         from nanovllm.apps.jobs import parquet
     except ModuleNotFoundError as error:
@@ -245,6 +261,7 @@ def parquet() -> Any:
 
 
 def make_format(job: Job, is_batch: bool, state: dict[str, Any]) -> Format:
+    """Make the format of the job's input and output."""
     defaults = Defaults(
         job.params, state["seed"], job.template_options, job.trust_request_chat_template
     )
@@ -254,34 +271,37 @@ def make_format(job: Job, is_batch: bool, state: dict[str, Any]) -> Format:
 
 
 def take_up(job: Job, journal: Journal, identity: dict[str, Any]) -> bool:
-    """Begin, or go on with what the journal holds. False: all is done."""
+    """Start the job, or check that the journal belongs to it. Returns whether work is left.
+
+    Raises RefusedError if the job was started with another input, model or options.
+    """
     state = journal.state
     is_finished = bool(state.get("finished")) and job.output.exists()
     if not is_finished and journal.totals().done == 0:
-        # New; or stopped before its first result; or somebody has taken the output away.
+        # The job is new, was stopped before its first result, or has lost its output.
         seed = job.config.seed
         journal.begin(
             {
                 "identity": identity,
                 "seed": random.SystemRandom().getrandbits(63) if seed is None else seed,
                 "created": int(time()),
-                "mark": draw_mark(),  # of the incomplete output's name
+                "mark": draw_mark(),  # the mark in the name of the incomplete output
                 "finished": False,
             }
         )
     elif changes := say_changes(state["identity"], identity):
         remove = f"{job.journal.name} and the output" if is_finished else job.journal.name
         raise RefusedError(
-            f"{job.output} was begun otherwise: {'; '.join(changes)}. Run it as it was begun; or, "
-            f"to begin anew, choose another output or remove {remove}"
+            f"{job.output} was started differently: {'; '.join(changes)}. Run the job as it was "
+            f"started; or, to start over, choose another output or remove {remove}"
         )
-    elif "mark" not in state:  # begun by an earlier version of this library
+    elif "mark" not in state:  # the job was started by an earlier version of this library
         journal.begin({"mark": draw_mark()})
     return not is_finished
 
 
 def say_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What differs: options by their values, input and model by their names."""
+    """List what has changed: options with their values, the input and the model by name."""
     changes = []
     for name in before | now:
         old, new = before.get(name), now.get(name)
@@ -292,12 +312,14 @@ def say_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def interruptible(records: Iterator[bytes], stop: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the records, and call `stop` before each."""
     for record in records:
         stop()
         yield record
 
 
 def say_totals(totals: Totals, before: Totals, seconds: float) -> str:
+    """Write the line of totals."""
     tokens = totals.output_tokens - before.output_tokens
     earlier = f", {before.done:,} of them in earlier runs" if before.done else ""
     return (

@@ -1,4 +1,4 @@
-"""The loop of a job: lines to requests, requests to an engine, results to the journal."""
+"""The loop of a job: it turns lines into requests, runs them, and stores their results."""
 
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -11,23 +11,25 @@ from nanovllm.apps.jobs.journal import Journal, Result, Totals
 from nanovllm.apps.jobs.worker import Outputs, Refused
 from nanovllm.frontend.progress import Tokens, show_bar
 
-# Requests that wait, as a multiple of those that can run: enough to choose from.
+# Waiting requests, as a multiple of the running ones: enough for the scheduling policy to choose
+# from.
 AHEAD = 8
-MOST_AHEAD = 4096  # of these: each takes a kilobyte or two, and all are read before the first step
-# Tokens of their prompts, beyond which no more are queued than can run: they lie in memory.
+MOST_AHEAD = 4096  # waiting requests: each takes 1-2 KB, and all are read before the first step
+# Prompt tokens of unfinished requests, all in memory. Beyond this number no request is queued that
+# cannot run at once.
 MOST_PROMPT_TOKENS = 2**22
-# Lines that are read at once, so that their texts go to the tokenizer together.
+# Lines that are read together, so that one call of the tokenizer encodes all of their texts.
 CHUNK = 32
 
 
 class Engine(Protocol):
-    """What serves requests, as `worker.Worker` does."""
+    """The interface of what serves requests; `worker.Worker` and `pool.Pool` implement it."""
 
     @property
     def num_unfinished(self) -> int: ...
 
-    num_prompt_tokens: int  # of the unfinished
-    # Computed so far, as far as is known.
+    num_prompt_tokens: int  # prompt tokens of the unfinished requests
+    # Tokens computed so far; a pool counts those of finished requests only.
     num_prefill_tokens: int
     num_decode_tokens: int
 
@@ -49,21 +51,24 @@ def compute(
     strict: bool,
     stop: Callable[[], None],
 ) -> None:
-    """Give each of the lines its result in the journal.
+    """Compute the result of every line, and store it in the journal.
 
-    `num_running`: requests that the engine runs at the same time. `strict`: raise JobError for a
-    line that cannot be done. `stop`: called between steps; what it raises ends the loop.
+    The loop keeps enough requests waiting that the scheduling policy can choose well. With overlap,
+    the device runs the next step while this loop stores results and reads lines.
 
-    The engine is kept full: as many requests are queued as help it to choose well. With overlap,
-    the device works on the next step while results are taken and lines are read here.
+    Args:
+        num_running: requests that the engine runs at the same time.
+        strict: raise JobError for the first line that fails.
+        stop: called between steps; an exception that it raises ends the loop.
     """
     with progress, journal:
 
         def keep(result: Result) -> None:
             if result.failed and strict:
                 raise JobError(
-                    f"{result.record['error']}\nThe job is --strict, so it stops here. Without "
-                    "--strict, the same command goes on and leaves an error in this line's place"
+                    f"{result.record['error']}\nThe job stops here because --strict is given. "
+                    "Without --strict, the same command resumes the job, and the result of this "
+                    "line is the error"
                 )
             journal.add(result)
             progress.add(result)
@@ -87,7 +92,7 @@ def compute(
 
 
 def room_for(engine: Engine, num_running: int) -> bool:
-    """Whether another chunk of lines should be read now."""
+    """Return whether another chunk of lines should be read now."""
     most = num_running
     if engine.num_prompt_tokens <= MOST_PROMPT_TOKENS:
         most += num_ahead(num_running)
@@ -95,12 +100,12 @@ def room_for(engine: Engine, num_running: int) -> bool:
 
 
 def num_ahead(num_running: int) -> int:
-    """How many requests wait beside those that run."""
+    """Return how many requests should wait beside the running ones."""
     return min(AHEAD * num_running, MOST_AHEAD)
 
 
 def add_lines(lines: list[Line], format: Format, engine: Engine) -> Iterator[Result]:
-    """Queue what the lines ask for. Yields the results of those that cannot be done."""
+    """Queue the requests of the lines. Yields the results of lines that are not valid requests."""
     requests = []
     fields_of = {line.number: line.fields for line in lines}
     problems = []
@@ -117,6 +122,7 @@ def add_lines(lines: list[Line], format: Format, engine: Engine) -> Iterator[Res
 
 
 def as_result(format: Format, request: Request, output: dict[str, Any]) -> Result:
+    """Make the result of a request from its output."""
     if "error" in output:
         return Result(request.line, True, 0, 0, format.failure(request, output["error"]))
     completions = output.get("completions", [output])
@@ -130,9 +136,7 @@ def as_result(format: Format, request: Request, output: dict[str, Any]) -> Resul
 
 
 class Progress:
-    """A bar of lines that are done, with those that failed, the tokens that were computed, and how
-    many a second lately.
-    """
+    """A progress bar of finished lines, with failed lines, computed tokens and their rate."""
 
     def __init__(self, name: str, num_lines: int, before: Totals, shown: bool) -> None:
         self._num_failed = before.failed
@@ -147,16 +151,17 @@ class Progress:
             self._bar.close()
 
     def add(self, result: Result) -> None:
+        """Count a finished line."""
         self._num_failed += result.failed
         self._update(1)
 
     def reach(self, prefill_tokens: int, decode_tokens: int) -> None:
-        """Take how many tokens were computed so far."""
+        """Set the numbers of tokens that have been computed so far."""
         self._tokens.reach(prefill_tokens, decode_tokens)
         self._update(0)
 
     def _update(self, num_lines: int) -> None:
         if self._bar is not None:
-            said = f"{self._num_failed} failed, {self._tokens}"
-            self._bar.set_postfix_str(said, refresh=False)
+            text = f"{self._num_failed} failed, {self._tokens}"
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(num_lines)

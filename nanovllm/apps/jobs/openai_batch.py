@@ -1,7 +1,7 @@
-"""The format of OpenAI's batches: custom_id, method, url and body in, a response for each out.
+"""OpenAI's batch format: a line has custom_id, method, url and body; its record has a response.
 
-What is read of a body, and what an answer says, follows OpenAI's API reference (batch, chat
-completions, completions). Beside OpenAI's parameters, those of SamplingParams are taken.
+The fields of bodies and responses follow OpenAI's API reference (batch, chat completions,
+completions). A body may also have any field of SamplingParams.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from nanovllm.foreign_names import IN_LINE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOP_FIELDS = ("custom_id", "method", "url", "body")
-# Change nothing here: who asks, who pays, what is stored, and the model's name, which is --model's.
+# Parameters that are ignored: they say who asks, who pays and what is stored. --model names the
+# model.
 IGNORED = (
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
-# May be there as long as they ask for nothing.
+# Unsupported parameters, with the values that are accepted because they request nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "stream_options": (),
@@ -43,10 +44,18 @@ OWN = ("max_completion_tokens", "top_logprobs", "response_format", "chat_templat
 
 
 class OpenAIFormat:
-    """Answers are named after their lines, so that they are the same however often a job stops."""
+    """OpenAI's batch format.
+
+    The ids in a record are made of the line's number, so records do not depend on how often the job
+    was stopped.
+    """
 
     def __init__(self, defaults: Defaults, model: str, created: int) -> None:
-        """`model`: its name in the answers. `created`: the time in them, seconds since 1970."""
+        """Make the format.
+
+        model: the model's name in responses.
+        created: the time of creation in responses, in seconds since 1970.
+        """
         self._defaults = defaults
         self._model = model
         self._created = created
@@ -61,7 +70,7 @@ class OpenAIFormat:
         url = fields["url"]
         if url not in (CHAT, COMPLETIONS):
             raise ValueError(f"url is {shown(url)}: use {CHAT!r} or {COMPLETIONS!r}")
-        # The API takes null for what is not given.
+        # In the API, null means that a parameter is not given.
         given = {name: value for name, value in fields["body"].items() if value is not None}
         is_chat = url == CHAT
         kind = "messages" if is_chat else "prompt"
@@ -69,9 +78,11 @@ class OpenAIFormat:
         body = refuse_unknown_names("body", "field", given, known, IN_LINE)
         for name, allowed in NEUTRAL.items():
             if name in body and body[name] not in allowed:
-                raise ValueError(f"{name} is {shown(body[name])}, which is not supported")
+                raise ValueError(
+                    f"{name} is {shown(body[name])}, which is not supported: leave it out"
+                )
         if kind not in body:
-            raise ValueError(f"body has no {kind}")
+            raise ValueError(f"body has no {kind}: add it, as url is {url!r}")
         if is_chat and not isinstance(body[kind], list):
             raise TypeError(f"messages is {shown(body[kind])}: use a list")
         return Request(
@@ -127,30 +138,33 @@ class OpenAIFormat:
 
 
 def _sampling_fields(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """Return the fields of SamplingParams that a body sets."""
     given = {name: body[name] for name in SAMPLING if name in body}
     if "max_completion_tokens" in body:
         given["max_tokens"] = body["max_completion_tokens"]
     if as_integer(given.get("max_tokens")) == 0:
         raise ValueError(
-            "max_tokens is 0, and an answer in this format says nothing of the prompt: use 1 or "
-            "more; or, for prompt_logprobs, write lines of the library's own format"
+            "max_tokens is 0, but responses in this format have no field about the prompt: use 1 "
+            "or more; or, for prompt_logprobs, write the input in the library's own format"
         )
-    if is_chat:  # whether, and beside it how many
+    if is_chat:  # here logprobs is a bool, and top_logprobs is the number
         wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
         if not isinstance(wanted, bool):
             raise TypeError(f"logprobs is {shown(wanted)}: use true or false")
         if count and not wanted:
-            raise ValueError(f"top_logprobs is {shown(count)}: it needs logprobs=true")
+            raise ValueError(f"top_logprobs is {shown(count)}: set logprobs to true as well")
         given["logprobs"] = count if wanted else None
     if form := _form(body.get("response_format", {"type": "text"})):
         if "structured_outputs" in given:
-            raise ValueError("response_format and structured_outputs are given: use one of them")
+            raise ValueError(
+                "response_format and structured_outputs are both given: use one of them"
+            )
         given["structured_outputs"] = form
     return given
 
 
 def _form(response_format: Any) -> dict[str, Any] | None:
-    """What it asks for as structured_outputs; None: any text."""
+    """Convert a response_format to structured_outputs. Returns None for any text."""
     match response_format:
         case {"type": "text"}:
             return None
@@ -165,10 +179,10 @@ def _form(response_format: Any) -> dict[str, Any] | None:
 
 
 def _prompt(prompt: Any) -> Any:
-    """Text or token ids. The API's lists of several prompts are several lines here."""
+    """Return a prompt as text or token ids. Raises TypeError for a list of several prompts."""
     if isinstance(prompt, list) and any(isinstance(one, (str, list)) for one in prompt):
         raise TypeError(
-            f"prompt is {shown(prompt)}: use one text, or one list of token ids, a line"
+            f"prompt is {shown(prompt)}: use one text or one list of token ids per line"
         )
     return prompt
 

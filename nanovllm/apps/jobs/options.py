@@ -1,6 +1,6 @@
-"""Flags of the command line, made from the declarations of options.
+"""The flags of the command line, which are made from the declared options.
 
-A new option of `Config` or `SamplingParams` is a new flag; its help is the option's.
+Every option of `Config` and `SamplingParams` has a flag, with the same help.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from nanovllm.checks import shown
 from nanovllm.foreign_names import OPTIONS, PARAMETERS
 from nanovllm.options import members_of, options_of
 
-NONE = "none"  # how a flag says None
+NONE = "none"  # the text that stands for None on the command line
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers an unknown flag with the one that may have been meant."""
+    """A parser that suggests a known flag for an unknown one."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        # This comes first: of a misspelled --model, argparse says only that --model is required.
+        # Check this first: for a misspelled --model, argparse says only that --model is required.
         for text in sys.argv[1:] if args is None else args:
             if text == "--":  # only positional arguments follow
                 break
             flag = text.split("=")[0]
-            # As argparse sees it: what has a space is a value.
+            # Like argparse, take an argument that has a space for a value.
             if (
                 flag.startswith("--")
                 and " " not in text
@@ -42,14 +42,17 @@ class Parser(argparse.ArgumentParser):
         name = flag.removeprefix("--").replace("-", "_")
         if foreign := PARAMETERS.get(name) or OPTIONS.get(name):
             return foreign.remedy
-        # A flag of two words can be spelled with "_", too: one spelling is enough here.
+        # Flags are also accepted with "_"; suggest only the spelling with "-".
         known = [one for one in self._option_string_actions if "_" not in one]
         near = difflib.get_close_matches(flag.replace("_", "-"), known, n=1)
-        return f"did you mean {near[0]}?" if near else f"{self.prog} --help lists them"
+        return f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
 
 
 def add_flags(parser: argparse._ArgumentGroup, options: type, leave_out: set[str]) -> None:
-    """Add a flag for each option: --max-tokens for max_tokens. One not given sets nothing."""
+    """Add a flag for each option, such as --max-tokens for max_tokens.
+
+    A flag that is not given sets no attribute.
+    """
     annotations = {field.name: field.type for field in fields(options)}
     for name, declared in options_of(options).items():
         if name in leave_out:
@@ -57,7 +60,7 @@ def add_flags(parser: argparse._ArgumentGroup, options: type, leave_out: set[str
         text = declared.help.replace("`None`", NONE).replace("`", "")
         if declared.default != ():
             text += f" (default: {str(declared.default).lower()})"
-        # As Python writes the name, too; the help says it once.
+        # Accept the spelling of Python too, but list a flag only once in the help.
         spellings = {
             "--" + name: argparse.SUPPRESS,
             "--" + name.replace("_", "-"): text.replace("%", "%%"),
@@ -83,7 +86,7 @@ def given_flags(args: argparse.Namespace, options: type) -> dict[str, Any]:
 
 
 def how_to_read(annotation: Any) -> dict[str, Any]:
-    """Return what argparse must know to read an option of this type."""
+    """Return the arguments of add_argument for an option of this type."""
     members = members_of(annotation)
     kinds = members - {NoneType}
     if bool in kinds:
@@ -105,15 +108,17 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no JSON: {error}") from error
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no JSON object: use {{...}}")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON object: use {{...}}")
     return value
 
 
 def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that reads "none" as None, and other texts by `kind`."""
+
     def read(text: str) -> Any:
         return None if text.lower() == NONE else kind(text)
 
-    read.__name__ = getattr(kind, "__name__", "value")  # argparse names it in its errors
+    read.__name__ = getattr(kind, "__name__", "value")  # argparse uses this name in its errors
     return read

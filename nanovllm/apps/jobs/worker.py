@@ -1,4 +1,4 @@
-"""Serve a job's requests with an LLM: many at a time, and a wrong one harms no other."""
+"""The worker of a job, which serves requests with one LLM."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,33 +9,38 @@ from nanovllm.apps.jobs.formats import Request
 from nanovllm.engine.metrics import StepRecord
 from nanovllm.llm import LLM
 
-Refused = list[tuple[Request, str]]  # requests that cannot be served, and why
-# What LLM.step returned for a request; or why it could not be done, as {"error": ...}.
+Refused = list[tuple[Request, str]]  # invalid requests, and what is wrong with them
+# A request, and the output that LLM.step returned for it or {"error": problem}.
 Outputs = list[tuple[Request, dict[str, Any]]]
 AroundEncode = Callable[[], AbstractContextManager[None]]
 
 
 class Worker:
-    """Requests in, outputs out, in the order in which they end."""
+    """An LLM that runs many requests at a time, in which an invalid request affects no other.
+
+    Outputs come in the order in which requests finish.
+    """
 
     def __init__(
         self, llm: LLM, policy: Any = None, around_encode: AroundEncode = nullcontext
     ) -> None:
         """Serve requests with `llm`.
 
-        `policy`: the LLM's, if it is to be told when the last request has come. `around_encode`:
-        makes the context in which chat templates and the tokenizer run.
+        policy: the LLM's rolling policy, which is told when the last request has been added; None
+            if the LLM has another policy.
+        around_encode: makes the context in which chat templates and the tokenizer run.
         """
         self._llm = llm
         self._policy = policy
         self._around_encode = around_encode
-        self._requests: dict[int, Request] = {}  # unfinished, by the LLM's id
-        self.num_prompt_tokens = 0  # of these
-        self.num_prefill_tokens = self.num_decode_tokens = 0  # computed so far
+        self._requests: dict[int, Request] = {}  # unfinished requests, by their ids in the LLM
+        self.num_prompt_tokens = 0  # prompt tokens of the unfinished requests
+        self.num_prefill_tokens = self.num_decode_tokens = 0  # tokens computed so far
         llm.on_step(self._count)
 
     @property
     def num_unfinished(self) -> int:
+        """The number of unfinished requests."""
         return len(self._requests)
 
     def _count(self, step: StepRecord) -> None:
@@ -43,7 +48,7 @@ class Worker:
         self.num_decode_tokens += step.decode_tokens
 
     def add(self, requests: list[Request]) -> Refused:
-        """Queue requests; returns those that cannot be served."""
+        """Queue requests. Returns the invalid ones, which are not queued."""
         refused: Refused = []
         with self._around_encode():
             encoded = self._encode(requests)
@@ -53,8 +58,8 @@ class Worker:
                     raise tokens
                 if self._policy is not None and request.params.priority:
                     raise ValueError(
-                        f"priority is {request.params.priority}, of which nothing takes notice: "
-                        "leave it out, or run the job with --scheduling-policy priority"
+                        f"priority is {request.params.priority}, but this job's scheduling policy "
+                        "ignores it: leave it out, or use --scheduling-policy priority"
                     )
                 self._requests[self._llm.add_request(tokens, request.params)] = request
                 self.num_prompt_tokens += len(tokens)
@@ -63,14 +68,16 @@ class Worker:
         return refused
 
     def no_more(self) -> None:
-        """The last request was added."""
+        """Note that the last request has been added."""
         if self._policy is not None:
             self._policy.more_to_come = False
 
     def step(self) -> Outputs:
-        """Run one step; returns what has ended with it."""
+        """Run one step, and return the outputs of the requests that it has finished."""
         ended: Outputs = []
-        for output in map(dict, self._llm.step()):  # what else outputs carry would travel with them
+        for output in map(
+            dict, self._llm.step()
+        ):  # plain dicts: attributes of an output would be sent along
             request = self._requests.pop(output["id"])
             self.num_prompt_tokens -= len(output["prompt_token_ids"])
             if problem := problem_of(output):
@@ -81,10 +88,10 @@ class Worker:
         return ended
 
     def _encode(self, requests: list[Request]) -> list[Any]:
-        """The token ids of each request, or the error that it raises.
+        """Return the token ids of each request, or the error that encoding it raises.
 
-        All texts go to the tokenizer together, which uses all cores then; so do all conversations
-        with the same options for the chat template.
+        One call of the tokenizer encodes all texts, and so uses all cores. One call also encodes
+        all conversations that have the same arguments for the chat template.
         """
         encoded = [request.prompt for request in requests]  # token ids are left as they are
         groups: dict[tuple[bool, str], list[int]] = {}
@@ -103,6 +110,7 @@ class Worker:
         return encoded
 
     def _token_texts(self, output: dict[str, Any]) -> dict[int, str]:
+        """Return the texts of all tokens that have log-probabilities in the output."""
         completions = output.get("completions", [output])
         tokens = {token for one in completions for values in one["logprobs"] for token in values}
         tokenizer = self._llm.tokenizer
@@ -110,9 +118,7 @@ class Worker:
 
 
 def problem_of(output: dict[str, Any]) -> str | None:
-    """Say why a request could not be done: what went wrong with the first of its completions that
-    ended with an error. None: it is done.
-    """
+    """Return the error of the first completion that has one; None if the request succeeded."""
     completions = output.get("completions", [output])
     for i, completion in enumerate(completions):
         if "error" in completion:
@@ -122,7 +128,10 @@ def problem_of(output: dict[str, Any]) -> str | None:
 
 
 def together_or_alone(encode: Callable[[list[Any]], list[Any]], items: list[Any]) -> list[Any]:
-    """Encode all in one call; if one of them is wrong, each by itself, errors in their places."""
+    """Encode all items in one call or, if that fails, each item alone.
+
+    Returns the token ids of each item, or the error that it raises.
+    """
     try:
         return encode(items) if items else []
     except (ValueError, TypeError) as error:
