@@ -136,8 +136,8 @@ WRONG_PARAMS = {
     "all-tokens-barred": (
         SamplingParams(stop_token_ids=list(range(VOCAB)), min_tokens=1),
         ValueError,
-        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 "
-        r"lets none be sampled",
+        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, and min_tokens=1 "
+        r"bars all of it",
     ),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
     "a-number-inside": (
@@ -236,7 +236,7 @@ def test_an_n_that_does_not_fit_names_the_option_that_is_too_low(make_llm):
     ):
         llm = make_llm(**{option: 2, other: 4})
         with pytest.raises(
-            ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower the one or raise the"
+            ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower n or raise"
         ):
             llm.generate([GOOD], SamplingParams(n=3), use_tqdm=False)
 

@@ -139,7 +139,7 @@ def test_too_many_completions_are_refused(folder):
     with make_llm(folder, num_kvcache_blocks=4) as llm:
         with pytest.raises(
             ValueError,
-            match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower the one or raise the other",
+            match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower n or raise max_num_seqs",
         ):
             generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
         with pytest.raises(
