@@ -136,8 +136,8 @@ WRONG_PARAMS = {
     "all-tokens-barred": (
         SamplingParams(stop_token_ids=list(range(VOCAB)), min_tokens=1),
         ValueError,
-        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 "
-        r"lets none be sampled",
+        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, and min_tokens=1 "
+        r"bars all of it",
     ),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
     "a-number-inside": (

@@ -439,7 +439,7 @@ WRONG = {
     r"contexts\[0\] with continuations\[0\]: the continuation has no tokens": (["in"], [""]),
     r".*continuations\[0\]\[1\]: the continuation has no tokens: give": (["in"], [["q", ""]]),
     r".*continuations\[0\]: the continuation has no tokens: give a": ([[1]], [[]]),
-    r".*continuations\[0\]: the continuation has .*: the tokenizer joins it to": (["i"], ["n"]),
+    r".*continuations\[0\]: the continuation has .*: the tokenizer merges it into": (["i"], ["n"]),
     r".*: one is text, the other is not: give both": (["in"], [[1]]),
     r".*0\]: the continuation has no tokens: give at least one token$": (["in"], [[]]),
     r".*\[0\]\[1\]: the continuation has no tokens": (["in"], [["q", []]]),

@@ -353,7 +353,7 @@ def test_an_iterable_that_comes_between_its_own_tensors_leaves_the_old_weights(
         getattr(llm, call)(*arguments)
         yield from others
 
-    with pytest.raises(ValueError, match=f"^{call} was called while .* another call is under way"):
+    with pytest.raises(ValueError, match=f"^{call} was called while .* another call is running"):
         llm.update_weights(weights())
     assert_some(llm, checkpoint)
     llm.update_weights(state(trained).items())

@@ -1,1 +1,1 @@
-"""What stands between the user's calls and the engine: inputs, sessions, tokenizer, outputs."""
+"""The layer between the user's calls and the engine: inputs, session, tokenizer, outputs."""

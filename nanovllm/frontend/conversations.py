@@ -1,4 +1,4 @@
-"""Check the conversations of a call, and have the model's chat template write them."""
+"""Turn the conversations of a call into prompts: check them, and render the chat template."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from nanovllm.checks import shown
 def encode_conversations(
     messages: Any, tokenizer: Any, options: dict[str, Any]
 ) -> tuple[list[str], list[list[int]]]:
-    """One conversation or several as the chat template writes them: texts and token ids.
+    """Render one conversation or several with the chat template. Returns texts and token ids.
 
-    `tokenizer`: None if the model has none. `options` go to the template.
+    `tokenizer` is None if the model has none. `options` go to the template.
     """
     conversations = _split(messages)
     if not isinstance(options, dict):
@@ -26,7 +26,7 @@ def encode_conversations(
 
 
 def _split(messages: Any) -> list[list[dict[str, Any]]]:
-    """One conversation or several -> a list of conversations."""
+    """Return a list of conversations, whether the user gave one conversation or several."""
     if not isinstance(messages, (list, tuple)):
         raise TypeError(
             f"messages is a {type(messages).__name__}: "

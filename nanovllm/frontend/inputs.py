@@ -1,7 +1,7 @@
-"""Check what a call asks for, all of it before any of it is queued.
+"""Checks of what a call asks for. All requests of a call are checked before any is queued.
 
-Every error names the place, the value and the remedy: TypeError for what is of a wrong type,
-ValueError for the rest.
+Every error names the field, the value and the remedy. A value of a wrong type raises TypeError, any
+other wrong value ValueError.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from nanovllm.frontend.params import resolve_constraints
 from nanovllm.frontend.tokenizer import Tokenizer, need_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
-# A prompt's token ids, what is asked for, and the prompt's text if it has one.
+# A prompt's token ids, its sampling parameters, and its text (None if the user gave token ids).
 Request = tuple[list[int], SamplingParams, str | None]
 
 
 class TextPrompt(TypedDict):
-    """A prompt of text, as vLLM has it: a plain dict, whoever makes it."""
+    """A prompt of text, as in vLLM. Any dict of this form will do."""
 
     prompt: str
 
 
 class _Text(TypedDict, total=False):
-    prompt: str  # what the ids were made of, for `RequestOutput.prompt`
+    prompt: str  # the text of the token ids, for `RequestOutput.prompt`
 
 
 class TokensPrompt(_Text):
-    """A prompt of token ids, and of the text that they were made of."""
+    """A prompt of token ids, with or without their text."""
 
     prompt_token_ids: list[int]
 
@@ -47,7 +47,7 @@ PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
 
 
 class Inputs:
-    """Makes requests of what a user gives, if an engine can serve them."""
+    """The way from a user's input to requests that the engine can serve."""
 
     def __init__(self, config: Config, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
         self.config = config
@@ -60,20 +60,24 @@ class Inputs:
         self.stop_ids = engine.stop_ids
 
     def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Prompts of text or of token ids, one or several; parameters for all or for each."""
+        """Make requests of prompts, which are text or token ids, one prompt or a list.
+
+        `sampling_params` is one SamplingParams for all prompts, or a list with one for each.
+        """
         read = [_read(f"prompts[{i}]", one) for i, one in enumerate(_split_prompts(prompts))]
         texts, token_ids = [text for text, _ in read], [ids for _, ids in read]
-        # By index, the texts of prompts that come without token ids.
+        # Index -> text, of prompts that come without token ids.
         unread = {i: text for i, (text, ids) in enumerate(read) if text is not None and ids is None}
         if unread:
-            # One call of the tokenizer for all texts, so that it uses all cores. Prompts of token
-            # ids are empty texts in it: its errors give the index among all prompts.
+            # Encode all texts in one call, so that the tokenizer uses all cores. A prompt of token
+            # ids stands in that call as an empty text, so that an error of the tokenizer has the
+            # index among all prompts.
             encoded = self.encode([unread.get(i, "") for i in range(len(read))])
             token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
         return self.requests("prompts", token_ids, sampling_params, texts)
 
     def encode(self, texts: Any, name: str = "prompts") -> list[list[int]]:
-        """The token ids of one text or several, which errors call `name`."""
+        """Return the token ids of one text or several. Errors call the texts `name`."""
         texts = _split_prompts(texts)
         for i, text in enumerate(texts):
             if not isinstance(text, str):
@@ -84,9 +88,12 @@ class Inputs:
     def requests(
         self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]
     ) -> list[Request]:
-        """Prompts of token ids, which errors call `name`; parameters for all or for each."""
+        """Make requests of prompts of token ids, with parameters for all or for each.
+
+        Errors call the prompts `name`. texts[i] is the text of prompts[i], or None.
+        """
         requests = []
-        resolved: dict[int, SamplingParams] = {}  # by the id of what was given
+        resolved: dict[int, SamplingParams] = {}  # by the id() of the given object
         for i, params in enumerate(_spread(sampling_params, len(prompts))):
             if id(params) not in resolved:
                 resolved[id(params)] = self.resolve_params(f"sampling_params[{i}]", params)
@@ -97,7 +104,7 @@ class Inputs:
     def request(
         self, name: str, prompt: Any, params: SamplingParams, text: str | None = None
     ) -> Request:
-        """One request of token ids, which errors call `name`; `text`: what they were made of."""
+        """Make one request of a prompt of token ids. Errors call the prompt `name`."""
         token_ids = _token_ids(name, prompt, self.vocab_size)
         self._check_length(name, len(token_ids), params)
         if params.max_tokens is None:
@@ -109,14 +116,14 @@ class Inputs:
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:
             raise ValueError(f"{name} is empty: give at least one token")
-        # One place is left for an output. Where there is none, the prompt's last token is scored by
-        # the logits of the one before it, and takes no place in the KV cache.
+        # A request that generates needs room for one output token. With max_tokens=0 the prompt's
+        # last token is scored by the logits of the token before it, so it needs no KV slot itself.
         generates = params.max_tokens != 0
         if length > self.max_model_len + (-1 if generates else 1):
             raise ValueError(f"{name} has {length} tokens, {self._limit_and_remedy(generates)}")
 
     def _limit_and_remedy(self, generates: bool) -> str:
-        """What is said of a prompt that is too long."""
+        """Return the end of the error for a prompt that is too long."""
         if not generates:
             return (
                 f"max_model_len is {self.max_model_len} and takes one more, as none follows it: "
@@ -134,22 +141,23 @@ class Inputs:
         )
 
     def resolve_params(self, name: str, params: SamplingParams) -> SamplingParams:
-        """Returns params with bad_words as token ids. Raises ValueError for what this model cannot
-        do, or this library without a room.
+        """Return `params` with bad_words as token ids.
+
+        Raises ValueError for parameters that this model or these options of LLM cannot serve.
         """
         stop_ids = params.stop_token_ids or ()
         check_vocabulary(f"{name}.stop_token_ids", stop_ids, self.vocab_size)
         if params.min_tokens and len(set(stop_ids)) == self.vocab_size:
             raise ValueError(
-                f"{name}.stop_token_ids holds the whole vocabulary, of which "
-                f"min_tokens={params.min_tokens} lets none be sampled: "
+                f"{name}.stop_token_ids holds the whole vocabulary, and "
+                f"min_tokens={params.min_tokens} bars all of it: "
                 "leave a token out, or use min_tokens=0"
             )
         policy = self.config.scheduling_policy
         if params.priority and isinstance(policy, str) and policy != "priority":
             raise ValueError(
-                f"{name}.priority is {params.priority}, of which scheduling_policy={policy!r} "
-                "takes no notice: leave it out, or make the LLM with scheduling_policy='priority'"
+                f"{name}.priority is {params.priority}, which scheduling_policy={policy!r} "
+                "ignores: leave it out, or make the LLM with scheduling_policy='priority'"
             )
         if params.stop:
             need_tokenizer(self.tokenizer, "stop needs text", "use stop_token_ids")
@@ -157,7 +165,7 @@ class Inputs:
             eos_ids = frozenset() if params.ignore_eos else self.stop_ids
             params = resolve_constraints(name, params, self.tokenizer, self.vocab_size, eos_ids)
         if params.structured_outputs is not None:
-            assert self.constraints is not None, "build.py makes them"
+            assert self.constraints is not None, "build.py gives every engine constraints"
             try:
                 self.constraints.check(params)
             except ValueError as error:
@@ -165,9 +173,12 @@ class Inputs:
         return params
 
     def _check_room(self, name: str, length: int, params: SamplingParams) -> None:
-        """The KV cache must hold the request at its longest, or the window and a block more."""
+        """Check that the KV cache can hold the request at its longest.
+
+        With a sliding window, room for the window and one more block is enough.
+        """
         assert params.max_tokens is not None
-        # K and V of the last token are never needed.
+        # The last token is never an input, so its K and V are never computed.
         needed = max(length, min(length + params.max_tokens, self.max_model_len)) - 1
         if self.window is not None:
             needed = min(needed, self.window + self.config.kvcache_block_size)
@@ -182,7 +193,7 @@ class Inputs:
 
 
 def _split_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several -> a list of prompts."""
+    """Return a list of prompts, whether the user gave one prompt or several."""
     prompts = as_list(prompts)
     if isinstance(prompts, (str, dict)):
         return [prompts]
@@ -191,14 +202,14 @@ def _split_prompts(prompts: Any) -> list[Any]:
             f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
             "token ids, such as the input_ids that a tokenizer makes"
         )
-    # A bool is an int, and no token id: it is refused as one.
+    # A bool is an int too: such a list is one prompt, and `_token_ids` refuses its bools.
     if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
         return [list(prompts)]
     return list(prompts)
 
 
 def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
-    """A prompt's text if it has one, and its token ids: None if they are to be made of the text."""
+    """Return a prompt's text and token ids: None for the one that the user did not give."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, dict):
@@ -214,7 +225,7 @@ def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
 
 
 def _spread(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for all prompts, or one for each -> one for each."""
+    """Return one SamplingParams for each prompt, whether `params` is one for all or a list."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -237,7 +248,7 @@ def _spread(params: Any, count: int) -> list[SamplingParams]:
 
 
 def _token_ids(name: str, ids: Any, vocab_size: int) -> list[int]:
-    """The ids as a list of int, all of them in the vocabulary."""
+    """Return token ids as a list of int, after checking that the vocabulary has them all."""
     ids = as_list(ids)
     if not isinstance(ids, (list, tuple)):
         raise TypeError(

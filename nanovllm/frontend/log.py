@@ -1,7 +1,7 @@
-"""What the library says by itself: one line when an LLM is ready.
+"""The library's logger, "nanovllm", and the line that it logs when an LLM is ready.
 
-The logger is "nanovllm". Where nobody has configured logging, its messages of level INFO and above
-go to stderr; `logging.getLogger("nanovllm").setLevel(logging.WARNING)` keeps the line away.
+Where nobody has configured logging, messages of level INFO and above go to stderr. To hide the
+line, call `logging.getLogger("nanovllm").setLevel(logging.WARNING)`.
 """
 
 import logging
@@ -12,12 +12,14 @@ from nanovllm.engine.batch import RunnerInfo
 
 logger = logging.getLogger("nanovllm")
 
-_import_seconds = 0.0  # that no line has counted yet
+_import_seconds = 0.0  # import time that no logged line has counted yet
 
 
 def show_unless_configured() -> None:
-    """Make messages visible on stderr, unless the user has handlers of his own; keep the level he
-    has set."""
+    """Send messages to stderr, unless the user has configured handlers.
+
+    A level that the user has set stays.
+    """
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         if logger.level == logging.NOTSET:
@@ -25,21 +27,21 @@ def show_unless_configured() -> None:
 
 
 def count_import(seconds: float) -> None:
-    """Add the time that the package's import took to what the first line says."""
+    """Add the time that importing the package took to the time that the next line reports."""
     global _import_seconds
     _import_seconds += seconds
 
 
 def uncounted_import_seconds() -> float:
-    """Return the import time that no line has counted yet: 0 once an LLM is ready."""
+    """Return the import time that no line has reported yet: 0 once an LLM is ready."""
     return _import_seconds
 
 
 def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> None:
-    """Log what was loaded, and where.
+    """Log the model, its size, the device and the KV cache of an LLM that is ready.
 
-    `seconds`: since the LLM's making began. The first line of a process adds what it took to
-    import the package.
+    `seconds` is the time that the constructor took. The first line of a process also counts the
+    time that importing the package took.
     """
     global _import_seconds
     seconds, _import_seconds = seconds + _import_seconds, 0.0
@@ -55,6 +57,6 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
 
 
 def parameters(count: int) -> str:
-    """A model's size as people say it: "0.6 B parameters", "3.8 M parameters"."""
+    """Format a number of parameters: "0.6 B parameters", "3.8 M parameters"."""
     size = f"{count / 1e9:,.1f} B" if count >= 5e8 else f"{count / 1e6:,.1f} M"
     return f"{size} parameters"

@@ -1,4 +1,4 @@
-"""The outputs of a call, made of requests that have ended."""
+"""The outputs of a call, which are made from requests that have ended."""
 
 import math
 from collections.abc import Callable
@@ -10,13 +10,15 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.tokenizer import Tokenizer
 from nanovllm.outputs import RequestOutput, Texts
 
-# Lists of token ids, and the indices of those whose special tokens are written too -> their texts.
+# (lists of token ids, indices of the lists whose special tokens are kept) -> their texts.
 Decode = Callable[[list[list[int]], list[int]], list[str]]
 
 
 def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    """Make a dict for each request, as `LLM.generate` describes it: of its prompt, of its first
-    completion and, if there are several, the list of all. `decode` is None without a tokenizer.
+    """Make the dict that `LLM.generate` describes for each request.
+
+    A dict has the keys of the prompt and of the first completion. If the request has several
+    completions, their list is there too. `decode` is None if the model has no tokenizer.
     """
     texts = _texts([seq for request in requests for seq in request.completions], decode)
     outputs = []
@@ -34,7 +36,7 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
 
 
 class TokenTexts(dict[int, str | None]):
-    """Texts as transformers decodes them, each made when it is first asked for."""
+    """The texts of single tokens, which transformers decodes when they are first looked up."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -46,7 +48,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 def with_attributes(output: dict[str, Any], request: Sequence, texts: Texts) -> RequestOutput:
-    """Give a dict of `make_outputs` vLLM's attributes. `texts`: of tokens."""
+    """Give a dict of `make_outputs` vLLM's attributes. `texts` maps token ids to their texts."""
     return RequestOutput(
         output,
         request_id=str(request.id),
@@ -58,7 +60,10 @@ def with_attributes(output: dict[str, Any], request: Sequence, texts: Texts) -> 
 
 
 def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
-    """By id. Those that were not read as they grew are decoded in one call."""
+    """Return each sequence's text, by sequence id.
+
+    Sequences that were not detokenized while they ran are decoded here, in one call.
+    """
     texts = {seq.id: "" if seq.text is None else seq.text.text for seq in sequences}
     if decode is not None:
         whole = [seq for seq in sequences if seq.text is None]
@@ -69,6 +74,7 @@ def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
 
 
 def _completion(seq: Sequence, text: str) -> dict[str, Any]:
+    """Make the keys of one completion, from `text` on."""
     completion: dict[str, Any] = {
         "text": text,
         "token_ids": seq.output_ids,
@@ -85,7 +91,7 @@ def _completion(seq: Sequence, text: str) -> dict[str, Any]:
 
 
 def _stop_reason(seq: Sequence) -> str | int | None:
-    """What of `stop` or `stop_token_ids` ended the output. None: neither did."""
+    """Return the entry of `stop` or `stop_token_ids` that ended the output, or None."""
     if seq.text is not None and seq.text.stopped:
         return seq.text.stop_reason
     last = seq.token_ids[-1]
@@ -93,9 +99,9 @@ def _stop_reason(seq: Sequence) -> str | int | None:
 
 
 def read_logprobs(records: list[bytes], count: int) -> list[dict[int, float]]:
-    """For each of `count` tokens a dict {token id: log-probability}, its own first.
+    """Return a dict {token id: log-probability} for each of `count` tokens, its own id first.
 
-    Steps leave records, because a step has no time to make a dict for each of its tokens.
+    Steps keep raw records, because a step has no time to make a dict for each of its tokens.
     """
     if not count:
         return []
@@ -104,9 +110,10 @@ def read_logprobs(records: list[bytes], count: int) -> list[dict[int, float]]:
 
 
 def split_records(records: list[bytes], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids [count, 1 + k] int32 of records, and their log-probabilities, float32.
+    """Split records into token ids and log-probabilities, [count, 1 + k] int32 and float32.
 
-    Of each token there is its own id and those of the k likeliest, each id before its value.
+    The record of a token holds pairs of id and log-probability: first the token's own, then those
+    of the k likeliest tokens.
     """
     pairs = np.frombuffer(b"".join(records), dtype=np.int32).reshape(count, -1, 2)
     return pairs[..., 0], pairs.view(np.float32)[..., 1]

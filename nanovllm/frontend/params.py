@@ -1,4 +1,4 @@
-"""What a model's vocabulary and tokenizer say to the constraints of a request."""
+"""Checks of a request's constraints against the model's vocabulary and tokenizer."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,10 +15,10 @@ def resolve_constraints(
     vocab_size: int,
     stop_ids: frozenset[int],
 ) -> SamplingParams:
-    """Put token ids in the place of the texts in bad_words.
+    """Replace texts in bad_words by token ids, and check the constraints of `params`.
 
-    `name`: what errors call the parameters. `stop_ids`: end-of-sequence's. Raises ValueError for
-    token ids that are not the vocabulary's, and where no token is left to be sampled.
+    Errors call the parameters `name`. `stop_ids` are the ids of end-of-sequence. Raises ValueError
+    for token ids outside the vocabulary, and where no token is left to sample.
     """
     params = replace(params, bad_words=_sequences(name, params.bad_words, tokenizer))
     allowed, sequences = params.allowed_token_ids, params.bad_words
@@ -34,27 +34,29 @@ def resolve_constraints(
         barred |= stop_ids.union(params.stop_token_ids)
     if barred.issuperset(range(vocab_size) if allowed is None else allowed):
         raise ValueError(
-            f"{name} bars every token by bad_words, by min_tokens={params.min_tokens} or by what "
-            "allowed_token_ids leaves out: allow one that ends no output"
+            f"{name} bars every token by bad_words, by min_tokens={params.min_tokens} or by "
+            "allowed_token_ids: allow one that does not end the output"
         )
     return params
 
 
 def _sequences(name: str, words: Any, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word: of a text, those with and without a space before it."""
+    """Return the token ids of each word. A text gives two sequences: without and with a space
+    before it.
+    """
     if any(isinstance(word, str) for word in words):
         need_tokenizer(tokenizer, f"{name}.bad_words holds text", "give lists of token ids")
-    sequences: dict[tuple[int, ...], None] = {}  # a set in order
+    sequences: dict[tuple[int, ...], None] = {}  # an ordered set
     for word in words:
         if not isinstance(word, str):
             sequences[word] = None
             continue
-        assert tokenizer is not None, "there is text"
+        assert tokenizer is not None, "need_tokenizer has checked it"
         bare = word.removeprefix(" ") or word
         both = tokenizer.encode(f"{name}.bad_words", [bare, f" {bare}"], special_tokens=False)
         if not any(both):
             raise ValueError(
-                f"{name}.bad_words holds {shown(word)}, of which the model's tokenizer makes no "
+                f"{name}.bad_words holds {shown(word)}, which the model's tokenizer encodes to no "
                 "tokens: leave it out"
             )
         sequences |= dict.fromkeys([tuple(ids) for ids in both if ids])

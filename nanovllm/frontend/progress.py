@@ -1,4 +1,4 @@
-"""What a call shows of its progress: a bar on stderr, if it is wanted there and can be written."""
+"""The progress bar of a call, on stderr."""
 
 import sys
 from collections import deque
@@ -11,21 +11,23 @@ from tqdm.auto import tqdm
 
 from nanovllm.outputs import StepRecord
 
-LATELY = 5.0  # seconds that a rate looks back on
-REFRESH_SECONDS = 0.5  # between two times that a bar is drawn: it may go to a file
+RATE_SECONDS = 5.0  # a rate is an average over this time
+REFRESH_SECONDS = 0.5  # between two drawings of a bar, since stderr may be a file
 
-Shown = bool | Callable[..., Any]  # whether to show a bar; or what makes one, as tqdm does
+Shown = bool | Callable[..., Any]  # whether to show a bar, or a function that makes one like tqdm
 
 
 class Bar(tqdm):
-    """A progress bar. Where it cannot be written, as on a full disk, it raises nothing and shows
-    nothing more: what a call computes is worth more than it.
+    """A progress bar that never raises.
+
+    If a bar cannot be written, for example because the disk is full, it is disabled: the results of
+    the call matter more.
     """
 
     def display(self, *args: Any, **options: Any) -> Any:
         try:
             return super().display(*args, **options)
-        except Exception:  # anything at all may stand in stderr's place
+        except Exception:  # sys.stderr may be any object, which raises anything
             self.disable = True
 
     def close(self) -> None:
@@ -34,35 +36,36 @@ class Bar(tqdm):
 
 
 def show_bar(shown: Shown, **options: Any) -> Any:
-    """A bar with these options of tqdm's; None if it is not to be shown, or cannot be."""
-    if not shown or sys.stderr is None:  # as in a daemon
-        # Not even a disabled bar, which would wait for a lock that forks share.
+    """Make a bar with these options of tqdm, or return None if it is not wanted or fails."""
+    if not shown or sys.stderr is None:  # stderr is None in a daemon, for example
+        # A disabled bar would not do: it waits for a lock that forked processes share.
         return None
     with suppress(Exception):
         make = shown if callable(shown) else Bar
-        # Drawn anew though no request has finished: a step has brought tokens.
+        # miniters=0 draws the bar again although no request has finished: its token counts change.
         return make(dynamic_ncols=True, mininterval=REFRESH_SECONDS, miniters=0, **options)
     return None
 
 
 class Tokens:
-    """Counts of the tokens that were computed, and how many a second lately."""
+    """The numbers of computed prefill and decode tokens, and their recent rates."""
 
     def __init__(self) -> None:
         self._counts = 0, 0  # of prefill and decode tokens
-        # When the counts were what: the last time before LATELY seconds ago, and all later ones.
+        # (time, prefill tokens, decode tokens): all marks of the last RATE_SECONDS, and the one
+        # before them.
         self._marks = deque([(perf_counter(), *self._counts)])
 
     def reach(self, prefill: int, decode: int) -> None:
-        """Take the counts as they are now."""
+        """Set the counts to their present values."""
         self._counts = prefill, decode
         now = perf_counter()
         self._marks.append((now, prefill, decode))
-        while len(self._marks) > 2 and self._marks[1][0] <= now - LATELY:
+        while len(self._marks) > 2 and self._marks[1][0] <= now - RATE_SECONDS:
             self._marks.popleft()
 
     def add(self, prefill: int, decode: int) -> None:
-        """Take what was computed since the last time."""
+        """Add tokens that were computed since the last update."""
         self.reach(self._counts[0] + prefill, self._counts[1] + decode)
 
     def __str__(self) -> str:
@@ -80,11 +83,15 @@ def progress(
     observe: Callable[[Callable[[StepRecord], Any]], Callable[[], None]],
     shown: Shown,
 ) -> Iterator[None]:
-    """Show a bar of a call's requests that have finished, with the tokens that all steps have
-    computed meanwhile, and how many a second lately.
+    """Show a bar that counts the finished requests of a call inside the block.
 
-    `total`: requests of the call; `unfinished`: those under way, by id, as the call keeps them.
-    `observe`: what `LLM.on_step` does.
+    The bar also shows how many tokens all steps have computed meanwhile, and at what rate.
+
+    Args:
+        total: number of requests of the call.
+        unfinished: ids of those that are running; the caller keeps this collection up to date.
+        observe: adds a callback that is called after each step, as `LLM.on_step` does.
+        shown: whether to show a bar, or a function that makes one.
     """
     bar = show_bar(shown, total=total, desc="Generating", unit="request")
     if bar is None:

@@ -1,8 +1,8 @@
-"""Score texts: how likely the model takes given continuations to be after given contexts.
+"""Scoring: the log-probabilities of given continuations after given contexts.
 
-A pair of context and continuation is a request that generates nothing and asks for the
-log-probabilities of the continuation alone. Of pairs with the same context one runs first; the
-others follow once it has ended, and find the context in the prefix cache.
+Each pair of context and continuation becomes a request that generates nothing and asks for the
+log-probabilities of the continuation. If several pairs share a context, one of them runs first. The
+others start when it has ended, and find the context in the prefix cache.
 """
 
 import math
@@ -25,7 +25,7 @@ Score = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """Both as token ids, one after the other."""
+    """A context and its continuation: their token ids, one after the other."""
 
     token_ids: list[int]
     num_context: int
@@ -35,9 +35,9 @@ class Pair(NamedTuple):
         return tuple(self.token_ids[: self.num_context])
 
     def read(self, request: Sequence) -> Score:
-        """What the request of this pair has come to."""
+        """Return the score of this pair, whose request has ended."""
         continuation = self.token_ids[self.num_context :]
-        assert request.scores is not None, "PARAMS ask for them"
+        assert request.scores is not None, "PARAMS asks for prompt_logprobs"
         ids, values = split_records(request.scores.records, len(continuation))
         logprobs = values[:, 0].tolist()
         score = {
@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 def score(
     session: Session, inputs: Inputs, contexts: Any, continuations: Any, use_tqdm: Shown
 ) -> list[Score | list[Score]]:
-    """What `LLM.score` returns."""
+    """Score continuations after contexts, for `LLM.score`."""
     inputs.resolve_params("score", PARAMS)
     rows = read_pairs(inputs, contexts, continuations)
     scores = iter(score_pairs(session, [pair for row in rows for pair in row], use_tqdm))
@@ -63,9 +63,9 @@ def score(
 
 
 def read_pairs(inputs: Inputs, contexts: Any, continuations: Any) -> list[list[Pair]]:
-    """For each context its pairs: one, or as many as the list has that stands for it.
+    """Check all pairs of a call, and return each context's pairs.
 
-    All of them are checked.
+    A context has one pair, or as many as its list of continuations is long.
     """
     for name, value in (("contexts", contexts), ("continuations", continuations)):
         if not isinstance(value, (list, tuple)):
@@ -90,18 +90,18 @@ def read_pairs(inputs: Inputs, contexts: Any, continuations: Any) -> list[list[P
 
 
 def is_list(continuations: Any) -> bool:
-    """Whether this is a list of continuations; one alone is text, or a list of token ids."""
+    """Return whether this is a list of continuations, and not text or a list of token ids."""
     if not isinstance(continuations, (list, tuple)):
         return False
     return any([isinstance(one, (str, list, tuple, np.ndarray)) for one in continuations])
 
 
 def _encode(inputs: Inputs, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """The pairs, token ids in place of what is text, as evaluation harnesses make them.
+    """Replace texts in pairs by token ids, in the way of evaluation harnesses.
 
-    The context and the whole text are encoded, and what the whole has after as many tokens as the
-    context has is the continuation. Many tokens begin with a space, so spaces at the context's end
-    go to the continuation.
+    The context is encoded, and so is the whole text. If the context has k tokens, the continuation
+    is the whole text's tokens from the k-th on. Many tokens begin with a space, so spaces at the
+    end of the context count as part of the continuation.
     """
     texts = [pair for pair in pairs if isinstance(pair[0], str) and isinstance(pair[1], str)]
     if not texts:
@@ -121,7 +121,7 @@ def _encode(inputs: Inputs, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any
 def _check(
     inputs: Inputs, name: str, context: Any, continuation: Any, given: tuple[Any, Any]
 ) -> Pair:
-    """`given`: what the two are made of."""
+    """Check a pair of token ids and make a Pair. `given` is the pair as the user gave it."""
     context, continuation = as_list(context), as_list(continuation)
     for what, part in (("context", context), ("continuation", continuation)):
         if not isinstance(part, (str, list, tuple)):
@@ -131,46 +131,49 @@ def _check(
         if not part:
             remedy = "give at least one token"
             if what == "context":
-                remedy += ", such as the one with which texts begin"
+                remedy += ", such as beginning-of-sequence"
             elif given[1]:
-                remedy = "the tokenizer joins it to the context's, so give both as token ids"
+                remedy = "the tokenizer merges it into the context's last token, so give token ids"
             raise ValueError(f"{name}: the {what} has no tokens: {remedy}")
     if isinstance(context, str) or isinstance(continuation, str):
-        raise TypeError(f"{name}: one is text, the other is not: give both as text, or token ids")
+        raise TypeError(
+            f"{name}: one is text, the other is not: give both as text, or both as token ids"
+        )
     token_ids, *_ = inputs.request(name, [*context, *continuation], PARAMS)
     return Pair(token_ids, len(context))
 
 
 def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Score]:
-    """Run all pairs to their end; returns their scores in order."""
-    scores: dict[int, Score] = {}  # by a pair's place
-    requests: list[Sequence] = []  # all that have begun
+    """Run all pairs, and return their scores in the order of the pairs."""
+    scores: dict[int, Score] = {}  # index of a pair -> its score
+    requests: list[Sequence] = []  # all that have started
     waiting = deque(by_context(pairs))
-    under_way: dict[int, tuple[int, list[int]]] = {}  # by request id: its pair, and who follows it
+    # Request id -> (index of its pair, indices of the pairs that follow it).
+    running: dict[int, tuple[int, list[int]]] = {}
     with session.call() as engine:
         blocks = engine.scheduler.blocks
         sizes = [-(-len(pair.token_ids) // blocks.block_size) for pair in pairs]
-        # Those under way and those that follow them never need more than all blocks, so a context
-        # is still cached when the others come.
+        # Pairs that run and pairs that follow them never need more than all blocks together. So a
+        # context is still cached when its other pairs start.
         room = blocks.num_blocks
 
-        def start(place: int, followers: list[int]) -> None:
-            token_ids, num_context = pairs[place]
+        def start(index: int, followers: list[int]) -> None:
+            token_ids, num_context = pairs[index]
             request = engine.add(token_ids, PARAMS, score_from=num_context)
-            under_way[request.id] = place, followers
+            running[request.id] = index, followers
             requests.append(request)
 
-        with progress(len(pairs), under_way, session.observe, use_tqdm):
-            while waiting or under_way:
-                while waiting and (not under_way or sum([sizes[i] for i in waiting[0]]) <= room):
+        with progress(len(pairs), running, session.observe, use_tqdm):
+            while waiting or running:
+                while waiting and (not running or sum([sizes[i] for i in waiting[0]]) <= room):
                     first, *others = waiting.popleft()
                     room -= sum([sizes[i] for i in (first, *others)])
                     start(first, others)
                 for request in session.step():
-                    if request.id in under_way:
-                        place, followers = under_way.pop(request.id)
-                        scores[place] = pairs[place].read(request)
-                        room += sizes[place]
+                    if request.id in running:
+                        index, followers = running.pop(request.id)
+                        scores[index] = pairs[index].read(request)
+                        room += sizes[index]
                         for follower in followers:
                             start(follower, [])
     check_any_succeeded(requests)
@@ -178,7 +181,7 @@ def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Sc
 
 
 def by_context(pairs: list[Pair]) -> list[list[int]]:
-    """The places of the pairs, those with the same context together."""
+    """Group the indices of pairs by context."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, pair in enumerate(pairs):
         groups.setdefault(pair.context, []).append(i)

@@ -1,7 +1,8 @@
-"""The rules of using an engine: by one caller at a time, in the process that made it, until it is
-closed, and from an empty state after an error.
+"""The rules for using an engine.
 
-Knows the requests under way. Knows nothing of prompts and texts.
+One caller uses the engine at a time, only in the process that made it, and only until it is closed.
+After an error the engine starts again from an empty state. A session knows the unfinished requests.
+It knows nothing of prompts and texts.
 """
 
 import os
@@ -19,16 +20,18 @@ from nanovllm.outputs import StepRecord
 
 
 class Session:
-    """An engine, and who uses it.
+    """An engine with a lock, and the requests that `LLM.add_request` made.
 
-    One thread at a time uses the engine; others wait for the lock. What an on_step callback may do
-    with the LLM is what runs no step: add, abort, pause and resume requests, close, and read.
+    One thread uses the engine at a time, and other threads wait for the lock. An on_step callback
+    may call everything that runs no step: it may add, abort, pause and resume requests, close the
+    LLM, and read from it.
 
-    `around_call`, `around_step`: make the contexts in which each call and each step runs.
+    `around_call` and `around_step` make context managers, in which each call and each step runs.
 
-    lock: held while the engine works. A callback runs in the thread that holds it.
-    requests: by id, those of `LLM.add_request` whose outputs `LLM.step` has not returned.
-    finished: those of them that have ended.
+    Attributes:
+        lock: held while the engine works. Callbacks run in the thread that holds it.
+        requests: request id -> each request of `LLM.add_request` that `LLM.step` has not returned.
+        finished: those of `requests` that have ended.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class Session:
         around_call: Callable[[], AbstractContextManager[Any]],
         around_step: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self.engine: LLMEngine | None = engine  # None once it is closed
+        self.engine: LLMEngine | None = engine  # None after close()
         self.lock = RLock()
         self.requests: dict[int, Sequence] = {}
         self.finished: list[Sequence] = []
@@ -46,14 +49,14 @@ class Session:
         self._observers: list[Callable[[StepRecord], Any]] = []
         self._pid = os.getpid()
         self._is_closed = False
-        self._is_dirty = False  # a step was begun and not finished: the engine must be reset
+        self._is_dirty = False  # a step did not finish, so the engine must be reset
         self._inside: int | None = None  # the thread that is inside a step or a callback
         self._is_exclusive = False  # inside `idle`
-        self._abandoned: list[Sequence] = []  # of closed streams, to be aborted
+        self._abandoned: list[Sequence] = []  # sequences of closed streams, to be aborted
 
     @property
     def _is_forked(self) -> bool:
-        """Whether this process is not the one that made the engine."""
+        """Whether this process is a fork of the process that made the engine."""
         return os.getpid() != self._pid
 
     @property
@@ -62,7 +65,10 @@ class Session:
         return self._inside == get_ident()
 
     def open_engine(self) -> LLMEngine:
-        """Return the engine if it may be used. Takes no lock: in a fork it may stay held."""
+        """Return the engine if this process may use it and it is not closed.
+
+        This method takes no lock: in a forked process the lock may stay held for ever.
+        """
         if self._is_forked:
             raise ValueError(
                 f"this LLM belongs to process {self._pid}, which forked this one, {os.getpid()}: "
@@ -74,18 +80,18 @@ class Session:
         return engine
 
     def awake_engine(self) -> LLMEngine:
-        """Return the engine if it may be used and is not asleep."""
+        """Return the engine if `open_engine` does and it is not asleep."""
         engine = self.open_engine()
         if engine.is_asleep:
             raise AsleepError
         return engine
 
     def clean_engine(self) -> LLMEngine:
-        """Return the engine for a change of its requests; reset it first if a step was left
-        unfinished by an error or an interrupt. Needs the lock.
+        """Return the engine for a change of its requests. The caller holds the lock.
 
-        An interrupt may come in here too: then the next call does the rest, so each thing to do is
-        forgotten only once it is done.
+        If an error or an interrupt has left a step unfinished, reset the engine first. An interrupt
+        may stop this method as well. Each task is therefore forgotten only when it is done, and the
+        next call does the rest.
         """
         engine = self.open_engine()
         if self._is_dirty:
@@ -104,12 +110,14 @@ class Session:
         return engine
 
     def steppable_engine(self) -> LLMEngine:
-        """Return the engine for a call that runs steps, or that needs it idle. Needs the lock."""
+        """Return the engine for a call that runs steps or needs an idle engine. The caller holds
+        the lock.
+        """
         engine = self.clean_engine()
         if self._is_nested:
             raise RuntimeError(
-                "an on_step callback called what runs steps or needs an idle LLM: in a callback "
-                "use add_request, abort, pause, resume, close, and calls that only read"
+                "an on_step callback made a call that runs steps or needs an idle LLM: in a "
+                "callback use add_request, abort, pause, resume, close, and calls that only read"
             )
         return engine
 
@@ -122,7 +130,7 @@ class Session:
                 yield engine
 
     def begin_call(self) -> LLMEngine:
-        """Return the engine, ready for the requests of a new call. Needs the lock."""
+        """Return the engine, ready for the requests of a new call. The caller holds the lock."""
         self.awake_engine()
         engine = self.steppable_engine()
         engine.metrics.begin_call()
@@ -130,16 +138,16 @@ class Session:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Run a call, or a part of one. An error or Ctrl-C inside drops all requests."""
+        """Guard a call or a part of one: an error or Ctrl-C in the block drops all requests."""
         self.awake_engine()
-        is_nested = self._is_nested  # the step around this call goes on
+        is_nested = self._is_nested  # if so, the step around this call goes on
         try:
             yield
         except BaseException as error:
             if not is_nested:
                 self._drop_all()
             if self._is_closed and isinstance(error, Exception):
-                # If a signal handler closed the LLM in the middle of a step, it may be any error.
+                # A signal handler that closes the LLM in the middle of a step may cause any error.
                 if not isinstance(error, ClosedError):
                     raise ClosedError from error
             raise
@@ -147,7 +155,8 @@ class Session:
     def abandon(self, sequences: Iterable[Sequence]) -> None:
         """Abort the sequences of a stream that was closed.
 
-        The garbage collector may close one in the middle of a step: then the next call aborts them.
+        The garbage collector may close a stream in the middle of a step. Then the next call aborts
+        its sequences.
         """
         if not self._is_forked:
             with self.lock, suppress(ClosedError):
@@ -156,7 +165,7 @@ class Session:
                     self.clean_engine()
 
     def _drop_all(self) -> None:
-        """Reset the engine after an error: nobody knows how far the step has come."""
+        """Reset the engine after an error, because the step may have stopped anywhere."""
         if not self._is_forked:
             with self.lock, suppress(ClosedError):
                 self._is_dirty, self._inside = True, None
@@ -164,18 +173,18 @@ class Session:
 
     @contextmanager
     def idle(self, call: str) -> Iterator[LLMEngine]:
-        """Hold the lock and yield the engine, for a call that needs it without requests.
+        """Hold the lock and yield the engine, for a call that needs an engine without requests.
 
         Raises ValueError, which names the `call`, if a request is unfinished or another such call
-        is under way.
+        is running.
         """
         self.open_engine()
         with self.lock:
             engine = self.steppable_engine()
             if self.requests or engine.has_unfinished() or self._is_exclusive:
                 raise ValueError(
-                    f"{call} was called while requests are unfinished or another call is under "
-                    "way: let them end, take the requests' outputs by step, or abort these first"
+                    f"{call} was called while requests are unfinished or another call is running: "
+                    "let them end, take the requests' outputs by step, or abort the requests first"
                 )
             self._is_exclusive = True
             try:
@@ -185,9 +194,9 @@ class Session:
 
     @contextmanager
     def request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
-        """Hold the lock and yield the engine and the request that `add_request` gave this id.
+        """Hold the lock and yield the engine and the request of `add_request` with this id.
 
-        Raises ValueError if `step` has returned the request, or if there is none.
+        Raises ValueError if there is no such request, or `step` has returned it already.
         """
         self.open_engine()
         with self.lock:
@@ -203,7 +212,7 @@ class Session:
                 yield engine, request
 
     def step(self) -> list[Sequence]:
-        """Run one step, then the callbacks. Needs the lock.
+        """Run one step, then the callbacks. The caller holds the lock.
 
         Returns the requests whose last completion has ended.
         """
@@ -223,17 +232,19 @@ class Session:
         return finished
 
     def _tell_observers(self, engine: LLMEngine, finished: tuple[int, ...]) -> None:
-        """Call the callbacks with the step's record; `finished` are ids of requests that ended."""
+        """Call the callbacks with the step's record. `finished` has ids of requests that ended."""
         assert engine.last_step is not None, "a step has just been recorded"
         seconds = perf_counter() - engine.last_step.time
         record = engine.last_step._replace(seconds=seconds, finished=finished)
-        for observe in self._observers.copy():  # one may remove itself
+        for observe in self._observers.copy():  # a callback may remove itself
             observe(record)
 
     def observe(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
-        """Call `callback` after each step. Returns a function that ends this."""
+        """Call `callback` after each step. Returns a function that removes the callback."""
 
-        def observer(record: StepRecord) -> None:  # a new one: a callback may be given twice
+        def observer(
+            record: StepRecord,
+        ) -> None:  # a new function, as a callback may be given twice
             callback(record)
 
         def remove() -> None:
@@ -247,7 +258,7 @@ class Session:
         """Close the engine: see `LLM.close`."""
         if self._is_forked:
             return
-        self._is_closed = True  # ends a call in another thread before its next step
+        self._is_closed = True  # a call in another thread ends before its next step
         with self.lock:
             if self.engine is not None:
                 self.engine.close()

@@ -1,4 +1,4 @@
-"""Stream requests: their texts and tokens piece by piece, as steps finish."""
+"""Streaming: texts and tokens of requests, piece by piece as steps finish."""
 
 from collections.abc import Iterator
 
@@ -7,22 +7,29 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.inputs import Request
 from nanovllm.frontend.session import Session
 
-Piece = tuple[int, str, list[int], str | None]  # as `LLM.stream` describes it
+Piece = tuple[
+    int, str, list[int], str | None
+]  # (index, text, token ids, finish reason): see `LLM.stream`
 
 
 def stream(session: Session, requests: list[Request]) -> Iterator[Piece]:
-    """What `LLM.stream` returns. Raises ValueError for a request of several completions."""
+    """Return an iterator over the pieces of the requests' outputs, for `LLM.stream`.
+
+    Raises ValueError for a request of several completions.
+    """
     for i, (_, params, _) in enumerate(requests):
         if params.n > 1:
             raise ValueError(
                 f"sampling_params[{i}].n is {params.n}: stream one completion of a prompt, "
                 f"or give it {params.n} times"
             )
-    return _pieces(session, requests)  # a generator, which would refuse only when it is read
+    # `_pieces` is a generator. Checks in it would run only when the caller asks for the first item.
+    return _pieces(session, requests)
 
 
 def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
-    unfinished: dict[int, Sequence] = {}  # by the prompt's index
+    """Queue the requests, run steps until all have ended, and yield what is new after each step."""
+    unfinished: dict[int, Sequence] = {}  # index of the prompt -> its sequence
     try:
         with session.lock:
             engine = session.begin_call()
@@ -38,7 +45,7 @@ def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
                 session.steppable_engine()
                 with session.running():
                     session.step()
-            # More than one token may be new: other calls may run steps between two items.
+            # Several tokens may be new, because other calls may run steps between two items.
             for i, seq in list(unfinished.items()):
                 new_ids = seq.token_ids[num_seen[i] :]
                 if not new_ids and seq.finish_reason is None:
@@ -49,5 +56,5 @@ def _pieces(session: Session, requests: list[Request]) -> Iterator[Piece]:
                 text = seq.text.take() if seq.text is not None else ""
                 yield i, text, new_ids, seq.finish_reason
         check_any_succeeded(sequences)
-    finally:  # the caller may want no more items
+    finally:  # the caller may stop before the last item
         session.abandon([seq for seq in unfinished.values() if seq.finish_reason is None])

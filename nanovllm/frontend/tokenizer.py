@@ -1,9 +1,9 @@
-"""The model folder's tokenizer.
+"""The tokenizer of a model folder.
 
-The token ids must be those that transformers gives. But transformers takes seconds to import, most
-of a start on a GPU. So the tokenizers package reads the folder's tokenizer.json where that file
-says all that transformers would read; transformers is imported for the other folders, and for
-whoever asks for a chat or for `Tokenizer.transformers`.
+The token ids must be those of transformers. But the import of transformers takes seconds, most of a
+start on a GPU. So the tokenizers package reads the folder's tokenizer.json, if that file alone
+decides the token ids. transformers is imported for all other folders, for chats, and for users who
+ask for `Tokenizer.transformers`.
 """
 
 import re
@@ -25,22 +25,23 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer:
-    """Text to token ids and back. Raises ValueError for a folder whose tokenizer is broken."""
+    """The tokenizer of a model folder. Raises ValueError if it cannot be loaded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._config = read_if_there(folder / "tokenizer_config.json")
         self._plain = read_plain(folder, self._config)
         if self._plain is None:
-            _ = self.transformers  # now is the time to say what is wrong with it
+            _ = self.transformers  # load it now, so that a broken tokenizer raises here
 
     @cached_property
     def transformers(self) -> "PreTrainedTokenizerBase":
+        """The tokenizer that transformers makes of the folder."""
         from transformers import AutoTokenizer
 
         try:
             return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
-        except BaseException as error:  # which one, differs from release to release
+        except BaseException as error:  # which type depends on the release of transformers
             if not is_failure(error):
                 raise
             remedy = "download it again"
@@ -65,11 +66,11 @@ class Tokenizer:
         return bool(self._config.get("chat_template")) or file.exists() and file.stat().st_size > 0
 
     def encode(self, name: str, texts: list[str], special_tokens: bool = True) -> list[list[int]]:
-        """The token ids of each text; errors call them `name`.
+        """Return the token ids of each text. Errors call the texts `name`.
 
-        `special_tokens`: with those that the tokenizer puts around a text, such as one for its
-        beginning. Raises ValueError for the first that is half a character, or that the tokenizer
-        does not take.
+        `special_tokens` says whether to add the tokens that the tokenizer puts around a text, such
+        as beginning-of-sequence. Raises ValueError for the first text that holds half a character
+        (a lone surrogate), or that the tokenizer does not accept.
         """
         for i, text in enumerate(texts):
             if SURROGATE.search(text):
@@ -79,13 +80,14 @@ class Tokenizer:
                 )
         try:
             return self._encode(texts, special_tokens)
-        except BaseException as error:  # a tokenizer raises whatever it likes
+        except BaseException as error:  # a tokenizer may raise any type
             if not is_failure(error):
                 raise
             self._refuse_first_wrong(name, texts, special_tokens)
             raise
 
     def _refuse_first_wrong(self, name: str, texts: list[str], special_tokens: bool) -> None:
+        """Raise ValueError for the first text that the tokenizer does not accept."""
         for i, text in enumerate(texts):
             try:
                 self._encode([text], special_tokens)
@@ -93,8 +95,8 @@ class Tokenizer:
                 if not is_failure(error):
                     raise
                 raise ValueError(
-                    f"{name}[{i}] is {shown(text)}, of which the model's tokenizer makes no "
-                    f"tokens: give another text, or token ids ({type(error).__name__}: {error})"
+                    f"{name}[{i}] is {shown(text)}, which the model's tokenizer cannot encode: "
+                    f"give another text, or token ids ({type(error).__name__}: {error})"
                 ) from error
 
     def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
@@ -106,8 +108,9 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, outputs: list[list[int]], with_special: Sequence[int] = ()) -> list[str]:
-        """The text of each list of token ids, special tokens left out but for lists at the indices
-        `with_special`.
+        """Return the text of each list of token ids.
+
+        Special tokens are left out, except in lists whose index is in `with_special`.
         """
         texts = self._decode(outputs, skip_special=True)
         if with_special:
@@ -117,18 +120,18 @@ class Tokenizer:
         return texts
 
     def _decode(self, outputs: list[list[int]], skip_special: bool) -> list[str]:
-        if self._backend is not None:  # it works in threads, where transformers goes one by one
+        if self._backend is not None:  # decodes in threads; transformers decodes one by one
             return self._backend.decode_batch(outputs, skip_special_tokens=skip_special)
         options = {"skip_special_tokens": skip_special, "clean_up_tokenization_spaces": False}
         return [str(self.transformers.decode(ids, **options)) for ids in outputs]
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer | None:
-        """What decodes without transformers' help, if the folder's tokenizer has it."""
+        """The tokenizer as an object of the tokenizers package, or None if it has no such form."""
         return self._plain or getattr(self.transformers, "backend_tokenizer", None)
 
     def to_json(self) -> str | None:
-        """All that tokenizer.json says, as text; None if there is no such form of the tokenizer."""
+        """Return the tokenizer in the format of tokenizer.json, or None if it has no such form."""
         return None if self._backend is None else self._backend.to_str()
 
     @cached_property
@@ -149,41 +152,47 @@ class Tokenizer:
         return frozenset(i for i in ids if i is not None)
 
     def is_silent(self, token: int, with_special: bool = False) -> bool:
-        """Whether `decode` leaves the token out: it is special, or the model has more entries
-        than the tokenizer.
+        """Return whether `decode` leaves the token out.
+
+        It leaves out special tokens, and tokens that the model has and the tokenizer does not know.
         """
         if token in self._special_ids:
             return not with_special
         return self._backend is not None and self._backend.id_to_token(token) is None
 
     def is_byte(self, token: int) -> bool:
-        """Whether the token is one byte, decoded together with its neighbours: to characters if
-        all are valid.
+        """Return whether the token is one byte.
+
+        A run of bytes is decoded as a whole, to characters if all of its bytes are valid.
         """
         return token in self._byte_ids
 
     def encode_chats(
         self, chats: list[list[dict]], options: dict[str, Any]
     ) -> tuple[list[str], list[list[int]]]:
-        """Each conversation as the tokenizer's chat template writes it: its text, its token ids.
+        """Render conversations with the chat template. Returns their texts and token ids.
 
         Raises ValueError as `write_chats` does.
         """
         texts = write_chats(self.transformers, chats, options)
-        # The template has written the special tokens that are needed.
+        # The template has written all special tokens already.
         return texts, self.encode("messages", texts, special_tokens=False)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer. None if it has none: then prompts are token ids, without any text."""
+    """Load the folder's tokenizer, or return None if the folder has none.
+
+    Without a tokenizer prompts are token ids, and outputs have no text.
+    """
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
     return Tokenizer(folder) if any((folder / name).exists() for name in names) else None
 
 
 def need_tokenizer(tokenizer: Tokenizer | None, why: str = "", remedy: str = "") -> Tokenizer:
-    """Return the tokenizer of a model, or raise ValueError if its folder has none.
+    """Return the tokenizer of a model, or raise ValueError if the model's folder has none.
 
-    `why` it is needed begins the error; `remedy`: what to do without one.
+    The error begins with `why`, the reason that a tokenizer is needed. `remedy` says what to do
+    without a tokenizer.
     """
     if tokenizer is None:
         begin = f"{why}, but " if why else ""

@@ -1,6 +1,7 @@
-"""Read tokenizer.json without transformers, where it says all that transformers would read.
+"""A reader of tokenizer.json that does without transformers.
 
-The token ids must be those that transformers gives, so what is unusual is left to it.
+The token ids must be those of transformers. So this reader takes a folder only if tokenizer.json
+alone decides them, and leaves all unusual folders to transformers.
 """
 
 import json
@@ -11,12 +12,12 @@ import tokenizers
 
 from nanovllm.weights.model_files import read_json
 
-# Classes of transformers that add nothing to tokenizer.json but what the configuration says, and
-# Qwen's, which cut a text as Qwen's files do whatever the file says.
+# PLAIN_CLASSES of transformers follow tokenizer.json and tokenizer_config.json in everything.
+# QWEN_CLASSES split a text into words as Qwen's files do, whatever tokenizer.json says.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-# For these, transformers makes the class that tokenizer_config.json names; for another model_type,
-# such as qwen2, it may make that type's own.
+# For these values of model_type, transformers uses the class that tokenizer_config.json names. For
+# others, such as qwen2, it may use the model type's own class.
 TYPES_WITHOUT_CLASS = (None, "qwen3", "qwen3_moe", "llama", "mistral")
 QWEN_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -34,14 +35,17 @@ NAMED_TOKENS = (
 
 
 def read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | None:
-    """What tokenizer.json holds; None if it is not all that transformers reads."""
+    """Read the folder's tokenizer.json, or return None if transformers might read it differently.
+
+    `config` is the content of tokenizer_config.json.
+    """
     if config.get("tokenizer_class") not in PLAIN_CLASSES + QWEN_CLASSES:
         return None
     try:
         plain = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        if not _says_all(plain, folder, config):
+        if not _decides_all(plain, folder, config):
             return None
-    except BaseException as error:  # of whatever kind: transformers will say what is wrong
+    except BaseException as error:  # of any type: transformers will say what is wrong
         if not is_failure(error):
             raise
         return None
@@ -50,7 +54,11 @@ def read_plain(folder: Path, config: dict[str, Any]) -> tokenizers.Tokenizer | N
     return plain
 
 
-def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
+def _decides_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> bool:
+    """Return whether `plain`, which was read from tokenizer.json, gives the ids of transformers.
+
+    The folder's other files must ask for nothing that `plain` does not do.
+    """
     changes_more = ("auto_map", "add_bos_token", "add_eos_token", "split_special_tokens")
     if "eos_token" not in config or any(config.get(name) for name in changes_more):
         return False
@@ -83,9 +91,10 @@ def _says_all(plain: tokenizers.Tokenizer, folder: Path, config: dict[str, Any])
 
 
 def _cuts_like_qwen(plain: tokenizers.Tokenizer) -> bool:
-    """Whether transformers' class for Qwen gives the same ids as the file itself.
+    """Return whether transformers' class for Qwen gives the same ids as the file itself.
 
-    That class takes the vocabulary and the merges of a file, and has its own idea of the rest.
+    That class takes vocabulary and merges from the file. Normalizer, pre-tokenizer and decoder are
+    its own, so the file must have the same ones.
     """
     model = plain.model
     if not isinstance(model, tokenizers.models.BPE) or model.dropout or model.end_of_word_suffix:
@@ -113,16 +122,18 @@ def _cuts_like_qwen(plain: tokenizers.Tokenizer) -> bool:
 
 
 def content(token: "str | dict[str, Any] | None") -> str | None:
+    """Return the text of a token, which a configuration file gives as a str or as a dict."""
     return token["content"] if isinstance(token, dict) else token
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
+    """Read a JSON file, or return {} if it does not exist."""
     return read_json(path) if path.exists() else {}
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether `error` tells of a failure. Ctrl-C does not; a panic in the tokenizers package does.
+    """Return whether `error` is a failure, and not an interrupt such as Ctrl-C.
 
-    Neither of them is an Exception.
+    A panic in the tokenizers package is a failure, although it is not an Exception.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -1,1 +1,1 @@
-"""Sampling beyond temperature and seed."""
+"""Sampling parameters beyond temperature and seed: filters, penalties, constraints, forms."""

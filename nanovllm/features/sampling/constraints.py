@@ -1,8 +1,10 @@
-"""Which tokens may come next, where that depends on the tokens before: the host's part.
+"""Constraints: which tokens may come next, where that depends on the tokens before.
 
-A step's forward pass is launched before the tokens of the last one are known. The engine asks here
-while it runs, once they are; what the answer does to logits is in logits_edits.py. To add a kind of
-constraint: a class with the method of LogitsConstraint, and a line in `Constraints.make`.
+A step's forward pass is launched before the tokens of the previous step are known. While the device
+computes, the engine commits the previous step and asks `Constraints.edits` what the new step's rows
+may sample. This file is the host's part; logits_edits.py applies the answer to logits. To add a
+kind of constraint, write a class with the method of LogitsConstraint, and make an object of it in
+`Constraints.make`.
 
 Shapes: R rows of a step, V vocabulary entries, W = ceil(V / 32) words of a bitmask.
 """
@@ -21,42 +23,43 @@ from nanovllm.sampling_params import LogitsProcessor, SamplingParams, Structured
 
 
 class LogitsConstraint(Protocol):
-    """Of one sequence: which tokens may come next."""
+    """A rule that says which tokens may come next in one sequence."""
 
     def fill(self, token_ids: list[int], mask: np.ndarray) -> None:
         """Clear in `mask` the bits of all tokens that must not come after `token_ids`.
 
-        token_ids: the sequence's output so far, [] before its first token. From one call to the
-        next of a sequence it grows, usually by one token, and nothing in it changes: not when it is
-        preempted either.
-        mask [W] int32, C-contiguous: bit j of word i stands for token 32 * i + j. What bits beyond
-        V hold has no meaning. If no bit is left, the sequence ends with an error.
+        Args:
+            token_ids: the sequence's output so far, [] before its first token. From one call to the
+                next it grows, usually by one token. Earlier tokens never change, not even when the
+                sequence is preempted.
+            mask: [W] int32, C-contiguous. Bit j of word i stands for token 32 * i + j. Bits beyond
+                V have no meaning. If no bit is left, the sequence ends with an error.
         """
 
 
 class Form(Protocol):
-    """Of one sequence: what its output must be, and how far it is."""
+    """The form that one sequence's output must have, and how far the output has come in it."""
 
     def is_complete(self, token_ids: list[int]) -> bool:
-        """Whether the output ends with `token_ids`, for nothing may follow."""
+        """Return whether the output `token_ids` is complete, so that nothing may follow."""
 
     def may_end(self, token_ids: list[int]) -> bool:
         """Whether the output may end with `token_ids`."""
 
 
 class Forms(Protocol):
-    """Makes forms, and says what they allow: of all rows at once, for each may take long."""
+    """A maker of forms. It fills the masks of all rows in one call, since each may take long."""
 
     def compile(self, params: StructuredOutputsParams) -> Any:
-        """Raises ValueError for what no output can be held to."""
+        """Compile a request's form. Raises ValueError for a form that cannot be enforced."""
 
     def matcher(self, params: StructuredOutputsParams) -> Form:
-        """A new one, of what was compiled."""
+        """Make a new Form for one sequence from the compiled form of `params`."""
 
     def fill(self, rows: list[tuple[int, Any, list[int]]], masks: np.ndarray) -> None:
-        """For each (row, form, output so far) set bits in the row's mask as that form allows.
+        """Fill the mask of each (row, form, output so far) with the tokens that its form allows.
 
-        masks [R, W] int32, C-contiguous: of these rows nothing is kept. Outputs grow as those of a
+        masks [R, W] int32, C-contiguous: these rows are overwritten. Outputs grow as those of a
         LogitsConstraint do.
         """
 
@@ -84,7 +87,7 @@ class LeastLength:
 
 
 class SequenceConstraint(NamedTuple):
-    """What a sequence keeps as its `constraint`. A token must be allowed by all of it."""
+    """The constraints of one sequence, its `constraint`. All parts must allow a token."""
 
     form: Form | None
     masks: tuple[LogitsConstraint, ...]
@@ -92,32 +95,35 @@ class SequenceConstraint(NamedTuple):
 
 
 class BadWords:
-    """Bars the last token of each word after the others, where they are the output's last.
+    """A constraint that bars a word's last token where the output ends with its other tokens.
 
-    words: two or more token ids each.
+    `words` have two or more token ids each.
     """
 
     def __init__(self, words: list[tuple[int, ...]]) -> None:
-        # By the last but one: few of many words are looked at.
+        # Last token but one -> words, so that a step looks at few of many words.
         self._after: dict[int, list[tuple[int, ...]]] = {}
         for word in words:
             self._after.setdefault(word[-2], []).append(word)
 
     def fill(self, token_ids: list[int], mask: np.ndarray) -> None:
-        bits = mask.view(np.uint32)  # an int32 has no room for the highest
+        bits = mask.view(np.uint32)  # int32 has no room for bit 31 as a positive number
         for *begin, last in self._after.get(token_ids[-1], ()) if token_ids else ():
             if token_ids[-len(begin) :] == begin:
                 bits[last // 32] &= ~np.uint32(1 << last % 32)
 
 
 class Constraints:
-    """Makes the constraints that requests ask for, and asks them step by step."""
+    """The constraints of all requests: checks and makes them, and fills a step's bitmasks."""
 
     def __init__(
         self, vocab_size: int, stop_ids: frozenset[int] = frozenset(), forms: Forms | None = None
     ) -> None:
-        """`stop_ids`: the model's, which end every output. `forms`: what holds outputs to their
-        forms; None: nothing can.
+        """Make an object without sequences.
+
+        Args:
+            stop_ids: the model's end-of-sequence tokens, which end every output.
+            forms: enforces structured outputs; None: none can be asked for.
         """
         self.vocab_size = vocab_size
         self.stop_ids = stop_ids
@@ -125,14 +131,16 @@ class Constraints:
         self._masks = np.empty((0, num_words(vocab_size)), dtype=np.int32)
 
     def check(self, params: SamplingParams) -> None:
+        """Raise ValueError if the form of structured_outputs cannot be enforced."""
         if isinstance(asked := params.structured_outputs, StructuredOutputsParams):
-            assert self.forms is not None, "only tests make constraints without forms"
+            assert self.forms is not None, "only tests make Constraints without forms"
             self.forms.compile(asked)
 
     def make(self, params: SamplingParams) -> SequenceConstraint | None:
+        """Make the constraint of a new sequence, or return None if it needs none."""
         form, masks = None, list[LogitsConstraint]()
         if isinstance(asked := params.structured_outputs, StructuredOutputsParams):
-            assert self.forms is not None, "it was checked"
+            assert self.forms is not None, "check() has passed"
             form = self.forms.matcher(asked)
         if words := [word for word in params.barred_sequences if len(word) > 1]:
             masks.append(BadWords(words))
@@ -144,7 +152,7 @@ class Constraints:
         return SequenceConstraint(form, tuple(masks), tuple(params.logits_processors or ()))
 
     def completed(self, sampled: list[Sequence]) -> list[Sequence]:
-        """Those of the sequences, each with a new token, whose outputs end with it."""
+        """Return the sequences among `sampled` whose form is complete with their new token."""
         return [
             seq
             for seq in sampled
@@ -154,6 +162,10 @@ class Constraints:
         ]
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
+        """Return what the constrained rows of a step may sample.
+
+        `rows` has (place in the step, sequence) for each of these rows.
+        """
         masks = self._all_allowed(len(rows))
         forms = [
             (row, seq.constraint.form, seq.output_ids)
@@ -161,7 +173,7 @@ class Constraints:
             if seq.constraint.form is not None
         ]
         if forms:
-            assert self.forms is not None, "it made them"
+            assert self.forms is not None, "forms come from self.forms"
             self.forms.fill(forms, masks)
         processors: dict[int, Any] = {}
         for (place, seq), mask in zip(rows, masks):
@@ -173,7 +185,10 @@ class Constraints:
         return LogitsEdits([place for place, _ in rows], masks, processors)
 
     def _all_allowed(self, count: int) -> np.ndarray:
-        """Masks [count, W], in the memory of the last call's, whose pages are there already."""
+        """Return masks [count, W] that allow everything.
+
+        They lie in the memory of the last call's masks, whose pages the system has already mapped.
+        """
         if len(self._masks) < count:
             self._masks = np.empty((count, num_words(self.vocab_size)), dtype=np.int32)
         masks = self._masks[:count]
@@ -182,7 +197,7 @@ class Constraints:
 
 
 def process(functions: tuple[LogitsProcessor, ...], token_ids: list[int], logits: Tensor) -> Tensor:
-    """logits [V] -> what the functions make of them, one after the other."""
+    """Apply a user's logits processors one after the other: logits [V] -> logits [V]."""
     shape = logits.shape
     for i, function in enumerate(functions):
         given: Any = function(token_ids, logits)
@@ -191,7 +206,7 @@ def process(functions: tuple[LogitsProcessor, ...], token_ids: list[int], logits
             what = shown(given)
         elif given.shape != shape:
             what = str(tuple(given.shape))
-        elif not given.is_floating_point():  # such as a mask, in place of what it masks
+        elif not given.is_floating_point():  # for example a bool mask instead of masked logits
             what = str(given.dtype)
         if what is not None:
             raise TypeError(

@@ -1,8 +1,8 @@
-"""Change logits of rows that ask for it, before they are sampled.
+"""Edits of logits before sampling: bitmasks, logit_bias and a user's functions.
 
-Knows three ways to change logits: bitmasks of the tokens that are allowed, what is added to single
-logits, and a user's functions. Those of a sequence that never change are on the device as long as
-it runs in its batch slot. What a step's rows wait for comes from the host: see LogitsEdits.
+A bitmask says which tokens are allowed, and logit_bias adds to single logits. What stays the same
+for a sequence's whole run is kept on the device while the sequence has its batch slot. What depends
+on the tokens so far comes from the host in each step: see LogitsEdits.
 
 Shapes: R rows of a step, V vocabulary entries, W = ceil(V / 32) words of a bitmask, whose bit j of
 word i stands for token 32 * i + j.
@@ -18,33 +18,33 @@ from torch import Tensor
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
-ALL = -1  # the word of a bitmask that allows all its tokens
+ALL = -1  # a word of a bitmask with all bits set: all its tokens are allowed
 
 
 @dataclass(frozen=True, slots=True)
 class RowEdits:
-    """What is always done to R rows of a step, and what the host may add to it."""
+    """The edits of R rows of a step that are known before the host's LogitsEdits come."""
 
-    places: list[int]  # the rows', in the step
-    masked: bool  # whether the slot of any has a bitmask
-    bias: tuple[Tensor, Tensor] | None  # where in logits that are laid flat, and what to add
+    places: list[int]  # of the rows, in the step
+    masked: bool  # whether the batch slot of any row has a bitmask
+    bias: tuple[Tensor, Tensor] | None  # indices into the flattened logits, what to add there
 
 
 class SlotEdits:
-    """What sequences in the batch slots ask for, whatever their tokens are."""
+    """The edits that the sequences in the batch slots ask for in each of their steps."""
 
     def __init__(
         self, num_slots: int, vocab_size: int, upload: Callable[[np.ndarray], Tensor]
     ) -> None:
         self.num_slots, self.vocab_size = num_slots, vocab_size
         self._upload = upload
-        self._masks: Tensor | None = None  # [S, W] int32, once a slot has one
-        self._masked: set[int] = set()  # the slots that have, or had
-        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by slot: tokens, what to add
-        self._bits: Tensor | None = None  # [8] uint8: of a byte, each bit alone
+        self._masks: Tensor | None = None  # [S, W] int32; None until a slot has a bitmask
+        self._masked: set[int] = set()  # slots that have a bitmask, or had one
+        self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # slot -> tokens, bias
+        self._bits: Tensor | None = None  # [8] uint8: 1, 2, 4, ..., 128
 
     def start(self, asked: Sequence[tuple[int, SamplingMetadata]]) -> None:
-        """Sequences start to sample in these slots."""
+        """Store the edits of sequences that start to sample in these slots."""
         masks = {}
         for slot, metadata in asked:
             params = metadata.params
@@ -54,7 +54,7 @@ class SlotEdits:
                 self._bias[slot] = np.array(tokens, np.int64), np.array(values, np.float32)
             if bars_tokens(params):
                 masks[slot] = static_mask(params, self.vocab_size)
-            elif slot in self._masked:  # another sequence's mask is in its place
+            elif slot in self._masked:  # the mask of an earlier sequence is still there
                 masks[slot] = np.full(num_words(self.vocab_size), ALL, dtype=np.int32)
         if not masks:
             return
@@ -66,7 +66,7 @@ class SlotEdits:
         self._masks[slots] = self._upload(np.stack([*masks.values()]))
 
     def of(self, places: list[int], slots: list[int]) -> RowEdits:
-        """Of the rows at `places` of a step, which are sequences in `slots`."""
+        """Return the edits of the rows at `places` of a step, whose sequences are in `slots`."""
         biased = [(row, *self._bias[slot]) for row, slot in enumerate(slots) if slot in self._bias]
         bias = None
         if biased:
@@ -78,8 +78,9 @@ class SlotEdits:
     def apply(
         self, rows: RowEdits, logits: Tensor, slots: Tensor, edits: LogitsEdits | None
     ) -> Tensor:
-        """logits [R, V] of R slots -> float32 ones of their own memory, changed: bitmasks, then
-        what is added, then processors.
+        """Return an edited float32 copy of logits [R, V] of R slots.
+
+        Bitmasks come first, then logit_bias, then logits processors.
         """
         logits = logits.to(torch.float32, copy=True)
         masks = self._bitmasks(rows, slots, edits)
@@ -94,7 +95,7 @@ class SlotEdits:
         return logits
 
     def _bitmasks(self, rows: RowEdits, slots: Tensor, edits: LogitsEdits | None) -> Tensor | None:
-        """[R, W] int32: what the slots' masks and the host's allow; None: all."""
+        """Return [R, W] int32, the tokens that both the slots and the host allow; None: all."""
         own = None
         if rows.masked:
             assert self._masks is not None
@@ -112,26 +113,28 @@ class SlotEdits:
         return given if own is None else own & given
 
     def _is_barred(self, masks: Tensor) -> Tensor:
-        """[R, W] int32 -> [R, V] bool."""
+        """Return which tokens the masks bar: [R, W] int32 -> [R, V] bool."""
         if self._bits is None:
             self._bits = self._upload(1 << np.arange(8, dtype=np.uint8))
-        # Byte by byte, the lowest byte of a word first: no tensor of V words is made.
+        # Test bits byte by byte (a word's lowest byte comes first), to avoid a tensor of V words.
         allowed = masks.view(torch.uint8)[..., None] & self._bits
         return (allowed == 0).flatten(1)[:, : self.vocab_size]
 
 
 def num_words(vocab_size: int) -> int:
+    """Return W, the number of 32-bit words in a bitmask of the vocabulary."""
     return -(-vocab_size // 32)
 
 
 def bars_tokens(params: SamplingParams) -> bool:
+    """Return whether `params` bar tokens in every step, whatever the output so far is."""
     return params.allowed_token_ids is not None or any(
         [len(word) == 1 for word in params.barred_sequences]
     )
 
 
 def static_mask(params: SamplingParams, vocab_size: int) -> np.ndarray:
-    """[W] int32: what allowed_token_ids and bad words of one token let through."""
+    """Return the bitmask [W] int32 of allowed_token_ids without the bad words of one token."""
     allowed = np.ones(num_words(vocab_size) * 32, dtype=bool)
     if params.allowed_token_ids is not None:
         allowed[:] = False

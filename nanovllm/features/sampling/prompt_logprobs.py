@@ -1,10 +1,10 @@
-"""Log-probabilities of the tokens of prompts.
+"""Log-probabilities of prompt tokens.
 
-A forward pass gives the hidden state of each token of a prompt; that of one token gives the logits
-of the next. A prompt has thousands of tokens and a vocabulary a hundred thousand entries, so logits
-are made for a few tokens at a time, and only what is asked for is kept of them.
+A forward pass computes a hidden state for each token of a prompt, which gives the logits of the
+next token. A prompt may have thousands of tokens and a vocabulary a hundred thousand entries. So
+logits are computed for a few tokens at a time, and only the requested log-probabilities are kept.
 
-Shapes: P tokens of prompt chunks; R of them whose next token is scored; V vocabulary entries.
+Shapes: P tokens of prompt chunks; R of these whose next token is scored; V vocabulary entries.
 """
 
 from collections.abc import Sequence
@@ -20,25 +20,26 @@ from nanovllm.engine.batch import PrefillChunk
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
-# Logits that are there at once. They and their log-probabilities take 10 bytes an entry: 400 MB
-# of 151,936 entries.
+# Rows of logits that exist at the same time. Logits and log-probabilities take 10 bytes an entry:
+# 400 MB for a vocabulary of 151,936 entries.
 ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of R tokens of a step's prompts, records [R, 1 + most, 2] int32: token ids and, as a
-    float32's bits, their log-probabilities.
+    """The records of R prompt tokens of a step, [R, 1 + most, 2] int32.
 
-    First comes the prompt's own token, then the likeliest in order. `asking` has, for each chunk
-    that asks, how many of the R tokens are its own, and how many likeliest it wants.
+    A record holds pairs of token id and log-probability, the latter as the bits of a float32: first
+    the pair of the prompt's own token, then those of the likeliest tokens in order. `asking` has an
+    entry for each chunk that asks for log-probabilities: how many of the R tokens belong to it, and
+    how many likeliest tokens it asks for.
     """
 
     asking: list[tuple[int, int]]
     records: Tensor
 
     def read(self) -> tuple[bytes, ...]:
-        """For each chunk that asks, the records of its tokens one after the other."""
+        """Return the bytes of its tokens' records for each chunk in `asking`."""
         parts = self.records.split([count for count, _ in self.asking])
         wanted = [number for _, number in self.asking]
         return tuple([part[:, : 1 + k].numpy().tobytes() for part, k in zip(parts, wanted)])
@@ -47,7 +48,10 @@ class PromptLogprobs:
 def score_prompts(
     runner: "ModelRunner", hidden: Tensor, chunks: Sequence[PrefillChunk]
 ) -> PromptLogprobs:
-    """What `chunks` ask for, by the hidden states [P, hidden size] of all their tokens, packed."""
+    """Compute the log-probabilities that `chunks` ask for. At least one chunk asks for some.
+
+    hidden [P, hidden size] are the hidden states of all tokens of the chunks, packed.
+    """
     rows: list[int] = []
     token_ids: list[int] = []
     asking: list[tuple[int, int]] = []
@@ -70,9 +74,9 @@ def score_prompts(
 
 
 def make_records(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
-    """The records [R, 1 + most, 2] int32 of these tokens [R], by logits [R, V].
+    """Make the records [R, 1 + most, 2] int32 of token_ids [R] from logits [R, V].
 
-    Where one likeliest token is asked for, the lowest index wins a tie, as in sampling.
+    If most is 1, the lowest token id wins a tie, as in greedy sampling.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     if most == 1:

@@ -1,21 +1,22 @@
-"""Sample for the requests that ask for more than a temperature and a seed.
+"""Resampling for requests that ask for more than a temperature and a seed.
 
-A step samples for all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for
-more are then sampled again, with the same noise, from logits that went through (the place of
-min_tokens makes no difference)
+A step samples all its rows in one pass (layers/sampler.py). Rows whose SamplingParams ask for more
+are then sampled again, with the same noise, from logits that went through
 
     structured outputs, allowed tokens and bad words (all as bitmasks) -> logit_bias -> the user's
     logits_processors -> repetition, then frequency and presence penalty -> min_tokens (no token
     that would end the output) -> temperature -> min_p -> top_k -> top_p,
 
-and that token replaces the first. So rows that ask for nothing pay nothing. The first pass is told
-of those rows by a temperature below 0: any token will do. A greedy row takes the arg max of what
-the penalties leave. Reported log-probabilities are the model's own, before any of this. The order
-is the one that vLLM documents for its sampler.
+and the new token replaces the first one. So rows that ask for nothing more pay nothing. A
+temperature below 0 tells the first pass that a row is sampled again, so that any token will do. A
+greedy row takes the arg max of the logits after the penalties. Reported log-probabilities are the
+model's own, before any of these edits. The order is the one that vLLM documents for its sampler
+(min_tokens may stand anywhere in it with the same result).
 
-Rows in which the tokens so far decide what may come next wait: the host says it while the device
-computes the step (sampling/constraints.py), and `constrain` samples them then. Rows whose logits
-are edited (sampling/logits_edits.py) are sampled apart from the others, from a copy in float32.
+Some rows have constraints that depend on the tokens so far. These rows wait: the host computes
+their constraints while the device computes the step (constraints.py), and then `constrain` samples
+them. Rows whose logits are edited (logits_edits.py) are sampled apart from the others, from a
+float32 copy of their logits.
 
 Shapes: R rows that ask for more, among the B rows of a step; V vocabulary entries.
 """
@@ -38,16 +39,17 @@ if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner, StepOutput
 
 
-BYTES = 8  # a token id and its log-probability in a record
+BYTES = 8  # of a pair in a record: a token id and its log-probability
 
 
 def apply_penalties(
     logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
-    """logits [R, V] float32 -> the same, penalised.
+    """Apply the penalties of repetition, frequency and presence to logits [R, V] float32.
 
     counts [R, V] int32: 0 for a token that is neither in prompt nor output, else 1 + how often it
-    is in the output. The penalties are [R, 1] float32; 1, 0 and 0 change nothing, to the bit.
+    is in the output. The penalties are [R, 1] float32. Penalties of 1, 0 and 0 leave every bit of
+    the logits as it is.
     """
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(counts > 0, repeated, logits)
@@ -57,15 +59,18 @@ def apply_penalties(
 def keep_likeliest(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margin: Tensor, width: int
 ) -> Tensor:
-    """[R, V] bool: which tokens may be sampled, by logits [R, V] float32.
+    """Find the tokens that pass min_p, top_k and top_p: logits [R, V] float32 -> [R, V] bool.
 
-    temperatures [R, 1] float32 (above 0), top_k [R, 1] integers (V: no bound), top_p [R, 1] float32
-    (1: no bound), margin [R, 1] float32: how far below the greatest logit one may be, which for
-    min_p is temperature * log(min_p). width: how many tokens to put in order; V if a row bounds
-    top_p alone, else the largest bound of top_k, 0 if there is none.
+    Args:
+        temperatures: [R, 1] float32, above 0.
+        top_k: [R, 1] integers; V: no bound.
+        top_p: [R, 1] float32; 1: no bound.
+        margin: [R, 1] float32, a bound of logit - greatest logit: temperature * log(min_p).
+        width: number of likeliest tokens to sort. V if a row has top_p without top_k, else the
+            largest top_k of the rows; 0 if no row has either.
 
     A token as likely as the last one kept is kept too, so that the set is a function of the logits
-    alone. top_p is a part of what min_p and top_k keep, such tokens included.
+    alone. top_p is a share of the probability that min_p and top_k keep, such ties included.
     """
     threshold = logits.amax(dim=-1, keepdim=True) + margin
     if width:
@@ -74,51 +79,57 @@ def keep_likeliest(
         bound = torch.where(top_k > width, threshold, torch.maximum(threshold, kth))
         kept = best >= bound
         probs = (best / temperatures).masked_fill(~kept, -torch.inf).double().softmax(dim=-1)
-        # Beyond `width` only tokens as likely as the last of these may be kept: they count too.
+        # Beyond `width`, only tokens as likely as the last sorted one may be kept. Count them too.
         count, num_beyond = kept.sum(dim=-1, keepdim=True), (logits >= bound).sum(-1, keepdim=True)
         probs = probs / (1 + (num_beyond - count) * probs[:, -1:])
-        # The token that crosses the bound is kept: those before it do not reach top_p.
+        # Keep the token that crosses the bound: the tokens before it do not reach top_p.
         kept &= (probs.cumsum(dim=-1) - probs < top_p) | (top_p >= 1)
-        # Of logits that are no numbers, none is kept.
+        # If logits are NaN, no token is kept: clamp keeps the index valid.
         last = best.gather(1, kept.sum(dim=-1, keepdim=True).sub(1).clamp(min=0))
-        # A row with neither bound may stand beside rows that need fewer tokens in order than it
-        # keeps.
+        # A row with neither bound may keep more tokens than the other rows need sorted.
         threshold = torch.where(top_k > width, threshold, last)
     return logits >= threshold
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of rows of a step, records [rows, 1 + most, 2] int32: token ids and, as a float32's bits,
-    their log-probabilities.
+    """The records of a step's rows, [rows, 1 + most, 2] int32.
 
-    First comes the sampled token, then the likeliest in order. `asking` has, for each row that
-    asks, its place in the step, and where its part of the records' bytes begins and ends.
+    A record holds pairs of token id and log-probability, the latter as the bits of a float32: first
+    the pair of the sampled token, then those of the likeliest tokens in order. `asking` has an
+    entry for each row that asks for log-probabilities: the row's place in the step, and where its
+    part of the records' bytes begins and ends.
     """
 
     asking: list[tuple[int, int, int]]
     records: Tensor
 
     def read(self) -> dict[int, bytes]:
-        """For each place in the step, its record."""
+        """Return the bytes of each asking row's record, by the row's place in the step."""
         records = self.records.numpy().tobytes()
         return {place: records[begin:end] for place, begin, end in self.asking}
 
 
 class Rows:
-    """Rows of a step that are sampled together. They are kept as long as the step's slots stay.
+    """Rows of a step that are sampled together.
 
-    at [R] int64, on the device: their places in the step. None: all of its rows.
-    edits: what is done to their logits before they are sampled. None: nothing.
+    They are kept from step to step as long as the steps have the same batch slots.
+
+    Attributes:
+        index: places of the rows in the step.
+        at: the same places, [R] int64 on the device; None: all rows of the step.
+        params: the SamplingParams of the rows.
+        edits: the edits of their logits before they are sampled; None: none.
+        asking: see Logprobs.
     """
 
     def __init__(
         self, index: list[int], params: list[SamplingParams], at: Tensor | None, vocab_size: int
     ) -> None:
-        """Of the rows at `index`, with these params."""
+        """Make the group of the rows at `index` of a step, with these params."""
         self.index, self.at, self.params = index, at, params
         self.edits: RowEdits | None = None
-        self.waits = False  # for what the host says of this step
+        self.waits = False  # whether they wait for the host's LogitsEdits
         self.sample_again = not all([p.samples_plainly for p in params])
         asking = [
             (row, place, min(p.logprobs, vocab_size))
@@ -133,12 +144,12 @@ class Rows:
 
 
 class Resampler:
-    """Knows which batch slots ask for more, and samples for them.
+    """The sampler of batch slots that ask for more than a temperature and a seed.
 
-    This one is plain, and right on any device: what a device can do better is a subclass's to say.
+    This class is plain and right on any device. Subclasses do the same faster on one device.
     """
 
-    rows_at_once = 64  # bounds the memory that sorting the vocabulary takes
+    rows_at_once = 64  # bounds the memory for sorting the vocabulary
 
     def __init__(self, runner: "ModelRunner") -> None:
         self.vocab_size = runner.vocab_size
@@ -148,18 +159,20 @@ class Resampler:
         self._sample_tokens = runner._sample_tokens
         self.slots = SlotParams(runner.max_num_seqs + 1, self.vocab_size, self._upload)
         self.edits = SlotEdits(runner.max_num_seqs + 1, self.vocab_size, self._upload)
-        self._asked: dict[int, SamplingMetadata] = {}  # by batch slot
+        self._asked: dict[int, SamplingMetadata] = {}  # of batch slots that ask for more
         self._seen: Sequence[int] = ()  # the slots of the last step
-        self._parts: list[Rows] = []  # their rows that ask for more
-        # A step of which rows wait, and the log-probabilities of others.
+        self._parts: list[Rows] = []  # the rows of the last step that ask for more
+        # The step that has waiting rows, and the log-probabilities of its other rows.
         self._unfinished: tuple[StepOutput, list[Logprobs]] | None = None
 
     def warmup(self, output: "StepOutput") -> None:
-        """Launch every kernel that a step may launch, for the first row of one."""
+        """Launch every kernel that a step may launch, on the first row of a step's output."""
 
     def start(self, starting: Starting) -> None:
-        """Sequences start to sample in batch slots; None: temperature and seed are all that one
-        asks for.
+        """Note what sequences ask for that start to sample in batch slots.
+
+        `starting` has (slot, metadata); metadata is None for a sequence that asks for a temperature
+        and a seed alone.
         """
         asked = []
         for slot, metadata in starting:
@@ -173,8 +186,9 @@ class Resampler:
         self._seen, self._parts = (), []
 
     def resample(self, slots: Sequence[int], output: "StepOutput") -> list[Logprobs]:
-        """Replace the tokens of those among a step's `slots` that ask for more; returns the
-        log-probabilities asked for. Rows that wait are left for `constrain`.
+        """Replace the tokens of rows that ask for more, and return the log-probabilities asked for.
+
+        `slots` are the batch slots of the step's rows. Rows that wait are left for `constrain`.
         """
         parts = self._among(slots)
         logprobs = [
@@ -184,10 +198,11 @@ class Resampler:
         return logprobs
 
     def constrain(self, edits: "LogitsEdits") -> tuple["StepOutput", list[Logprobs]]:
-        """Sample for the last step's rows that wait; returns its output, with their tokens, and the
-        log-probabilities of the whole step.
+        """Sample the last step's waiting rows by the host's `edits`.
+
+        Returns the step's output with their tokens, and the log-probabilities of the whole step.
         """
-        assert self._unfinished is not None, "rows wait"
+        assert self._unfinished is not None, "the step has waiting rows"
         (output, logprobs), self._unfinished = self._unfinished, None
         for rows in self._parts:
             if rows.waits:
@@ -195,8 +210,8 @@ class Resampler:
         return output, logprobs
 
     def edited_logits(self, edits: "LogitsEdits", places: list[int]) -> Tensor:
-        """[len(places), V] float32: what processors of these rows, which wait, are to change."""
-        assert self._unfinished is not None, "rows wait"
+        """Return the logits [len(places), V] float32 that logits processors of waiting rows get."""
+        assert self._unfinished is not None, "the step has waiting rows"
         output, _ = self._unfinished
         edited: dict[int, Tensor] = {}
         for rows in self._parts:
@@ -208,8 +223,9 @@ class Resampler:
     def _resample(
         self, rows: Rows, output: "StepOutput", edits: "LogitsEdits | None" = None
     ) -> list[Logprobs]:
-        """Sample for `rows` again if they need it. Returns the log-probabilities that they ask for:
-        one object, or none.
+        """Sample `rows` again if they need it.
+
+        Returns the log-probabilities that the rows ask for: a list of one object, or of none.
         """
         logits = self._logits(rows, output)
         if rows.sample_again:
@@ -217,7 +233,7 @@ class Resampler:
         return [Logprobs(rows.asking, self._logprobs(rows, logits, output))] if rows.asking else []
 
     def _logits(self, rows: Rows, output: "StepOutput") -> Tensor:
-        """[R, V], the model's own."""
+        """Return the model's own logits [R, V] of `rows`, gathered from all ranks."""
         logits = output.logits if rows.at is None else output.logits[rows.at]
         if self.group.size > 1:
             logits = self.group.gather_vocab(logits, self.vocab_size)
@@ -226,14 +242,17 @@ class Resampler:
     def _edited(
         self, rows: Rows, logits: Tensor, output: "StepOutput", edits: "LogitsEdits | None"
     ) -> Tensor:
-        """logits [R, V], changed where the rows ask for it; the given ones stay as they are."""
+        """Return an edited copy of logits [R, V], or the logits themselves if `rows` ask for no
+        edits.
+        """
         if rows.edits is None:
             return logits
         return self.edits.apply(rows.edits, logits, output.slots[rows.at], edits)
 
     def _among(self, slots: Sequence[int]) -> list[Rows]:
-        """Those of a step's `slots` that ask for more, in parts that are sampled together. They are
-        made anew only when the slots change.
+        """Group a step's rows that ask for more into parts that are sampled together.
+
+        `slots` are the batch slots of the step's rows. The parts are rebuilt only when they change.
         """
         if self._asked and slots != self._seen:
             asked = self._asked
@@ -257,8 +276,10 @@ class Resampler:
         return self._parts
 
     def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
-        """The rows at `index` of a step, in parts of which each is sampled at once. `alone`: all
-        other rows ask for nothing, so a subclass may sample for the whole step.
+        """Split the rows at `index` of a step into parts of at most `rows_at_once` rows.
+
+        `alone` says that no other row of the step asks for more, and that none of these has edits.
+        Then a subclass may sample the whole step instead.
         """
         order = sorted(range(len(index)), key=lambda i: limit(params[i], self.vocab_size))
         parts = [
@@ -276,9 +297,7 @@ class Resampler:
         ]
 
     def _sample(self, rows: Rows, logits: Tensor, output: "StepOutput") -> None:
-        """Sample for `rows` [R] of the step that gave `output`, from logits [R, V], and replace
-        their tokens there.
-        """
+        """Sample `rows` from logits [R, V], and replace their tokens in the step's `output`."""
         slots = output.slots[rows.at]
         logits = logits.float()
         positions = output.positions[rows.at].long()
@@ -290,7 +309,7 @@ class Resampler:
             logits = apply_penalties(logits, counts[slots], *penalties)
         if self.slots.barred is not None and any([p.min_tokens for p in rows.params]):
             bars = positions.unsqueeze(1) < least_length
-            # After the penalties: minus infinity times 0 is no number.
+            # Bar after the penalties, because minus infinity times 0 is NaN.
             logits = logits.masked_fill(bars & self.slots.barred[slots], -torch.inf)
         width = max((k for p in rows.params if (k := self._width(p))), default=0)
         if width or any([p.min_p > 0 for p in rows.params]):
@@ -300,7 +319,7 @@ class Resampler:
         seeds = self.state.seeds[slots]
         temperatures = temperatures.squeeze(1).contiguous()
         tokens, _ = self._sample_tokens(logits, temperatures, seeds, positions)
-        # A filter may have hidden that logits were no numbers.
+        # A filter may have hidden NaN logits, which the first pass has found.
         tokens = torch.where(output.tokens[rows.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
         if counts is not None:
             token = tokens.clamp(min=0)
@@ -309,12 +328,12 @@ class Resampler:
         self.state.last_tokens[slots] = tokens
 
     def _width(self, params: SamplingParams) -> int:
-        """How many tokens must be put in order for top_k and top_p."""
+        """Return how many tokens must be sorted for top_k and top_p."""
         k = limit(params, self.vocab_size)
         return k if k < self.vocab_size or params.top_p < 1 else 0
 
     def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
-        """The records [R, 1 + most, 2] int32 of `rows`, by logits [R, V]."""
+        """Make the records [R, 1 + most, 2] int32 of `rows` from logits [R, V]."""
         logprobs = logits.float().log_softmax(dim=-1)
         best, token_ids = logprobs.topk(rows.most_logprobs)
         tokens = output.tokens[rows.at].unsqueeze(1)

@@ -1,7 +1,7 @@
-"""What the sequences in the batch slots ask of the sampler, kept on the device.
+"""Tables on the device with the sampling parameters of the sequences in the batch slots.
 
-So a step needs from the host only which of its rows ask for anything. A further thing to ask for
-that changes logits or bars tokens is one more column, or one more table, here.
+With these tables a step needs only one thing from the host: which of its rows ask for more. A new
+parameter that changes logits or bars tokens is one more column, or one more table, in this file.
 
 Shapes: S batch slots, V vocabulary entries.
 """
@@ -17,7 +17,9 @@ from nanovllm.layers.sampler import CELL
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
 Upload = Callable[[np.ndarray], Tensor]
-Starting = Sequence[tuple[int, SamplingMetadata | None]]  # a batch slot, and what is asked
+Starting = Sequence[
+    tuple[int, SamplingMetadata | None]
+]  # batch slot, metadata (None: nothing more)
 Asked = list[tuple[int, SamplingMetadata]]
 REPETITION_BOUNDS = 1e-10, 1e10
 FLOAT32_MAX = 3.4e38
@@ -25,19 +27,22 @@ LIMITS = 3  # columns of SlotParams.limits
 
 
 class SlotParams:
-    """Tables of S rows, one a slot. A row holds what was last asked for in its slot; at
-    first, nothing.
+    """Tables of S rows, one for each batch slot.
 
-    params [S, 6] float32: temperature; top_p; temperature * log(min_p), how far below the greatest
-        logit one may be; the penalties of repetition, frequency and presence.
-    limits [S, 3] int32: top_k (V: no bound); the length from which on the sequence may end; how
-        many log-probabilities it asks for (-1: not even the sampled token's).
-    counts [S, V] int32: 0 for a token that the sequence does not hold, else 1 + how often it is in
-        the output. None until a slot has penalties.
-    barred [S, V] bool: tokens that would end the sequence. None until a slot has a least length.
-    cells [S, C] bool: cells of the vocabulary where counts or barred hold anything. None like them.
+    A row holds the parameters of the last sequence that asked for more in its slot. At first, rows
+    hold the parameters of `SamplingParams()`.
 
-    The first two are columns of one table.
+    Attributes:
+        params: [S, 6] float32: temperature; top_p; temperature * log(min_p), which is how far below
+            the greatest logit a logit may be; penalties of repetition, frequency and presence.
+        limits: [S, 3] int32: top_k (V: no bound); the length from which on the sequence may end;
+            the number of likeliest tokens to report (-1: not even the sampled token).
+        table: params and limits side by side, as int32 bits; these two are views of it.
+        counts: [S, V] int32: 0 for a token that is neither in prompt nor output, else 1 + how often
+            it is in the output. None until a slot has penalties.
+        barred: [S, V] bool: tokens that would end the sequence. None until a slot has min_tokens.
+        cells: [S, C] bool: cells of the vocabulary in which counts or barred have entries. None
+            until either table exists.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, upload: Upload) -> None:
@@ -51,15 +56,15 @@ class SlotParams:
         self.cells: Tensor | None = None
 
     def start(self, asked: Asked, temperatures: Tensor) -> None:
-        """Sequences that ask for more start to sample in these slots.
+        """Fill the rows of sequences that ask for more and start to sample in these slots.
 
-        temperatures [S] float32 are what the first pass samples with: below 0 from now on, if what
-        is asked for changes which token is sampled.
+        temperatures [S] float32 are those of the first sampling pass. They are set below 0 for
+        sequences whose parameters can change the sampled token.
         """
         params = [one.params for _, one in asked]
         lengths = [one.num_prompt_tokens for _, one in asked]
         first = [one.params.temperature if one.samples_plainly else -1.0 for _, one in asked]
-        # One upload for both.
+        # One upload brings the temperatures and the rows.
         columns = np.array(first, dtype=np.float32).view(np.int32)[:, None]
         rows = self._upload(np.hstack((columns, _rows(params, lengths, self.vocab_size))))
         slots = self._upload(np.array([slot for slot, _ in asked], dtype=np.int64))
@@ -73,19 +78,21 @@ class SlotParams:
             self._start_barred(barring)
 
     def _start_counts(self, asked: Asked) -> None:
+        """Count the tokens of sequences with penalties."""
         if self.counts is None:
             self.counts = self._new_table(torch.int32)
         held = [self._places(slot, one.token_ids) for slot, one in asked]
-        put_out = [places[one.num_prompt_tokens :] for places, (_, one) in zip(held, asked)]
+        output_places = [places[one.num_prompt_tokens :] for places, (_, one) in zip(held, asked)]
         self._clear(self.counts, asked)
         counts = self.counts.view(-1)
         places = self._upload(np.concatenate(held))
         counts.index_fill_(0, places, 1)
         self._mark_cells(places)
-        output = self._upload(np.concatenate(put_out))
+        output = self._upload(np.concatenate(output_places))
         counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def _start_barred(self, asked: Asked) -> None:
+        """Mark the tokens that would end sequences with min_tokens."""
         if self.barred is None:
             self.barred = self._new_table(torch.bool)
         self._clear(self.barred, asked)
@@ -95,6 +102,7 @@ class SlotParams:
         self._mark_cells(places)
 
     def _new_table(self, dtype: torch.dtype) -> Tensor:
+        """Make a table [S, V] of zeros, and `cells` with the first of them."""
         shape = self.num_slots, self.vocab_size
         if self.cells is None:
             size = -(-self.vocab_size // CELL)
@@ -104,27 +112,30 @@ class SlotParams:
         return torch.zeros(shape, dtype=dtype, device=self.table.device)
 
     def _mark_cells(self, places: Tensor) -> None:
+        """Mark the cells of `places`, which are indices into a flattened table [S, V]."""
         assert self.cells is not None
         slots, tokens = places // self.vocab_size, places % self.vocab_size
-        # Not by index: a number would be copied to the device, and the host would wait for that.
+        # Assignment by index would copy True to the device, and the host would wait for that.
         self.cells.view(-1).index_fill_(0, slots * self.cells.shape[1] + tokens // CELL, True)
 
     def _clear(self, table: Tensor, asked: Asked) -> None:
+        """Zero the rows of the slots in `asked`."""
         slots = np.array([slot for slot, _ in asked], dtype=np.int64)
         table.index_fill_(0, self._upload(slots), 0)
 
     def _places(self, slot: int, token_ids: list[int]) -> np.ndarray:
-        """Where a slot's tokens are in a table that is laid flat."""
+        """Return the indices of a slot's tokens in a flattened table [S, V]."""
         tokens = np.array(token_ids, dtype=np.int64)
         return tokens[tokens < self.vocab_size] + slot * self.vocab_size
 
 
 def limit(params: SamplingParams, vocab_size: int) -> int:
+    """Return top_k as a number of tokens: vocab_size if it sets no bound."""
     return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 
 def _rows(params: list[SamplingParams], prompt_lens: list[int], vocab_size: int) -> np.ndarray:
-    """What slots' rows of the table hold, in bits of int32."""
+    """Return the rows of `SlotParams.table` for these requests, as int32 bits."""
     rows = [_row(*row, vocab_size) for row in zip(params, prompt_lens)]
     floats, ints = map(list, zip(*rows))
     return np.hstack((np.array(floats, dtype=np.float32).view(np.int32), np.array(ints, np.int32)))
@@ -133,13 +144,13 @@ def _rows(params: list[SamplingParams], prompt_lens: list[int], vocab_size: int)
 def _row(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """What a slot's rows of `params` and `limits` hold."""
+    """Return the rows of `SlotParams.params` and `SlotParams.limits` for one request."""
     top_p, margin, top_k = params.top_p, -math.inf, limit(params, vocab_size)
-    if params.temperature == 0:  # the likeliest token passes every filter
+    if params.temperature == 0:  # a greedy row: the likeliest token passes every filter
         top_p, top_k = 1.0, vocab_size
     elif params.min_p > 0:
         margin = max(params.temperature * math.log(params.min_p), -FLOAT32_MAX)
-    # Beyond these bounds float32 would lose logits to infinity, and with them which one is larger.
+    # Beyond these bounds logits would overflow float32, and their order would be lost.
     low, high = REPETITION_BOUNDS
     repetition = min(max(params.repetition_penalty, low), high)
     least_length = num_prompt_tokens + params.min_tokens if params.min_tokens else 0
