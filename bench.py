@@ -2,19 +2,19 @@
 
     python bench.py                                 the default workload for this machine
     python bench.py --model qwen3-8b --workload bench,latency
-    python bench.py --compare vllm                  both engines in turn, in processes of their own
+    python bench.py --compare vllm                  both engines in turn, each in its own process
     python bench.py --compare transformers --workload laptop --model tiny
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
-    python bench.py --policy fcfs,shortest-first    who waits how long under which scheduling policy
-    python bench.py --trace run.html                its figures, and a page that replays every step
-    python bench.py --workload conversations --requests 24    a part of a workload
-    python bench.py --host                          what a step costs the host, without the device
+    python bench.py --policy fcfs,shortest-first    waiting times under two scheduling policies
+    python bench.py --trace run.html                figures of a run, and a page that replays it
+    python bench.py --workload conversations --requests 24    the first requests of a workload
+    python bench.py --host                          host time per step, without a device
 
-Models: a folder, a hub id, "tiny" (the trained model in the package), or a shape with random
-weights, so that nothing is downloaded: qwen3-0.6b, qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b.
-Times are the first and the best of --repeat runs. The library's default options are measured, those
-that every user gets, but for what --options says.
+A model is a folder, a hub id, "tiny" (the trained model in the package), or a shape: qwen3-0.6b,
+qwen3-1.7b, qwen3-8b, qwen3-32b or qwen3-30b-a3b. A shape gets random weights and needs no download.
+The reported times are the first and the best of --repeat runs. All options of the LLM keep their
+defaults, except those given with --options.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from nanovllm.apps.bench.workloads import WORKLOADS
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Declare the options."""
+    """Make the parser of the command line."""
     names = "\n".join(f"  {name:<13} {one.description}" for name, one in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -47,32 +47,45 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     others = [name for name in ENGINES if name != "nanovllm"]
-    add("--engine", choices=ENGINES, default="nanovllm", help="measure this one")
-    add("--compare", choices=others, help="run this engine too")
-    add("--model", help="default: qwen3-0.6b on a GPU, tiny without one")
-    help = "one or several, separated by commas; default: bench on a GPU, laptop without one"
+    add(
+        "--engine", choices=ENGINES, default="nanovllm", help="engine to measure; default: nanovllm"
+    )
+    add("--compare", choices=others, help="measure this engine too")
+    add("--model", help="model to run; default: qwen3-0.6b on a GPU, tiny without one")
+    help = "workloads, separated by commas; default: bench on a GPU, laptop without one"
     add("--workload", help=help)
-    add("--requests", metavar="N", type=int, help="run the first N requests of each workload alone")
-    add("--repeat", metavar="N", type=int, default=2, help="runs of each workload; default: 2")
-    help = "the longest prompt and output together; default: 4096"
+    add("--requests", metavar="N", type=int, help="run only the first N requests of each workload")
+    add(
+        "--repeat",
+        metavar="N",
+        type=int,
+        default=2,
+        help="number of runs of each workload; default: 2",
+    )
+    help = "longest prompt plus output, in tokens; default: 4096"
     add("--max-model-len", metavar="N", type=int, default=4096, help=help)
-    help = "GPUs, or ranks on a CPU, to split the model over; default: 1"
+    help = "number of GPUs, or of ranks on a CPU, to split the model over; default: 1"
     add("--tensor-parallel-size", metavar="N", type=int, default=1, help=help)
-    help = f"options of the engine's LLM instead of its defaults, as JSON such as {EXAMPLE}"
+    help = f"options of the LLM that replace its defaults, as JSON such as {EXAMPLE}"
     add("--options", default="{}", help=help)
-    add("--json", metavar="FILE", help="write the measurements there")
-    help = "draw each workload's last run there; needs matplotlib"
+    add("--json", metavar="FILE", help="write the measurements to this file")
+    help = "draw the last run of each workload to this file; needs matplotlib"
     add("--plot", metavar="PNG", type=Path, help=help)
-    help = "compare scheduling policies, by name or as module:Class, separated by commas"
+    help = (
+        "compare these scheduling policies, given by name or as module:Class, separated by commas"
+    )
     add("--policy", metavar="NAMES", help=help)
-    help = "print and write what the last run did: a page (.html) or its events (.jsonl)"
+    help = (
+        "write a trace of the last run to this file, as a page (.html) or as events (.jsonl), and "
+    )
+    help += "print its figures"
     add("--trace", metavar="HTML", type=Path, help=help)
-    add("--host", action="store_true", help="measure the host's cost of a step and nothing else")
+    add("--host", action="store_true", help="measure only the host time per step")
     return parser
 
 
 def main() -> None:
-    """Do what the command line asks for."""
+    """Run the measurements that the command line asks for."""
     parser = make_parser()
     args = parser.parse_args()
     if args.host:
@@ -87,13 +100,13 @@ def main() -> None:
         rows = how(args)
         if args.json:
             Path(args.json).write_text(json.dumps(rows, indent=1))
-    except (ValueError, TypeError, OSError) as error:  # such as a full disk's
+    except (ValueError, TypeError, OSError) as error:  # an OSError may be a full disk
         parser.error(str(error))
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
     """Run the workloads on one engine in this process, and print a row for each."""
-    limits = ceilings() if args.model in SHAPES else None  # while the GPU is empty
+    limits = ceilings() if args.model in SHAPES else None  # measured while the GPU is empty
     options = json.loads(args.options)
     engine, startup_seconds = start(
         args.engine,
@@ -112,7 +125,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     )
     print_start(common, args)
     rows: list[dict] = []
-    steps: list = []  # of the last run, for a picture
+    steps: list = []  # the steps of the last run, for the picture
     if args.plot:
         engine.llm.on_step(steps.append)
 
@@ -152,7 +165,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
 def compare(args: argparse.Namespace) -> list[dict]:
     """Measure nanovllm, then the other engine, and print one table.
 
-    Each is measured by this script in a process of its own, which prints its rows as they come.
+    This script measures each engine in a process of its own, which prints rows as they come.
     """
     results: dict[str, dict[str, dict]] = {}
     for engine in ("nanovllm", args.compare):
@@ -168,7 +181,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
             for name, value in options.items():
                 command += [f"--{name.replace('_', '-')}", str(value)]
             if subprocess.run(command).returncode:
-                sys.exit(f"bench.py: {engine} failed (its error is above)")
+                sys.exit(f"bench.py: {engine} failed: see its error above")
             rows = json.loads(Path(file.name).read_text())
             results[engine] = {row["workload"]: row for row in rows}
     print_table(args, *results.values())

@@ -1,12 +1,12 @@
-"""Options: what a class declares about each of its fields, and the checks made from that.
+"""Declarations of options, and the checks that are made from them.
 
-A class of options is a frozen dataclass. `option` declares each field once:
+A class of options is a frozen dataclass. `option` declares each of its fields once:
 
     max_num_seqs: int = option(512, "sequences that run at the same time", ge=1, le=65536)
 
-From this line and the field's annotation come the check of a value and the error for a wrong one
-(`check_options`), the command line's flag and its help (apps/jobs/options.py), and the row of the
-README's table (tests/test_readme.py compares them).
+This line and the annotation of the field define the check of a value and the error for a wrong
+value (`check_options`), the flag of the command line and its help (apps/jobs/options.py), and the
+row in the README's table (tests/test_readme.py compares them).
 """
 
 import functools
@@ -20,15 +20,15 @@ from nanovllm.checks import as_integer, as_number, is_one_of, shown
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a class of options. `option` takes those below by keyword.
+    """The declaration of one field of a class of options. `option` takes these by keyword:
 
-    help: what the option does, a line of Markdown for the README and the command line.
-    ge, gt, le: a number's limits: at least, more than, at most.
-    multiple_of: what an integer must be a multiple of.
-    choices: the only values. A bool's follow from its annotation.
-    use: the remedy in the error for a wrong value. Empty: made of the type, limits and choices.
-    read: a function of the option's name and what was given. It checks what types and limits
-        cannot say, and returns the value to keep. The other checks follow it.
+    help: what the option does, as a line of Markdown for the README and the command line.
+    ge, gt, le: limits of a number: at least, greater than, at most.
+    multiple_of: a number of which an integer must be a multiple.
+    choices: the allowed values. For a bool, they follow from the annotation.
+    use: the remedy in the error for a wrong value. Empty: made of type, limits and choices.
+    read: a function that takes the option's name and the given value, makes checks that types and
+        limits cannot express, and returns the value to store. The other checks come after it.
     """
 
     help: str
@@ -39,15 +39,15 @@ class Option:
     choices: tuple[Any, ...] = ()
     use: str = ""
     read: Callable[[str, Any], Any] | None = None
-    # Read from the field.
+    # `from_field` sets the following from the field.
     name: str = ""
     default: Any = None
-    kind: Any = None  # the annotation's type beside None, if it is one
+    kind: Any = None  # the type in the annotation, without None; None if there are several
     takes_none: bool = False
 
     @classmethod
     def from_field(cls, given: Field) -> "Option":
-        """Join what a field's declaration says with its name, annotation and default."""
+        """Complete the declaration of a field with its name, annotation and default."""
         declared: Option = given.metadata["option"]
         members = members_of(given.type)
         takes_none = types.NoneType in members
@@ -65,9 +65,9 @@ class Option:
         )
 
     def check(self, given: Any) -> Any:
-        """Return a value in the form in which it is kept, such as a NumPy integer as an int.
+        """Check a value, and return it in the form to store, such as an int for a NumPy integer.
 
-        Raises TypeError for a value of a wrong type, ValueError for one that is out of range.
+        Raises TypeError for a value of a wrong type, ValueError for a value out of range.
         """
         value = given if self.read is None else self.read(self.name, given)
         if self.choices:
@@ -88,7 +88,7 @@ class Option:
         number = as_integer(given) if self.kind is int else as_number(given)
         if number is None:
             raise self._error(TypeError, given)
-        fits = (  # which NaN does not
+        fits = (  # False for NaN
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
             and (self.le is None or number <= self.le)
@@ -103,42 +103,42 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """The values that the option takes, in words."""
+        """A description of the allowed values."""
         if self.choices:
             listed = [repr(choice) for choice in self.choices]
             is_text = isinstance(self.choices[0], str)
             return f"one of {', '.join(listed)}" if is_text else " or ".join(listed)
-        said = {int: "an integer", float: "a number"}.get(self.kind, "a string")
+        text = {int: "an integer", float: "a number"}.get(self.kind, "a string")
         if self.multiple_of is not None:
-            said = f"a multiple of {self.multiple_of}"
+            text = f"a multiple of {self.multiple_of}"
         elif self.ge is not None and self.le is not None:
-            said += f" from {spell(self.ge)} to {spell(self.le)}"
+            text += f" from {spell(self.ge)} to {spell(self.le)}"
         else:
-            said += "" if self.ge is None else f", {spell(self.ge)} or more"
-            said += "" if self.gt is None else f" above {spell(self.gt)}"
-            said += "" if self.le is None else f", at most {spell(self.le)}"
-        return f"{said}, or None" if self.takes_none else said
+            text += "" if self.ge is None else f", {spell(self.ge)} or more"
+            text += "" if self.gt is None else f" above {spell(self.gt)}"
+            text += "" if self.le is None else f", at most {spell(self.le)}"
+        return f"{text}, or None" if self.takes_none else text
 
 
 def option(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
-    """Declare a field of a class of options; one without a default is required.
+    """Declare a field of a class of options. A field without a default is required.
 
-    `declared`: its limits, choices and the like, as `Option` describes them.
+    declared: limits, choices and the like, as `Option` describes them.
     """
     return field(default=default, metadata={"option": Option(help, **declared)})
 
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:
-    """Return the options that a class declares, by name."""
+    """Return the declared options of a class, by name."""
     return {one.name: Option.from_field(one) for one in fields(cls)}
 
 
 def check_options(options: Any) -> None:
-    """Check each field of a class of options, and keep its value in the form that is checked."""
+    """Check each field of an instance, and store each value as `Option.check` returns it."""
     for name, declared in options_of(options.__class__).items():
         given = getattr(options, name)
-        if given is declared.default:  # it needs no check, and most values of a request are
+        if given is declared.default:  # skip the check: most values of a request are defaults
             continue
         value = declared.check(given)
         if value is not given:
@@ -146,7 +146,7 @@ def check_options(options: Any) -> None:
 
 
 def keep(options: Any, name: str, value: Any) -> None:
-    """Put a checked value into a class of options, which is frozen for its users."""
+    """Store a value in an instance, which is frozen for users."""
     object.__setattr__(options, name, value)
 
 
@@ -157,6 +157,6 @@ def members_of(annotation: Any) -> set[Any]:
 
 
 def spell(limit: float) -> str:
-    """Write a limit as a reader knows it: 2**63 - 1 rather than 9223372036854775807."""
+    """Write a limit as a reader knows it, such as 2**63 - 1 for 9223372036854775807."""
     is_mask = isinstance(limit, int) and limit >= 2**31 - 1 and not limit & (limit + 1)
     return f"2**{int(limit).bit_length()} - 1" if is_mask else str(limit)

@@ -1,10 +1,11 @@
-"""The model "nanovllm" of lm-evaluation-harness, which this module registers by being imported.
+"""The model "nanovllm" for lm-evaluation-harness, which importing this module registers.
 
     python -m nanovllm.apps.lm_eval --model nanovllm --model_args pretrained=FOLDER ...
 
-is the harness's own command line with this model in it. The harness asks how likely texts are, and
-for generated text. It gets what its model "hf" gives, which runs transformers: texts are encoded,
-cut and decoded in the same way, by the harness's own functions where it has them.
+is the command line of the harness with this model added. The harness asks for log-likelihoods of
+texts and for generated texts. This model encodes, truncates and decodes texts in the same way as
+the harness's model "hf", which runs transformers; it calls the harness's own functions where they
+exist.
 """
 
 from collections.abc import Sequence
@@ -27,23 +28,23 @@ from nanovllm.frontend.chat import write_chat
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
-TokenPair = tuple[Any, list[int], list[int]]  # the texts or None, context, continuation
+TokenPair = tuple[Any, list[int], list[int]]  # (texts or None, context, continuation)
 
 
 @register_model("nanovllm")
 class NanovllmLM(TemplateLM):
-    """An LLM as the harness calls one.
+    """An LLM behind the interface of the harness.
 
     pretrained: the model's folder or hub id.
-    options: those of `LLM`, such as max_model_len: longer texts lose their beginning.
-    device: as in `LLM`. "cuda:0", which the command line gives a model if nobody names a device,
-        is "auto" here: a GPU where there is one.
-    max_gen_toks: tokens of a generation whose task gives no number.
-    chat_template_args: what the chat template takes besides messages.
-    enable_thinking: one of these, by its own name.
-    think_end_token: text that ends a thought, which is left out with all before it.
-    batch_size, max_batch_size, trust_remote_code: what the command line gives every model, and
-        what changes nothing here: the engine makes its own batches, and runs no folder's code.
+    options: options of `LLM`, such as max_model_len. Longer texts are truncated at their beginning.
+    device: as in `LLM`. "cuda:0", the default of the harness's command line, means "auto" here: a
+        GPU if there is one.
+    max_gen_toks: the longest output, in tokens, for tasks that set no limit.
+    chat_template_args: arguments for the chat template.
+    enable_thinking: the argument of this name for the chat template.
+    think_end_token: the text that ends a thought; it is removed with all text before it.
+    batch_size, max_batch_size, trust_remote_code: ignored; the harness's command line passes them
+        to every model. The engine makes its own batches, and runs no code of a model folder.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class NanovllmLM(TemplateLM):
         self.llm = LLM(pretrained, device="auto" if device == "cuda:0" else device, **options)
         try:
             self.tokenizer: Any = self.llm.get_tokenizer()
-        except ValueError:  # there is none
+        except ValueError:  # the folder has no tokenizer
             self.llm.close()
             raise
         self.max_length = self.llm.max_model_len
@@ -77,21 +78,25 @@ class NanovllmLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id of the end-of-sequence token."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing else stands before."""
+        """The id of the token that precedes a text without a context."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
+        """The name by which the harness caches chat requests."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
+        """Write a conversation as a prompt; drop system messages that the template refuses."""
+
         def write(messages: list[dict[str, str]]) -> str:
             return write_chat(
                 self.tokenizer,
@@ -103,13 +108,14 @@ class NanovllmLM(TemplateLM):
 
         try:
             return write(chat_history)
-        except TemplateError:  # some know no system role
+        except TemplateError:  # some templates refuse the system role
             return write([message for message in chat_history if message["role"] != "system"])
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        if add_special_tokens is None:  # a chat template may have written the first one already
+        """Encode a text."""
+        if add_special_tokens is None:  # a chat template may have written the BOS token already
             prefix = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = not has_bos_prefix(string, prefix)
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
@@ -117,13 +123,14 @@ class NanovllmLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[TokenPair], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
+        """Return for each pair the continuation's log-likelihood, and whether it is greedy."""
         contexts, continuations = [], []
         for _, context, continuation in requests:
-            # The last token is looked up, and never an input.
+            # The last token is scored, but is never an input of the model.
             room = self.max_length + 1 - len(continuation)
             if room < 1:
                 raise ValueError(
-                    f"a continuation has {len(continuation)} tokens, and max_model_len is "
+                    f"a continuation has {len(continuation)} tokens, but max_model_len is "
                     f"{self.max_length}: raise it in model_args"
                 )
             contexts.append(context[-room:])
@@ -135,6 +142,7 @@ class NanovllmLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
+        """Return the log-likelihood of each text, scored in windows of max_model_len tokens."""
         windows: list[TokenPair] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -149,6 +157,7 @@ class NanovllmLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate a text for each request."""
         asked = [self._prompt_and_params(*request.args) for request in requests]
         prompts, params = [prompt for prompt, _ in asked], [one for _, one in asked]
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)
@@ -165,28 +174,32 @@ class NanovllmLM(TemplateLM):
     def _prompt_and_params(
         self, context: str, gen_kwargs: dict[str, Any]
     ) -> tuple[list[int], SamplingParams]:
-        """What to generate from. Raises TypeError for a name that is none of SamplingParams'."""
+        """Return the token ids and sampling parameters of a request.
+
+        Raises TypeError for a name that SamplingParams does not have.
+        """
         kwargs = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
         max_gen_toks = kwargs.pop("max_gen_toks")
         if max_gen_toks >= self.max_length:
             raise ValueError(
-                f"max_gen_toks is {max_gen_toks}, and max_model_len {self.max_length}: raise this "
-                "one in model_args, or lower that one in gen_kwargs, to leave room for prompts"
+                f"max_gen_toks is {max_gen_toks}, but max_model_len is {self.max_length}: raise "
+                "max_model_len in model_args, or lower max_gen_toks in gen_kwargs, to leave room "
+                "for prompts"
             )
         prompt, _ = maybe_truncate(self.tok_encode(context), max_gen_toks, self.max_length)
         stop = [text for text in kwargs.pop("until") if text]
-        # Texts leave special tokens out, so a stop string that is one is found by its id.
+        # Output texts lack special tokens, so a special token among the stop strings goes by id.
         ids = [self._added_tokens[text] for text in stop if text in self._added_tokens]
         del kwargs["do_sample"]
         kwargs.setdefault("temperature", 0.0)
-        if kwargs.get("num_beams") == 1:  # some tasks say what they do not ask for
+        if kwargs.get("num_beams") == 1:  # some tasks give the default
             del kwargs["num_beams"]
         kwargs |= dict(max_tokens=max_gen_toks, stop=stop, stop_token_ids=ids)
         return prompt, SamplingParams(**kwargs)
 
 
 def refuse_errors(answers: Sequence[dict[str, Any]]) -> None:
-    """Raise FloatingPointError if one ended with an error: no figure should be made of it."""
+    """Raise FloatingPointError if any answer is an error, which no figure may be based on."""
     for i, answer in enumerate(answers):
         if "error" in answer:
             raise FloatingPointError(f"request {i} of {len(answers)}: {answer['error']}")

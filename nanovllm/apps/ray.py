@@ -70,8 +70,8 @@ class Generate:
         """Run the requests of a batch, and return their results in the same order."""
         if not isinstance(batch, pa.Table):
             raise TypeError(
-                f"the batch is a {type(batch).__name__}: call map_batches with batch_format='pyarrow', which "
-                " distinguishes null from a number"
+                f"the batch is a {type(batch).__name__}: call map_batches with "
+                "batch_format='pyarrow', which distinguishes null from a number"
             )
         names = self._request_columns(batch)
         records: dict[int, dict[str, Any]] = {}

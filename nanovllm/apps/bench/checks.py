@@ -18,7 +18,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--workload {unknown[0]}: use one of {', '.join(WORKLOADS)}")
     if "transformers" in (args.engine, args.compare) and {"logprobs", "penalties"} & names:
         raise ValueError(
-            "--workload: transformers cannot run the workloads logprobs and penalties: leave them out"
+            "--workload: transformers cannot run the workloads logprobs and penalties: "
+            "leave them out"
         )
     for option in ("repeat", "requests"):
         if (count := getattr(args, option)) is not None and count < 1:
@@ -37,8 +38,8 @@ def check(args: argparse.Namespace) -> None:
     if args.policy:
         if args.compare or args.engine != "nanovllm" or args.plot or args.trace:
             raise ValueError(
-                "--policy compares policies of nanovllm alone: leave out --compare, --engine, --plot "
-                "and --trace"
+                "--policy compares policies of nanovllm alone: leave out --compare, --engine, "
+                "--plot and --trace"
             )
         for name in args.policy.split(","):
             find_policy(name)

@@ -22,7 +22,7 @@ class Engine(Protocol):
     """The interface of an engine that has loaded a model.
 
     The arguments of a class that implements it are the model's folder or hub id, whether to use
-    random weights, and by keyword `max_model_len`, `tensor_parallel_size` and options of the engine.
+    random weights, and by keyword `max_model_len`, `tensor_parallel_size` and engine options.
     """
 
     vocab: int  # number of token ids that a prompt may use

@@ -56,8 +56,8 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
         work = workload.work(engine.vocab)[: args.requests]
         if len(work) < 2:
             raise ValueError(
-                f"--policy: workload {name} has a single request, but a comparison needs two or more: "
-                "choose another workload, or raise --requests"
+                f"--policy: workload {name} has a single request, but a comparison needs two or "
+                "more: choose another workload, or raise --requests"
             )
         run_once(engine, work, name, 0, 2)  # compiles kernels and captures CUDA graphs
         span = run_once(engine, work, name, 1, 2) / 2

@@ -33,8 +33,8 @@ class Workload:
     def refresh(self, work: Work, repeat: int, vocab: int) -> Work:
         """Replace the first token of each prompt by one that belongs to this repeat.
 
-        So the prefix cache helps within a run, but neither between repeats nor between workloads that
-        have the same prompts.
+        So the prefix cache helps within a run, but neither between repeats nor between workloads
+        that have the same prompts.
         """
         begin = self.first_token + 300 * repeat
         first = [begin + (0 if self.common_prefix else i % 256) for i in range(len(work))]

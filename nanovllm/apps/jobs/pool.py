@@ -219,7 +219,7 @@ class Pool:
         return []
 
     def _share_out(self, new: dict[Replica, list[Entry]]) -> None:
-        """Give the waiting requests to the replicas with the least work, as far as they have room."""
+        """Give the waiting requests to the replicas with the least work, while these have room."""
         work = {replica: replica.work for replica in new} if self._waiting else {}
         while self._waiting and work:
             least = min(work, key=work.__getitem__)
@@ -273,8 +273,8 @@ class Pool:
         if not self._replicas or self._lost_in_a_row > self._most_in_a_row:
             raise JobError(
                 f"replicas were lost {self._lost_in_a_row} times in a row without finishing a "
-                f"request; the last one: {reason}. All finished results are kept: remove the cause, and run "
-                "the same command again"
+                f"request; the last one: {reason}. All finished results are kept: remove the "
+                "cause, and run the same command again"
             )
         if failed_starts < MOST_STARTS:
             self._replicas[place] = self._start(failed_starts)
