@@ -311,9 +311,9 @@ class SamplingMetadata:
     num_prompt_tokens: int
     token_ids: list[int]  # what penalties count: all tokens before the first that is sampled
     # Which tokens may come next depends on the tokens before: the host says so, step by step.
-    waits: bool = False
+    is_constrained: bool = False
 
     @property
     def samples_plainly(self) -> bool:
         """Whether temperature and seed alone decide which token is sampled."""
-        return self.params.samples_plainly and not self.waits
+        return self.params.samples_plainly and not self.is_constrained

@@ -173,7 +173,7 @@ def test_steps_without_a_constraint_that_follows_the_output_never_wait(llm, monk
     engine = llm.engine
     params = SamplingParams(max_tokens=5, bad_words=[[1, 2]], ignore_eos=True)
     generate(llm, [[1]], params)
-    monkeypatch.setattr(engine.runner, "constrain", None)  # would raise
+    monkeypatch.setattr(engine.runner, "sample_constrained", None)  # would raise
     monkeypatch.setattr(engine.constraints, "edits", None)
     static = dict(logit_bias={5: 3.0}, allowed_token_ids=[1, 2, 5, 9], bad_words=[[9]])
     outputs = generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(**static)])
@@ -393,7 +393,7 @@ def test_a_request_with_no_token_left_ends_alone_and_says_so(llm, rules, tempera
     assert good == expected
     barred = rules.get("bad_words") is not None
     assert bad["finish_reason"] == "error" and len(bad["token_ids"]) == barred
-    assert re.search("no token to go on with after . tokens.*constraints.*loosen", bad["error"])
+    assert re.search("no token can come next after . tokens.*constraints.*loosen", bad["error"])
     with pytest.raises(InvalidLogitsError, match=r"request \d+ \(prompt \[5, 6\]\): there is no"):
         generate(llm, [[5, 6]], params)
     assert generate(llm, [[7]], other) == [expected]

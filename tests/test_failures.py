@@ -258,7 +258,7 @@ def test_a_call_raises_where_all_its_requests_end_with_an_error(folder, poisoned
         expected = generate(sound, SOUND[:1], GREEDY)
     other = llm.add_request(SOUND[0], GREEDY)  # not of this call
     several = [GREEDY, replace(GREEDY, n=3, temperature=1.0)]
-    message = r"request \d+ \(prompt \[7, .*NaN.*the call's 1 other requests ended with an error"
+    message = r"request \d+ \(prompt \[7, .*NaN.*the 1 other requests of the call ended"
     with pytest.raises(InvalidLogitsError, match=message):
         llm.generate([BAD, BAD], several, use_tqdm=False)
     with pytest.raises(InvalidLogitsError, match="NaN"):
@@ -334,7 +334,7 @@ def test_a_job_line_of_several_completions_says_which_ended_with_an_error(folder
     output = tmp_path / "out.jsonl"
     assert main(arguments(source, output, folder, "--max-tokens", "3")) == 0
     bad, good = read_lines(output)
-    assert bad["error"].startswith("line 1: completion 0 of 2: there is no token to go on with")
+    assert bad["error"].startswith("line 1: completion 0 of 2: no token can come next")
     assert "error" not in good and len(good["completions"]) == 2
 
 

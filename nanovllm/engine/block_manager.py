@@ -1,24 +1,28 @@
-"""The KV blocks there are: prefix cache, reference counts, eviction.
+"""The manager of the KV blocks: prefix cache, reference counts, eviction.
 
-Knows token ids and block numbers. Knows nothing about sequences, tensors, devices or models.
+This module knows token ids and block numbers. It knows nothing about sequences, tensors, devices or
+models.
 
 Every block is in one of three states: free, cached and free (its content is still known, so a later
-request may share it), or referenced by exactly `ref_counts[block]` sequences.
+request may share it), or referenced by exactly `ref_counts[block]` sequences. A block whose content
+the prefix cache knows is called a known block.
 
-The K and V of a block depend on its own tokens and on all tokens before them. So a known block is
-found by a content hash chained over its prefix: xxh3_64 of its own tokens, seeded with the hash of
-the block before it. The hash is the same in every process.
+The K and V of a block depend on its own tokens and on all tokens before them. The prefix cache
+therefore finds a known block by a content hash that is chained over the prefix: xxh3_64 of the
+block's own tokens, seeded with the hash of the block before it. The hash is the same in every
+process.
 
-A hash only nominates a block. Each known block also has a prefix id, a number that is given once
-and never again, and a key: the prefix id of the block before it, and its own tokens. A block is
-shared only if its key equals the one that was asked for. So it holds exactly that prefix, even if
-hashes collide. Once a block is evicted, its prefix id leads nowhere: blocks that came after it are
-not found any more.
+A hash only nominates a block. Each known block also has a prefix id, a number that is never used
+twice, and a key: the prefix id of the block before it, and its own tokens. A block is shared only
+if its key equals the key that was asked for. The block therefore holds exactly that prefix, even if
+hashes collide. Once a block is evicted, no key matches its prefix id any more, so the blocks after
+it are not found either.
 
-Where a prompt goes on after its last cached block, another block may still begin like it: a full
-one, or one that its sequence filled only in part. Such a run of tokens is copied into a block of
-the prompt's own. Of sorted keys, the one with the longest run in common stands next to the place of
-the prompt's own key. So two comparisons find it, however many blocks follow the same prefix.
+The tokens that follow the last cached block of a prompt may still begin like another block, which
+is full or partly filled. Such a run of tokens is copied into a block of the prompt's own. The keys
+are kept sorted: the key that shares the longest run with the prompt's key stands next to the place
+where the prompt's key would be. Two comparisons therefore find it, however many blocks follow the
+same prefix.
 """
 
 from array import array
@@ -32,7 +36,7 @@ import xxhash
 from nanovllm.engine.listener import NOBODY, EngineListener
 
 TOKEN = "I"  # the type of a token id in a key: 32 bits, unsigned
-Key = tuple[int, bytes]  # the prefix id of the block before (0: there is none), own token ids
+Key = tuple[int, bytes]  # the prefix id of the block before (0: no block), the block's token ids
 
 
 class Prefix(NamedTuple):
@@ -48,6 +52,8 @@ MIN_RUN = 16  # tokens: a shorter run is not worth a copy
 
 
 class BlockManager:
+    """The owner of all KV blocks: it lends them to sequences, and finds cached blocks again."""
+
     def __init__(
         self,
         num_blocks: int,
@@ -61,14 +67,15 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.min_run = min(MIN_RUN, block_size)
         self.ref_counts = [0] * num_blocks
-        # Blocks nobody references. Those without known content come first, then the least recently
-        # released: taking from the front evicts as little as possible, and the oldest of that.
+        # Blocks that no sequence references: first the blocks without known content, then the
+        # known blocks in the order of their release. Allocation takes from the front, so it evicts
+        # as few known blocks as possible, and the least recently released first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._known: dict[int, list[int]] = {}  # hash -> blocks; more than one if hashes collide
-        self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not known
-        self._prefixes = [NO_PREFIX] * num_blocks  # by block; only a known one's means anything
+        self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not a known block
+        self._prefixes = [NO_PREFIX] * num_blocks  # by block; valid for known blocks only
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
-        self._ordered: list[tuple[Key, int]] = []  # all other known blocks after their keys, sorted
+        self._ordered: list[tuple[Key, int]] = []  # (key, block) of all other known blocks, sorted
         self._new_prefix_ids = count(1)
 
     @property
@@ -80,17 +87,17 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def begin_step(self) -> None:
-        """What was registered up to now may be copied from now on: earlier steps compute it."""
+        """Allow copies of the blocks registered so far, which earlier steps compute."""
         for block in self._new:
             insort(self._ordered, (self._known_key(block), block))
         self._new.clear()
 
     def num_free_without(self, shared: list[int]) -> int:
-        """Free blocks left once `shared` are referenced."""
+        """Count the free blocks that are left once the blocks `shared` are referenced."""
         return len(self._free) - sum(self.ref_counts[block] == 0 for block in shared)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each referenced once. The caller has checked `num_free`."""
+        """Take `count` free blocks and reference each once. The caller has checked `num_free`."""
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
@@ -100,7 +107,7 @@ class BlockManager:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """Reference blocks that `match` found."""
+        """Add a reference to each of the blocks, which `match` found."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._free[block]
@@ -156,7 +163,7 @@ class BlockManager:
         self.forget(block)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)
-        # If another sequence has computed the same, its block stays the known one.
+        # If another sequence has computed the same tokens, its block stays the known block.
         known = self._find(prefix_hash, key)
         if known is not None:
             return self._prefixes[known]
@@ -168,12 +175,12 @@ class BlockManager:
         return self._prefixes[block]
 
     def prefix(self, block: int) -> Prefix:
-        """The prefix that ends with a known block."""
+        """Return the prefix that ends with a known block."""
         assert self._keys[block] is not None
         return self._prefixes[block]
 
     def forget(self, block: int) -> None:
-        """Let nobody find a block any more, nor what follows it."""
+        """Remove a block from the prefix cache. The blocks that follow it are not found either."""
         key = self._keys[block]
         if key is None:
             return
@@ -191,7 +198,7 @@ class BlockManager:
             self._free.move_to_end(block, last=False)
 
     def _find(self, prefix_hash: int, key: Key) -> int | None:
-        """Find the known block with this hash whose key is equal in full."""
+        """Find the known block that has this hash and exactly this key."""
         for block in self._known.get(prefix_hash, ()):
             if self._keys[block] == key:
                 return block
@@ -204,6 +211,7 @@ class BlockManager:
 
 
 def make_key(before: Prefix, token_ids: list[int]) -> Key:
+    """Make the key of a block that follows the prefix `before` and holds `token_ids`."""
     return before.id, array(TOKEN, token_ids).tobytes()
 
 
@@ -213,7 +221,7 @@ def chained_hash(before: Prefix, key: Key) -> int:
 
 
 def count_common(key: Key, other: Key) -> int:
-    """Count the leading tokens that two keys have in common: none after different prefixes."""
+    """Count the leading tokens that two keys have in common. Returns 0 for different prefixes."""
     if key[0] != other[0]:
         return 0
     count = 0

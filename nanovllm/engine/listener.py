@@ -1,4 +1,4 @@
-"""The events of an engine, for those who watch it: metrics, and the trace."""
+"""The events of an engine, for those that watch it: the metrics and the trace."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,29 +10,29 @@ if TYPE_CHECKING:
 
 
 class EngineListener:
-    """What an engine, its scheduler and its blocks tell as they work.
+    """The events that an engine, its scheduler and its block manager report.
 
-    Each method does nothing; a listener overrides those that it wants. A listener must not change
-    what it is given, and must not call the engine.
+    Each method does nothing; a listener overrides the methods of the events that it wants. A
+    listener must not change its arguments, and must not call the engine.
     """
 
     def request_added(self, request: "Sequence") -> None:
-        """Hear of a request, by its first completion, before it waits to start."""
+        """Hear of a new request, by its first completion, before the request is queued."""
 
     def sequence_started(self, seq: "Sequence", num_shared_blocks: int, num_cached: int) -> None:
         """Hear that a sequence got a batch slot and its first blocks.
 
-        `num_shared_blocks` of these are shared with others; `num_cached` tokens are not computed.
+        The first `num_shared_blocks` blocks are shared; the first `num_cached` tokens are cached.
         """
 
     def blocks_grown(self, seq: "Sequence", blocks: list[int]) -> None:
-        """Hear that a sequence whose prompt is computed in part got more blocks."""
+        """Hear that a sequence whose prompt is partly computed got more blocks."""
 
     def blocks_given_back(self, seq: "Sequence") -> None:
         """Hear that a sequence released the leading blocks that its window has passed."""
 
     def sequence_preempted(self, seq: "Sequence") -> None:
-        """Hear that a sequence is about to release its batch slot and its blocks, and to wait."""
+        """Hear that a sequence is about to be preempted. It still has its batch slot and blocks."""
 
     def sequence_released(self, seq: "Sequence") -> None:
         """Hear that a sequence has released its batch slot and its blocks."""
@@ -44,44 +44,44 @@ class EngineListener:
         """Hear that a paused sequence may run again."""
 
     def sequence_finished(self, seq: "Sequence") -> None:
-        """Hear that a sequence has ended; its finish_reason says how."""
+        """Hear that a sequence has ended. Its finish_reason says how."""
 
     def block_registered(self, block: int, prefix_hash: int) -> None:
-        """Hear that the prefix cache knows a block from now on, by this content hash."""
+        """Hear that the prefix cache knows a block from now on, under this content hash."""
 
     def block_evicted(self, block: int) -> None:
-        """Hear that the prefix cache does not know a block any more."""
+        """Hear that the prefix cache has forgotten a block."""
 
     def step_begins(self) -> None:
         """Hear that the engine begins to plan a step, or to abort requests."""
 
     def step_scheduled(self, batch: "Batch") -> None:
-        """Hear what the next step computes."""
+        """Hear the plan of the next step."""
 
     def step_recorded(self, step: "StepRecord") -> None:
-        """Hear the figures of the step that is launched next, or of one that has nothing to do."""
+        """Hear the figures of the step that is launched next, or of a step with nothing to do."""
 
     def step_launched(self, step: "StepRecord") -> None:
-        """Hear that the device has been given the step to compute."""
+        """Hear that the step has been launched on the device."""
 
     def tokens_arrived(self) -> None:
         """Hear that the tokens of the oldest step in flight have been read."""
 
     def tokens_committed(self, num_tokens: int) -> None:
-        """Hear that these tokens have been appended to their sequences."""
+        """Hear that `num_tokens` tokens have been appended to their sequences."""
 
     def engine_reset(self) -> None:
         """Hear that every request and the prefix cache are about to be dropped."""
 
     def engine_closed(self) -> None:
-        """Hear that the engine has given back what it held."""
+        """Hear that the engine has given back its memory."""
 
 
 NOBODY = EngineListener()
 
 
 class Listeners(EngineListener):
-    """Several listeners as one. Each event goes to those that want it, in their order."""
+    """Several listeners as one. Each event goes to the listeners that override it, in order."""
 
     def __init__(self, *listeners: EngineListener) -> None:
         for event, default in vars(EngineListener).items():
@@ -94,6 +94,7 @@ class Listeners(EngineListener):
                 setattr(self, event, partial(_tell, [getattr(one, event) for one in wanting]))
 
 
-def _tell(methods: list[Any], *what: Any) -> None:
+def _tell(methods: list[Any], *arguments: Any) -> None:
+    """Call all methods with the same arguments."""
     for method in methods:
-        method(*what)
+        method(*arguments)

@@ -1,7 +1,7 @@
-"""Requests in, outputs out: the loop that schedules, launches and commits.
+"""The engine: the loop that schedules, launches and commits steps.
 
-With overlap, step N + 1 is launched before step N's tokens are read, so the device never waits for
-Python.
+With overlap, step N + 1 is launched before the tokens of step N are read, so the device never waits
+for Python.
 """
 
 import itertools
@@ -30,16 +30,16 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class Launched(NamedTuple):
-    """A step that has been launched and not committed."""
+    """A step that has been launched but not committed."""
 
     tokens: SampledTokens
-    has_prefills: bool  # so some of the tokens may be their sequences' first
+    has_prefills: bool  # some of the tokens may be the first of their sequences
 
 
 class LLMEngine:
-    """A model, a scheduler, and the requests under way: `add` queues one, `step` advances all.
+    """A model, a scheduler, and the unfinished requests: `add` queues one, `step` runs a step.
 
-    Requests have been checked. One caller at a time may use it.
+    The caller has checked the requests. Only one caller at a time may use the engine.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class LLMEngine:
         enough_seqs: int | None = None,
         listeners: tuple[EngineListener, ...] = (),
     ) -> None:
-        """Get ready to run the model in `folder`, whose configuration is `hf_config`.
+        """Build an engine for the model in `folder`, whose configuration is `hf_config`.
 
         Args:
-            runner: what holds the model; a ModelRunner, or what has its interface.
-            stop_ids: tokens that end a request when they are sampled.
-            constraints: what says which tokens may follow, for requests that restrict them.
-            make_detokenizer: makes what reads the text of requests as it grows.
-            listeners: who hears what happens, beside the metrics.
-            enough_seqs: sequences that make the device about as fast as it gets; None: the more,
-                the faster.
+            runner: The ModelRunner that holds the model, or an object with the same interface.
+            stop_ids: Tokens that end a request when they are sampled.
+            constraints: Says which tokens may follow, for requests that restrict their tokens.
+            make_detokenizer: Makes the detokenizer, which reads the text of requests as it grows.
+            enough_seqs: The number of running sequences from which on more of them make the device
+                hardly faster. None: more are always faster.
+            listeners: Listeners that hear of events, besides the metrics.
         """
         self.model_class = find_model(hf_config)
         self.policy = policy
         self.stop_ids = stop_ids
         self.constraints = constraints
         self.make_detokenizer = make_detokenizer
-        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
+        self.detokenizer: Detokenizer | None = None  # made for the first request that needs it
         self.vocab_size = hf_config.vocab_size
         self.runner = runner
         self.max_model_len = self.runner.info.max_model_len
@@ -80,17 +80,17 @@ class LLMEngine:
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
         self._enough_seqs = enough_seqs
-        self.is_asleep = False  # the runner's memory is given back: no step may run
+        self.is_asleep = False  # asleep: the runner's memory is given back, and no step may run
         self._config = config
         self.metrics = EngineMetrics()
         self.listeners = (self.metrics, *listeners)
         self._listener = Listeners(*self.listeners)
         self.scheduler = self._make_scheduler()
-        self.num_prefill_tokens = 0  # computed so far
+        self.num_prefill_tokens = 0  # prompt tokens computed so far
         self.num_steps = 0
-        self.last_step: StepRecord | None = None  # as it was launched
+        self.last_step: StepRecord | None = None  # the figures at the launch of the last step
         self._in_flight: Launched | None = None
-        self._constrained: list[Sequence] = []  # those with a constraint, some of them finished
+        self._constrained: list[Sequence] = []  # sequences with a constraint; some have finished
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -121,11 +121,11 @@ class LLMEngine:
         interactive: bool = False,
         score_from: int = 1,
     ) -> Sequence:
-        """Queue a request that has been checked; returns its first completion, which keeps `text`.
+        """Queue a request that has been checked. Returns its first completion, which keeps `text`.
 
-        `streams`: its text is read as it grows. `interactive`: somebody waits for this request, not
-        only for the whole batch it came in, so a policy should not hold it back for the others.
-        `score_from`: the first token of the prompt that `prompt_logprobs` is asked for.
+        `streams`: the text is read as it grows. `interactive`: a user waits for this request, not
+        only for the whole batch it came in, so a policy should not delay it for the others.
+        `score_from`: the first token of the prompt that `prompt_logprobs` reports.
         """
         seq, *siblings = [
             self._make_sequence(prompt, params, i, interactive) for i in range(params.n)
@@ -162,7 +162,7 @@ class LLMEngine:
             seed = self._seeds.getrandbits(63)
         else:
             seed = (params.seed + completion) % 2**63
-        assert params.max_tokens is not None, "the facade puts a number for as many as fit"
+        assert params.max_tokens is not None, "the facade replaces None by a number"
         stop_ids = frozenset() if params.ignore_eos else self.stop_ids
         seq = Sequence(
             next(self._ids),
@@ -177,7 +177,7 @@ class LLMEngine:
         return seq
 
     def _follow(self, seq: Sequence, streams: bool) -> None:
-        """Give a sequence the constraint and the detokenizer that it needs as it grows, if any."""
+        """Give a sequence its constraint and have its text read, where it needs these."""
         params = seq.params
         if self.constraints is not None and not params.samples_plainly:
             seq.constraint = self.constraints.make(params)
@@ -192,10 +192,10 @@ class LLMEngine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[Sequence]:
-        """Launch the next step and commit one: the last with overlap, else this one.
+        """Launch the next step and commit one: with overlap the step before, otherwise this one.
 
-        Returns the sequences that have ended: one of which the logits are NaN or infinite, or the
-        constraints leave no token, with finish_reason "error".
+        Returns the sequences that have ended. A sequence ends with finish_reason "error" if its
+        logits are NaN or infinite, or if its constraints leave no token.
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
         self._listener.step_begins()
@@ -208,17 +208,19 @@ class LLMEngine:
             self._listener.step_launched(step)
         if not self.overlap:
             if self._constrained:
-                launched = self._constrain(launched)
+                launched = self._sample_constrained(launched)
             return self._commit(launched)
         previous, self._in_flight = self._in_flight, launched
-        ended = self._commit(previous)  # may drop what is in flight
+        ended = self._commit(previous)  # this may drop the step in flight
         if self._constrained:
-            self._in_flight = self._constrain(self._in_flight)
+            self._in_flight = self._sample_constrained(self._in_flight)
         return ended
 
-    def _constrain(self, launched: Launched | None) -> Launched | None:
-        """Sample the rows of the newest step that have a constraint: all tokens before theirs are
-        known by now. The device may still compute the step. Returns it with these tokens.
+    def _sample_constrained(self, launched: Launched | None) -> Launched | None:
+        """Sample the rows of the newest step whose sequences have a constraint.
+
+        The tokens before these rows are known by now, while the device may still compute the step.
+        Returns the step with the new tokens.
         """
         if launched is None:
             return None
@@ -230,12 +232,12 @@ class LLMEngine:
         ]
         if not rows:
             return launched
-        assert self.constraints is not None, "it made what the sequences have"
-        tokens = self.runner.constrain(self.constraints.edits(rows))
+        assert self.constraints is not None, "it made the constraints of these sequences"
+        tokens = self.runner.sample_constrained(self.constraints.edits(rows))
         return launched._replace(tokens=tokens)
 
     def _commit(self, launched: Launched | None) -> list[Sequence]:
-        """Wait for a step's tokens; returns the sequences that end with this step."""
+        """Wait for the tokens of a step and commit them. Returns the sequences that have ended."""
         if launched is None:
             return []
         sampled, ended = self._take_tokens(launched)
@@ -255,7 +257,7 @@ class LLMEngine:
         return ended
 
     def _take_tokens(self, launched: Launched) -> tuple[list[Sequence], list[Sequence]]:
-        """Wait for a step's tokens and commit them; returns what `Scheduler.commit` does."""
+        """Hand the tokens of a step to `Scheduler.commit`, and return what it returns."""
         result = launched.tokens.wait()
         self._listener.tokens_arrived()
         sampled, ended = self.scheduler.commit(*result)
@@ -263,7 +265,7 @@ class LLMEngine:
         return sampled, ended
 
     def _end_with_error(self, failed: list[Sequence]) -> None:
-        """Say of sequences why none of their tokens could be sampled, and end their texts."""
+        """Record why no token could be sampled for these sequences, and end their texts."""
         for seq in failed:
             seq.error = explain(seq)
             if self.detokenizer is not None:
@@ -272,23 +274,23 @@ class LLMEngine:
             warn(failed[0])
 
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
-        """Sequences that are complete, or come to a stop string, join those that `ended`."""
+        """End the sequences `stopped`, whose output is complete, and add them to `ended`."""
         for seq in stopped:
-            if seq.finish_reason is None:  # the scheduler did not end it
+            if seq.finish_reason is None:  # the scheduler has not ended the sequence
                 self.scheduler.abort(seq)
                 ended.append(seq)
             seq.finish_reason = "stop"
 
     def _drop_surplus_step(self) -> None:
-        """When every sequence has ended, nobody wants the tokens of the step in flight."""
+        """Drop the tokens of the step in flight if every sequence has ended."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
             self._take_tokens(self._in_flight)
             self._in_flight = None
 
     def _record_step(self, batch: Batch, begin: float, num_preempted: int) -> StepRecord:
-        """Note the figures of the step `batch`, which began to be planned at `begin`.
+        """Record the figures of the step `batch`, whose planning began at `begin`.
 
-        `num_preempted`: sequences that the scheduler had preempted before it.
+        `num_preempted`: the number of preemptions before this step.
         """
         scheduler = self.scheduler
         self.last_step = step = StepRecord(
@@ -316,7 +318,7 @@ class LLMEngine:
             seq.finished_at = seq.clock(now)
 
     def abort(self, request: Sequence) -> None:
-        """End what has not ended of a request's completions."""
+        """End the unfinished completions of a request."""
         self._listener.step_begins()
         unfinished = [seq for seq in request.completions if seq.status is not Status.FINISHED]
         for seq in request.unfinished:
@@ -330,14 +332,14 @@ class LLMEngine:
             self._listener.sequence_finished(seq)
 
     def pause(self, request: Sequence) -> None:
-        """Let what has not ended of a request run no more, until `resume`."""
+        """Keep the unfinished completions of a request from running until `resume`."""
         for seq in request.unfinished:
             self.scheduler.pause(seq)
             if seq.paused_at is None:
                 seq.paused_at = perf_counter()
 
     def resume(self, request: Sequence) -> None:
-        """Let what is paused of a request go on. Its times leave the pause out."""
+        """Let the paused completions of a request continue. Their times leave the pause out."""
         for seq in request.unfinished:
             if seq.paused_at is None:
                 continue
@@ -346,13 +348,13 @@ class LLMEngine:
             seq.paused_at = None
 
     def reset(self) -> None:
-        """Drop every request, as after an error or interrupt: the next call finds an empty engine.
+        """Drop every request after an error or interrupt, so that the engine is empty and usable.
 
-        It may have come between any two lines of the scheduler's, so a new scheduler takes its
-        place. Another interrupt may come in here.
+        The error may have left the scheduler in any state, so a new scheduler replaces it. Another
+        interrupt may come in this method.
         """
         self._listener.engine_reset()
-        for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
+        for seq in self.scheduler.sequences.values():  # before the scheduler is replaced
             seq.status, seq.finish_reason, seq.constraint = Status.FINISHED, "abort", None
         self.scheduler, self._in_flight = self._make_scheduler(), None
         if self.detokenizer is not None:
@@ -360,6 +362,7 @@ class LLMEngine:
         self.runner.synchronize()
 
     def close(self) -> None:
+        """Give back all memory that the runner holds."""
         try:
             self.runner.close()
         finally:

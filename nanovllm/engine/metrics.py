@@ -1,6 +1,6 @@
-"""What a run was like: requests, tokens, cache use, and how long users waited.
+"""The metrics of a run: requests, tokens, cache use, and how long users waited.
 
-Takes a few numbers of each sequence that has ended, so that a token costs nothing.
+The metrics take a few numbers from each sequence that has ended, so a token costs nothing.
 """
 
 import math
@@ -11,7 +11,7 @@ from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import StepRecord
 
-LATEST = 65536  # requests that the percentiles look back on
+LATEST = 65536  # the percentiles are those of so many latest values
 
 
 class EngineMetrics(EngineListener):
@@ -22,7 +22,7 @@ class EngineMetrics(EngineListener):
         self.last_call = Metrics()
 
     def begin_call(self) -> None:
-        """Count for a new call from now on."""
+        """Start new metrics of the last call."""
         self.last_call = Metrics()
 
     def step_recorded(self, step: StepRecord) -> None:
@@ -36,11 +36,13 @@ class EngineMetrics(EngineListener):
 
 
 class Metrics:
+    """The counts and times of sequences that have ended."""
+
     def __init__(self) -> None:
         self.requests = 0
-        self.errors = 0  # completions that ended with one
+        self.errors = 0  # completions that ended with an error
         self.prompt_tokens = 0
-        self.cached_tokens = 0  # of the prompts, found in the prefix cache
+        self.cached_tokens = 0  # prompt tokens that were found in the prefix cache
         self.output_tokens = 0
         self.preemptions = 0
         self.peak_blocks = 0
@@ -48,12 +50,12 @@ class Metrics:
         self.seconds_per_output_token: deque[float] = deque(maxlen=LATEST)
 
     def record(self, seq: Sequence) -> None:
-        """Take the numbers of a sequence that has come to its end."""
+        """Add the numbers of a sequence that has ended."""
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
         self.output_tokens += num_output
         self.errors += seq.finish_reason == "error"
         self.preemptions += seq.num_preemptions
-        if seq.parent is None:  # of several completions, the one that computed the prompt counts it
+        if seq.parent is None:  # of n completions, only the first one counts the prompt
             assert seq.num_cached_tokens is not None
             self.requests += 1
             self.prompt_tokens += seq.num_prompt_tokens
@@ -67,6 +69,7 @@ class Metrics:
             self.seconds_per_output_token.append(seconds / (num_output - 1))
 
     def summary(self, num_blocks: int) -> dict[str, int | float | dict[str, float] | None]:
+        """Return the metrics as `LLM.metrics` describes them."""
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
@@ -80,9 +83,9 @@ class Metrics:
 
 
 def percentiles(values: Collection[float]) -> dict[str, float] | None:
-    """Median and 99th percentile, or None of no values.
+    """Return the median and the 99th percentile, or None if there are no values.
 
-    A percentile is the smallest value that at least as many of the values do not exceed.
+    The 99th percentile is the smallest value that at least 99 % of the values do not exceed.
     """
     if not values:
         return None

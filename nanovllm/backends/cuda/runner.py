@@ -295,9 +295,9 @@ class CUDAModelRunner(ModelRunner):
         with torch.cuda.stream(self._stream), attention:
             return super().launch(batch)
 
-    def constrain(self, edits: LogitsEdits) -> SampledTokens:
+    def sample_constrained(self, edits: LogitsEdits) -> SampledTokens:
         with torch.cuda.stream(self._stream):
-            return super().constrain(edits)
+            return super().sample_constrained(edits)
 
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
         with torch.cuda.stream(self._stream):

@@ -151,7 +151,7 @@ class TensorParallelRunner:
         self._launched = self._command(Launch(self._step + 1, batch))
         return RemoteTokens(self, self._launched)
 
-    def constrain(self, edits: LogitsEdits) -> RemoteTokens:
+    def sample_constrained(self, edits: LogitsEdits) -> RemoteTokens:
         """Apply edits to the last step's waiting logits on every rank, and complete the step.
 
         Logits processors are the user's functions. They are called in this process, on a copy of

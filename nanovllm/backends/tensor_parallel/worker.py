@@ -100,7 +100,7 @@ def _serve(rank: int, channel: Channel) -> None:
             if isinstance(command, Launch):
                 sampled = runner.launch(command.batch)
             else:
-                sampled = runner.constrain(_with_logits(command))
+                sampled = runner.sample_constrained(_with_logits(command))
             if rank == 0:
                 in_flight.append((command.step, sampled))
             else:

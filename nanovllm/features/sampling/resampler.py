@@ -260,7 +260,10 @@ class Resampler:
             of_kind: dict[tuple[bool, bool], list[int]] = {}
             for i in index:
                 metadata = asked[slots[i]]
-                kind = metadata.waits, metadata.waits or metadata.params.edits_logits
+                kind = (
+                    metadata.is_constrained,
+                    metadata.is_constrained or metadata.params.edits_logits,
+                )
                 of_kind.setdefault(kind, []).append(i)
             self._parts = []
             for (waits, edited), index in of_kind.items():
