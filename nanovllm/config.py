@@ -77,8 +77,10 @@ def read_trace(name: str, given: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Config:
-    """Options of `LLM`. Sizes are counted in tokens unless the name says otherwise. Integers may be
-    NumPy's. What the declarations below do not say:
+    """The options of `LLM`.
+
+    Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy's. The
+    declarations below leave these things unsaid:
 
     dtype: a torch.dtype counts as its name.
     scheduling_policy: who starts next also decides who gives way when KV blocks run out.

@@ -172,14 +172,14 @@ class LLM:
         return score(self._session, self._inputs, contexts, continuations, use_tqdm)
 
     def encode(self, prompts: str | list[str]) -> list[list[int]]:
-        """The token ids that `generate` makes of each prompt."""
+        """Return the token ids that `generate` makes of each prompt."""
         self._session.open_engine()
         return self._inputs.encode(prompts)
 
     def encode_chat(
         self, messages: Messages, chat_template_kwargs: TemplateOptions = None
     ) -> list[list[int]]:
-        """The token ids that `chat` makes of each conversation: a prompt for `add_request`."""
+        """Return the token ids that `chat` makes of each conversation, for `add_request`."""
         self._session.open_engine()
         _, token_ids = encode_conversations(messages, self._tokenizer, chat_template_kwargs or {})
         return token_ids
@@ -236,7 +236,7 @@ class LLM:
         return bool(self._session.requests)
 
     def metrics(self) -> dict[str, Any]:
-        """What has been served, and what runs now.
+        """Return what has been served, and what runs now.
 
         total, last_call: since the start, and since the last generate, chat or stream began. Each
             is a dict of requests that have finished: requests, prompt_tokens, output_tokens,

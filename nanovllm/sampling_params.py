@@ -107,8 +107,10 @@ class StructuredOutputsParams:
 @name_the_nearest("parameter", PARAMETERS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What one request asks for. Names and meanings are vLLM's; the order of application is in the
-    sampler's file. What the declarations below do not say:
+    """How one request is sampled, and when it ends.
+
+    Names and meanings are those of vLLM; features/sampling/resampler.py says in which order they
+    apply. The declarations below leave these things unsaid:
 
     temperature: any below 1e-8 is kept as 0.
     max_tokens: 0 is for who asks for prompt_logprobs alone: nothing is sampled.

@@ -1,6 +1,6 @@
-"""JSON schemas whose objects have no properties but those that are listed.
+"""JSON schemas whose objects have only the properties that are listed.
 
-JSON Schema lets an object have more of them unless it says `"additionalProperties": false`.
+JSON Schema allows an object further properties unless it says `"additionalProperties": false`.
 """
 
 from typing import Any
@@ -11,11 +11,10 @@ DATA = ("const", "default", "enum", "examples")  # which hold no schema
 
 
 def close_objects(schema: Any) -> Any:
-    """A schema with `"additionalProperties": false` wherever it lists properties and does not say
-    which others there may be.
+    """Add `"additionalProperties": false` to each object of a schema that lists properties.
 
-    Raises ValueError where several parts of a schema list properties of one object: each would bar
-    those of the others.
+    An object that says which further properties it may have stays as it is. Raises ValueError where
+    several parts of a schema list properties of one object: each would bar those of the others.
     """
     if isinstance(schema, list):
         return [close_objects(one) for one in schema]

@@ -1,10 +1,10 @@
-"""Which tokens may come next, if an output must have a given form. Owns llguidance, an extra.
+"""Structured outputs: the tokens that may follow where an output must have a given form.
 
-Knows texts, tokens and bit masks. Knows nothing of steps, blocks and tensors.
+The work is that of llguidance (https://github.com/guidance-ai/llguidance), an extra. It parses the
+output so far by Earley's algorithm, and walks a trie of the vocabulary along what its lexer allows.
+It compiles a form in about a millisecond, because it computes masks only when they are needed.
 
-llguidance (https://github.com/guidance-ai/llguidance) parses the output so far by Earley's
-algorithm, and walks a trie of the vocabulary along what its lexer allows. It compiles in about a
-millisecond, since it works out masks as they are asked for.
+This file knows texts, tokens and bit masks. It knows nothing of steps, blocks and tensors.
 """
 
 import itertools
@@ -23,26 +23,26 @@ from nanovllm.features.sampling.closed_objects import close_objects
 from nanovllm.sampling_params import StructuredOutputsParams
 
 MOST_KEPT = 512 << 20  # bytes of compiled forms that no request is using
-# A lexer learns states as masks are made, and fails where it would learn one more than it may. That
-# is a number at first which most forms never reach, then four times as many, up to MOST_STATES. For
-# a vocabulary of 150,000 a full lexer took 0.9 to 1.2 KB a state, and a form that was just compiled
-# up to 60 bytes for each character of what was asked for (llguidance 1.9.1, AMD EPYC).
+# A lexer learns states while masks are made, and fails where it would learn more than its limit.
+# Most forms never reach the first limit; after a failure it is four times as high, up to
+# MOST_STATES. For a vocabulary of 150,000, a full lexer took 0.9 to 1.2 KB a state, and a form that
+# was just compiled up to 60 bytes for each character of the request (llguidance 1.9.1, AMD EPYC).
 FIRST_STATES = 1024
 MOST_STATES = 16384
 STATE_BYTES = 1200
 CHARACTER_BYTES = 64
-# Between two parts of JSON, if the request does not say what: a line break, then blanks.
+# The default whitespace between two parts of JSON: at most one line break, then 20 blanks.
 WHITESPACE = r"(\r?\n)?[ \t]{0,20}"
 OF_WHITESPACE = {"whitespace_pattern", "whitespace_flexible"}  # in a schema's "x-guidance"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-NUM_THREADS = max(1, min(32, CORES * 4 // 5))  # that make masks
-# How often to begin anew after an error: the first time others may have used the new lexer, and it
-# may need as many states as one may learn.
+NUM_THREADS = max(1, min(32, CORES * 4 // 5))  # threads that make masks
+# How often a completion begins anew after an error of its lexer. At the first time, others may have
+# used up the new lexer already; later ones may need the highest limit.
 ATTEMPTS = 4
 INSTALL = 'pip install -e ".[structured]"'
-# No line of Lark's begins so. Lark's `start` may stand anywhere, as `?start` or `!start` too.
+# No line of a Lark grammar begins like this. Lark's `start` may stand anywhere, and as `?start`.
 GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-# What an error says beside llguidance's message, if that has these words.
+# Words of llguidance's messages, and the remedy that an error adds to them.
 REMEDIES = {
     "Unimplemented keys": 'leave them out, or put "x-guidance": {"lenient": true} into the schema, '
     "which leaves them unheeded",
@@ -54,20 +54,20 @@ REMEDIES = {
 
 
 class Tokenizer(Protocol):
-    """What is needed of a tokenizer, such as text.tokenizer's."""
+    """The part of a tokenizer that grammars need; frontend/tokenizer.py has it."""
 
     def to_json(self) -> str | None:
-        """The tokenizer as tokenizer.json holds it; None if there is no such form."""
+        """Return the contents of tokenizer.json; None if the model has no such file."""
 
 
 class Grammars:
-    """Compiles what requests ask for. Those that ask for the same share what was compiled.
+    """The compiled forms of all requests. Requests with the same form share one.
 
-    A form in use stays as long as its completions run. Beyond that the forms used last are kept, as
-    many as take at most MOST_KEPT bytes.
+    A form stays as long as completions with it run. Beyond that, the forms that were used last are
+    kept, up to MOST_KEPT bytes. llguidance is not loaded before the first request needs it.
 
-    `vocab_size`: the model's, which may exceed the tokenizer's. `stop_ids`: tokens that end an
-    output. Nothing is loaded before the first request asks.
+    vocab_size: of the model, which may exceed that of the tokenizer.
+    stop_ids: the tokens that end an output.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Grammars:
         self._lock = Lock()  # threads may check requests side by side
 
     def compile(self, params: StructuredOutputsParams) -> "Starts":
-        """Return the compiled form. Raises ValueError if no output can be held to it."""
+        """Return the compiled form. Raises ValueError for a form that cannot be enforced."""
         starts = self._known.get(params)
         if starts is None:
             make = partial(self._start, params)
@@ -94,22 +94,25 @@ class Grammars:
         return starts
 
     def _forget_the_oldest(self) -> None:
-        """Keep no more than may be kept. The form used last always is."""
+        """Drop the forms that were used least recently, until MOST_KEPT bytes hold the others.
+
+        The form that was used last always stays.
+        """
         with self._lock:
             while len(self._kept) > 1 and self.num_bytes > MOST_KEPT:
                 del self._kept[next(iter(self._kept))]
 
     @property
     def num_bytes(self) -> int:
-        """The most that the kept forms may take."""
+        """An upper bound of the bytes that the kept forms take."""
         return sum([starts.num_bytes for starts in self._kept.values()])
 
     def matcher(self, params: StructuredOutputsParams) -> "Matcher":
-        """What holds one completion to its form."""
+        """Make the object that enforces the form of one completion."""
         return Matcher(partial(self._begin, params))
 
     def _begin(self, params: StructuredOutputsParams) -> tuple["Starts", int, Any]:
-        """The form's starts, and the next one with its number."""
+        """Return a form's starts, and the number and the matcher of the start to copy."""
         starts = self.compile(params)
         return starts, *starts.next()
 
@@ -240,7 +243,7 @@ class Starts:
             self._allow_more_states(self._num_states)
 
     def _allow_more_states(self, num_states: int) -> None:
-        """To those that are made from now on; `num_states` were too few."""
+        """Raise the limit of states for new starts, because `num_states` were too few."""
         self._num_states = max(self._num_states, min(4 * num_states, MOST_STATES))
 
     def _num_bytes(self, num_states: int) -> int:
@@ -248,11 +251,11 @@ class Starts:
 
     @property
     def num_bytes(self) -> int:
-        """The most that they may take."""
+        """An upper bound of the bytes that the starts take."""
         return sum(map(self._num_bytes, self._limits))
 
     def next(self) -> tuple[int, Any]:
-        """The start that the next completion copies, and its number."""
+        """Return the number and the matcher of the start that the next completion copies."""
         turn = next(self._count)
         # More turns than there are, where other threads' calls came while one was made.
         if turn >= len(self._starts) and len(self._starts) < self._most:
@@ -263,7 +266,7 @@ class Starts:
         return number, self._starts[number]
 
     def replace(self, number: int, old: Any) -> Any:
-        """The start of this number, which is made anew if it still is `old`."""
+        """Return the start with this number; make it anew first if it still is `old`."""
         if self._starts[number] is old:
             self._allow_more_states(self._limits[number])
             self._starts[number] = self._make(self._num_states)
@@ -273,10 +276,12 @@ class Starts:
 
 
 class Matcher:
-    """Reads the tokens of one completion. Its form is looked up when it reads for the first time,
-    so that requests that wait hold none.
+    """The reader of one completion's tokens.
 
-    `state`: llguidance's matcher of what was read. `number`: see Starts.
+    It looks its form up when it reads for the first time, so that waiting requests hold no form.
+
+    state: llguidance's matcher of the tokens that have been read.
+    number: of the start that `state` was copied from; see Starts.
     """
 
     def __init__(self, begin: Callable[[], tuple[Starts, int, Any]]) -> None:
@@ -358,7 +363,7 @@ def to_grammar(compiler: Any, params: StructuredOutputsParams) -> str:
 
 
 def refusal(params: StructuredOutputsParams, problem: str) -> str:
-    """What a user is told of what cannot be compiled."""
+    """Make the error message for a form that cannot be compiled."""
     problem = " ".join(problem.split("\n<non-verbose/>")[0].split())[:500]
     remedies = [remedy for words, remedy in REMEDIES.items() if words in problem]
     return (
