@@ -1,4 +1,4 @@
-"""The facade users import: text in, text out."""
+"""The facade that users import: text in, text out."""
 
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
@@ -41,7 +41,7 @@ TemplateOptions = dict[str, Any] | None
 
 
 class LLM:
-    """A model that generates.
+    """A language model that generates text.
 
         llm = LLM("Qwen/Qwen3-0.6B")
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
@@ -50,12 +50,12 @@ class LLM:
     `with LLM(...) as llm` calls. Calls from several threads wait for each other. A forked process
     cannot use the LLM.
 
-    A wrong option, model folder or call raises ValueError or TypeError, which says what to do. Of
-    a call, nothing has been queued then. Any other error inside a call, and Ctrl-C, leaves the LLM
-    empty and usable.
+    A wrong option, model folder or argument raises ValueError or TypeError with the remedy, before
+    anything is queued. Any other error inside a call, and Ctrl-C, leaves the LLM empty and usable.
 
-    num_kvcache_blocks: KV blocks there are, asked for or found to fit into memory.
-    max_model_len: tokens of prompt and output together, the option's or the model's own limit.
+    num_kvcache_blocks: The number of KV blocks, as requested or as many as fit into memory.
+    max_model_len: The most tokens of prompt and output together: the option's value, or the
+        model's own limit if that is lower.
     """
 
     def __init__(self, model: str | PathLike, **options: Any) -> None:
@@ -77,30 +77,35 @@ class LLM:
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Shown = True
     ) -> list[RequestOutput]:
-        """Complete prompts: text, or token ids, or a dict of either as "prompt" or
-        "prompt_token_ids".
+        """Complete prompts.
 
-        `sampling_params`: one for all, or a list as long as `prompts`. `use_tqdm`: show progress;
-        or what makes the bar, as tqdm does.
+        Args:
+            prompts: Each prompt is text, token ids, or a dict that holds the one as "prompt" or
+                the other as "prompt_token_ids".
+            sampling_params: One for all prompts, or a list as long as `prompts`.
+            use_tqdm: Whether to show progress; or a function that makes the bar, as tqdm does.
 
-        Returns a dict for each prompt, in their order:
+        Returns a dict for each prompt, in the order of the prompts:
 
         prompt_token_ids: list[int].
-        num_cached_tokens: int, how many of them the prefix cache held.
-        prompt_logprobs: if asked for, None for the first token of the prompt, and for each other
-            a dict {token id: log-probability}, its own token first.
+        num_cached_tokens: int, how many prompt tokens the prefix cache held.
+        prompt_logprobs: if requested, None for the first token of the prompt, and for each other
+            token a dict {token id: log-probability} that begins with this token.
         text: str, "" without a tokenizer.
-        token_ids: list[int] of the completion alone.
-        finish_reason: "stop" or "length"; or "error": no token could be sampled any more, as the
-            logits were NaN or infinite, or the request's constraints left none.
-        stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
-        error: with finish_reason "error", what went wrong. The other keys have what there was then.
-        logprobs: if asked for, a dict {token id: log-probability} for each token.
-        cumulative_logprob: with them, float, the sum over token_ids.
-        completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
+        token_ids: list[int], the tokens of the completion alone.
+        finish_reason: "stop" or "length"; or "error" if no token could be sampled any more, because
+            the logits were NaN or infinite or the request's constraints left no token.
+        stop_reason: the stop string, or the id among stop_token_ids, that ended the completion;
+            otherwise None.
+        error: what went wrong, if finish_reason is "error". The other keys then hold what there was
+            before the error.
+        logprobs: if requested, a dict {token id: log-probability} for each token.
+        cumulative_logprob: if logprobs are requested, their sum over token_ids, a float.
+        completions: if n > 1, all n completions, as dicts of the keys from text to
+            cumulative_logprob.
 
-        The dicts have vLLM's attributes, too: `nanovllm.RequestOutput`. If every request of the
-        call ends with an error, the call raises InvalidLogitsError, and the LLM is usable.
+        The dicts also have vLLM's attributes: see `nanovllm.RequestOutput`. If every request of the
+        call ends with an error, the call raises InvalidLogitsError, and the LLM stays usable.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
@@ -112,10 +117,11 @@ class LLM:
         use_tqdm: Shown = True,
         chat_template_kwargs: TemplateOptions = None,
     ) -> list[RequestOutput]:
-        """Write the assistant's next turn in one conversation, or in each of a list.
+        """Generate the assistant's next turn in a conversation, or in each of several.
 
-        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the
-        tokenizer's chat template, such as {"enable_thinking": False}. Returns what `generate` does.
+        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs`, such as
+        {"enable_thinking": False}, go to the tokenizer's chat template. Returns what `generate`
+        returns.
         """
         requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
         return self._complete(requests, use_tqdm)
@@ -123,12 +129,14 @@ class LLM:
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[Piece]:
         """Complete prompts, and yield pieces as steps finish.
 
-        A piece: (index of the prompt, new text, new token ids, finish_reason). finish_reason is
-        None until a prompt's last piece, and "abort" there if an error in another call dropped it.
-        Where it is "error", a warning in the log says what went wrong; if every request ends so,
-        FloatingPointError follows the last piece. The texts of a prompt add up to `generate`'s.
-        One is "" while a character, a run of byte tokens or what may become a stop string is
-        incomplete. Closing the iterator ends the requests that still run.
+        A piece is (index of the prompt, new text, new token ids, finish_reason). finish_reason is
+        None until the last piece of a prompt, and "abort" there if an error in another call dropped
+        the request. If finish_reason is "error", a warning in the log says what went wrong; if
+        every request ends with an error, FloatingPointError follows the last piece.
+
+        The texts of a prompt's pieces add up to the text that `generate` returns. The text of a
+        piece is "" while a character, a run of byte tokens or a possible stop string is incomplete.
+        Closing the iterator ends the requests that still run.
         """
         return stream(self._session, self._prompt_requests(prompts, sampling_params))
 
@@ -138,7 +146,7 @@ class LLM:
         sampling_params: Params = None,
         chat_template_kwargs: TemplateOptions = None,
     ) -> Iterator[Piece]:
-        """Take what `chat` takes, yield what `stream` yields."""
+        """Generate the assistant's next turns as `chat` does, and yield pieces as `stream` does."""
         requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
         return stream(self._session, requests)
 
@@ -148,25 +156,26 @@ class LLM:
         continuations: list[Any],
         use_tqdm: Shown = True,
     ) -> list[Any]:
-        """How likely `continuations` are after `contexts`: two lists of one length.
+        """Compute how likely `continuations` are after `contexts`, two lists of the same length.
 
-        A context is text or token ids, at least one token, and so is a continuation. A context's
-        entry in `continuations` is one, or a list of several. Text is encoded as evaluation
-        harnesses do it: as a whole, from which the context's tokens are taken off; spaces at the
-        context's end go to the continuation. Both together may have max_model_len tokens, and one
-        more.
+        A context is text or token ids of at least one token, and so is a continuation. The entry of
+        a context in `continuations` is one continuation, or a list of several. Text is encoded as
+        evaluation harnesses do it: context and continuation are encoded together, and the tokens of
+        the context are then taken off; spaces at the end of the context belong to the continuation.
+        Context and continuation together may have max_model_len + 1 tokens.
 
-        Returns for each context a dict, or a list of them if it has a list of continuations:
+        Returns for each context a dict, or a list of dicts if the context has a list of
+        continuations:
 
-        token_ids: list[int] of the continuation.
-        logprobs: list[float], the log-probability of each, by the model's own logits.
-        cumulative_logprob: float, their sum.
-        is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
-        error: only if the model computed NaN or infinite logits, which it says; so may the numbers.
-            If it is so with all, the call raises FloatingPointError.
+        token_ids: list[int], the tokens of the continuation.
+        logprobs: list[float], the log-probability of each token by the model's own logits.
+        cumulative_logprob: float, the sum of logprobs.
+        is_greedy: list[bool], whether greedy sampling would have chosen each token.
+        error: a message, only if the model computed NaN or infinite logits. The numbers may then be
+            NaN or infinite too. If every score has an error, the call raises FloatingPointError.
 
-        With the prefix cache, a context that comes more than once is computed once, but for up to
-        15 of its last tokens.
+        With the prefix cache, a context that comes more than once is computed once, except for up
+        to 15 of its last tokens.
         """
         self._session.awake_engine()
         return score(self._session, self._inputs, contexts, continuations, use_tqdm)
@@ -185,7 +194,7 @@ class LLM:
         return token_ids
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt for whoever calls `step`. Returns the request's id."""
+        """Queue one prompt, which calls of `step` then complete. Returns the id of the request."""
         (checked,) = self._prompt_requests([prompt], sampling_params)
         session = self._session
         with session.lock:
@@ -196,7 +205,7 @@ class LLM:
         return request.id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
+        """Run one step. Returns the outputs, each with an "id", of requests that have finished."""
         session = self._session
         session.open_engine()
         with session.lock:
@@ -212,39 +221,41 @@ class LLM:
         ]
 
     def abort(self, request_id: int) -> None:
-        """Drop a request that `add_request` gave this id and `step` has not returned."""
+        """Drop the request that `add_request` gave this id, unless `step` has returned it."""
         with self._session.request(request_id) as (engine, request):
             del self._session.requests[request.id]
             engine.abort(request)
 
     def pause(self, request_id: int) -> None:
-        """Let a request run no more, until `resume`. It goes on to the same tokens then.
+        """Keep a request from running until `resume`. Its tokens are the same as without the pause.
 
-        It keeps its KV blocks until others need them; then it is computed anew. If the step that
-        runs already brings its last token, it ends. `step` returns at once where all are paused.
+        The request keeps its KV blocks until other requests need them; it is then recomputed. If
+        the step that already runs brings its last token, the request ends. `step` returns at once
+        if all requests are paused.
         """
         with self._session.request(request_id) as (engine, request):
             engine.pause(request)
 
     def resume(self, request_id: int) -> None:
-        """Let a paused request go on. One that is not paused is left alone."""
+        """Let a paused request continue. Does nothing for a request that is not paused."""
         with self._session.request(request_id) as (engine, request):
             engine.resume(request)
 
     def has_unfinished(self) -> bool:
-        """Whether there is a request, paused or not, whose output `step` has yet to return."""
+        """Tell whether `step` has yet to return the output of a request, paused or not."""
         return bool(self._session.requests)
 
     def metrics(self) -> dict[str, Any]:
-        """Return what has been served, and what runs now.
+        """Return figures of the requests that have finished, and of those that run now.
 
-        total, last_call: since the start, and since the last generate, chat or stream began. Each
-            is a dict of requests that have finished: requests, prompt_tokens, output_tokens,
-            prefix_cache_hit_rate (of the prompts' tokens), kv_cache_use (the most, from 0 to 1),
-            preemptions, time_to_first_token and time_per_output_token (seconds, a dict of median
-            and p99, or None).
-        running, waiting, paused: requests; of one that has started, each completion counts.
-        kv_cache_use: from 0 to 1.
+        total, last_call: figures of the requests that have finished since the start, and since the
+            last generate, chat or stream began. Each is a dict of requests, prompt_tokens,
+            output_tokens, prefix_cache_hit_rate (the part of the prompt tokens that were cached),
+            kv_cache_use (the most, from 0 to 1), preemptions, time_to_first_token and
+            time_per_output_token (seconds, as a dict of median and p99, or None).
+        running, waiting, paused: numbers of requests. Each completion of a request that has started
+            counts as one.
+        kv_cache_use: the part of the KV blocks in use, from 0 to 1.
         """
         engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
@@ -258,11 +269,11 @@ class LLM:
         }
 
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
-        """Call `callback` after each step with what it did, a `nanovllm.StepRecord`.
+        """Call `callback` after each step with a `nanovllm.StepRecord` of what the step did.
 
-        Returns a function that ends this. The callback runs in the thread of the step. It may
-        add, abort, pause and resume requests, close the LLM, and read; what runs steps raises
-        RuntimeError there. What it raises leaves the call as any error does.
+        Returns a function that ends these calls. The callback runs in the thread of the step. It
+        may add, abort, pause and resume requests, close the LLM, and read; a method that runs steps
+        raises RuntimeError there. An error of the callback leaves the call like any other error.
         """
         self._session.open_engine()
         if not callable(callback):
@@ -270,36 +281,37 @@ class LLM:
         return self._session.observe(callback)
 
     def update_weights(self, weights: "Iterable[tuple[str, Tensor]]") -> None:
-        """Go on with new weights, and with an empty prefix cache.
+        """Replace the weights of the model, and empty the prefix cache.
 
         `weights`: pairs of name and tensor, such as `model.state_dict().items()` of a model of
-        transformers, or a checkpoint's tensors. Shapes are those of this model's checkpoint;
-        device and floating-point dtype may be others. All of them must be there, but for a head
-        that is tied. They wait in the CPU's memory, which must have room for the model, until all
-        have come: where one is wrong or missing, ValueError or TypeError names it, and the old
-        weights stay.
+        transformers, or the tensors of a checkpoint. The shapes are those of this model's
+        checkpoint; device and floating-point dtype may differ. All weights must be there, except a
+        tied head. The new weights are kept in the CPU's memory, which must have room for the model,
+        until all have come. If a weight is wrong or missing, ValueError or TypeError names it, and
+        the old weights stay.
 
-        No request may be unfinished. An LLM that is asleep takes them too.
+        No request may be unfinished. The LLM may be asleep.
         """
         with self._session.idle("update_weights") as engine:
             update_weights(engine, weights)
 
     def sleep(self, level: int = 1) -> None:
-        """Lend the device's memory to others: the KV cache's and the weights'.
+        """Give back the device memory of the KV cache and of the weights until `wake_up`.
 
-        `level`: 1 keeps the weights in the CPU's memory. Those of a GPU take up to twice their
-        size there, which stays taken for the next time. 2 forgets them: `wake_up` reads the model
-        folder again, unless `update_weights` has brought new ones. Calls that run requests raise
-        AsleepError until `wake_up`. No request may be unfinished.
+        `level`: 1 keeps the weights in the CPU's memory. The weights of a GPU take up to twice
+        their size there, and this memory stays allocated for the next `sleep`. 2 drops the weights:
+        `wake_up` reads the model folder again, unless `update_weights` has brought new weights.
+
+        Calls that run requests raise AsleepError until `wake_up`. No request may be unfinished.
         """
         with self._session.idle("sleep") as engine:
             sleep(engine, level)
 
     @name_the_nearest("argument", IN_WAKE_UP)
     def wake_up(self) -> None:
-        """Take the memory again that `sleep` gave back. The prefix cache is empty then.
+        """Take back the memory that `sleep` gave back. The prefix cache is then empty.
 
-        An error, such as too little memory, leaves the LLM asleep: call this again.
+        An error, such as too little memory, leaves the LLM asleep: call `wake_up` again.
         """
         with self._session.idle("wake_up") as engine:
             wake_up(engine)
@@ -312,29 +324,29 @@ class LLM:
 
     @property
     def engine(self) -> LLMEngine | None:
-        """What runs the requests: for those who look inside. None once this is closed."""
+        """The engine that runs the requests, for users who look inside. None after `close`."""
         return self._session.engine
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The model's tokenizer, as transformers loads it at the first use. None: it has none."""
+        """The model's tokenizer, which transformers loads at the first use. None: there is none."""
         return self._tokenizer.transformers if self._tokenizer else None
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """`tokenizer`, which vLLM gives by this name. Raises ValueError where there is none."""
+        """Return `tokenizer`, as vLLM's method of this name does. Raises ValueError without one."""
         return need_tokenizer(self._tokenizer).transformers
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` knows how the model wants a conversation written."""
+        """Whether the tokenizer has a chat template, which `chat` needs."""
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise ClosedError.
+        """Give back all memory. Further calls raise ClosedError.
 
-        Any thread may close, and more than once. If another thread is in a call, that call raises
-        ClosedError after the step it is in, and this one waits for that. In a forked process it
-        does nothing: the memory is its parent's.
+        Any thread may call `close`, and more than once. A call that another thread is in raises
+        ClosedError after its current step, and `close` waits for that. In a forked process `close`
+        does nothing, because the memory belongs to the parent process.
         """
         self._session.close()
 
@@ -350,9 +362,10 @@ class LLM:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """For pickle and copy: what an LLM holds is its process's, and there once."""
+        """Refuse pickle and copy: an LLM holds memory and processes that exist only once."""
         raise TypeError(
-            "an LLM cannot be pickled or copied, as for a worker process: make one in each process"
+            "an LLM cannot be pickled or copied, for example to a worker process: make an LLM in "
+            "each process"
         )
 
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
@@ -365,7 +378,7 @@ class LLM:
         return self._inputs.requests("messages", token_ids, params, texts)
 
     def _complete(self, requests: list[Request], use_tqdm: Shown) -> list[RequestOutput]:
-        """Run requests to their end; returns their outputs in order."""
+        """Run requests to their end. Returns their outputs in order."""
         session = self._session
         with session.call() as engine:
             added = [engine.add(*request) for request in requests]
@@ -373,10 +386,10 @@ class LLM:
             outputs: dict[int, dict[str, Any]] = {}
             with progress(len(added), unfinished, session.observe, use_tqdm):
                 while unfinished:
-                    # A step may also finish requests of others, such as those of `add_request`.
+                    # A step may also finish requests of other calls, such as `add_request`.
                     if ours := {seq.id: seq for seq in session.step() if seq.id in unfinished}:
                         unfinished.difference_update(ours)
-                        # With overlap the next step runs already: this is the time to make text.
+                        # With overlap, the device already runs the next step while text is made.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
         check_any_succeeded(added)
         return [
