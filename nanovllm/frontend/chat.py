@@ -56,7 +56,7 @@ def write_chats(
         ) from error
     except Exception as error:  # a template raises whatever it likes
         raise ValueError(
-            f"messages[{len(texts)}] does not fit the model's chat template: {error}"
+            f"messages[{len(texts)}] does not fit the model's chat template: {str(error)[:1000]}"
         ) from error
     return texts
 
@@ -174,9 +174,10 @@ def as_plain(value: Any) -> Any:
 
 
 def in_one(name: str, message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text: its parts, as OpenAI's API takes them, are put together.
-    Many templates know no parts, and would write a list as Python does. An assistant that calls a
-    tool needs no content: it is empty then, since many templates add it to a text.
+    """Join the parts of a message's content, as OpenAI's API takes them, into one text.
+
+    Many templates know no parts and would write the list as Python does. An assistant that calls a
+    tool needs no content. Its content is empty then, because many templates add it to a text.
     """
     parts = message.get("content")
     if parts is None and message.get("role") == "assistant":

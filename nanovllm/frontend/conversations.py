@@ -1,16 +1,21 @@
 """Turn the conversations of a call into prompts: check them, and render the chat template."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.checks import shown
 
 
 def encode_conversations(
-    messages: Any, tokenizer: Any, options: dict[str, Any]
+    messages: Any,
+    tokenizer: Any,
+    options: dict[str, Any],
+    check: Callable[[str, list[str]], None] | None = None,
 ) -> tuple[list[str], list[list[int]]]:
     """Render one conversation or several with the chat template. Returns texts and token ids.
 
-    `tokenizer` is None if the model has none. `options` go to the template.
+    `tokenizer` is None if the model has none. `options` go to the template. `check` is called with
+    a name for errors and the texts, before they are tokenized.
     """
     conversations = _split(messages)
     if not isinstance(options, dict):
@@ -22,7 +27,7 @@ def encode_conversations(
             "the model has no chat template: use generate, "
             "or give one in chat_template_kwargs['chat_template']"
         )
-    return tokenizer.encode_chats(conversations, options)
+    return tokenizer.encode_chats(conversations, options, check)
 
 
 def _split(messages: Any) -> list[list[dict[str, Any]]]:

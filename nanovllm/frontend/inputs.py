@@ -4,7 +4,7 @@ Every error names the field, the value and the remedy. A value of a wrong type r
 other wrong value ValueError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -43,6 +43,9 @@ class TokensPrompt(_Text):
     prompt_token_ids: list[int]
 
 
+# A text of more characters than this many times the tokens that fit is likely to be too long.
+CHARACTERS_PER_TOKEN = 16
+
 PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
 
 
@@ -72,17 +75,45 @@ class Inputs:
             # Encode all texts in one call, so that the tokenizer uses all cores. A prompt of token
             # ids stands in that call as an empty text, so that an error of the tokenizer has the
             # index among all prompts.
-            encoded = self.encode([unread.get(i, "") for i in range(len(read))])
+            encoded = self.encode_to_fit([unread.get(i, "") for i in range(len(read))])
             token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
         return self.requests("prompts", token_ids, sampling_params, texts)
 
-    def encode(self, texts: Any, name: str = "prompts") -> list[list[int]]:
-        """Return the token ids of one text or several. Errors call the texts `name`."""
+    def encode_to_fit(self, texts: Any, name: str = "prompts") -> list[list[int]]:
+        """Return the token ids of texts, each of which must fit into max_model_len.
+
+        Raises ValueError, before any text is tokenized, for one that has too many bytes to fit.
+        """
+        return self.encode(texts, name, self.refuse_long)
+
+    def refuse_long(self, name: str, texts: list[str]) -> None:
+        """Raise ValueError for the first text that has too many bytes to fit into max_model_len."""
+        most = self.max_model_len + 1  # the last token of a scored prompt needs no place
+        for i, text in enumerate(texts):
+            if len(text) > CHARACTERS_PER_TOKEN * most:
+                assert self.tokenizer is not None, "its caller has found one"
+                fewest = self.tokenizer.fewest_tokens(text)
+                if fewest > most:
+                    remedy = self._limit_and_remedy(generates=True)
+                    raise ValueError(f"{name}[{i}] has at least {fewest} tokens, {remedy}")
+
+    def encode(
+        self,
+        texts: Any,
+        name: str = "prompts",
+        check: Callable[[str, list[str]], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the token ids of one text or several. Errors call the texts `name`.
+
+        `check` is called with the name and the texts before they are tokenized.
+        """
         texts = _split_prompts(texts)
         for i, text in enumerate(texts):
             if not isinstance(text, str):
                 raise TypeError(f"{name}[{i}] is a {type(text).__name__}: give a str")
         tokenizer = need_tokenizer(self.tokenizer, f"{name} holds text", "give token ids")
+        if check is not None:
+            check(name, texts)
         return tokenizer.encode(name, texts)
 
     def requests(
