@@ -13,8 +13,8 @@
 
 A model is a folder, a hub id, "tiny" (the trained model in the package), or a shape: qwen3-0.6b,
 qwen3-1.7b, qwen3-8b, qwen3-32b or qwen3-30b-a3b. A shape gets random weights and needs no download.
-The reported times are the first and the best of --repeat runs. All options of the LLM keep their
-defaults, except those given with --options.
+The reported times are the first and the best of --repeat runs. Options of the LLM that no flag sets
+keep their defaults.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     help = "number of GPUs, or of ranks on a CPU, to split the model over; default: 1"
     add("--tensor-parallel-size", metavar="N", type=int, default=1, help=help)
     help = f"options of the LLM that replace its defaults, as JSON such as {EXAMPLE}"
-    add("--options", default="{}", help=help)
+    add("--options", metavar="JSON", default="{}", help=help)
     add("--json", metavar="FILE", help="write the measurements to this file")
     help = "draw the last run of each workload to this file; needs matplotlib"
     add("--plot", metavar="PNG", type=Path, help=help)

@@ -22,7 +22,7 @@ from nanovllm.checks import as_integer, as_number, is_one_of, shown
 class Option:
     """The declaration of one field of a class of options.
 
-    `option` takes these by keyword:
+    `option` takes these values by keyword:
 
     help: what the option does, as a line of Markdown for the README and the command line.
     ge, gt, le: limits of a number: at least, greater than, at most.

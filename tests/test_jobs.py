@@ -843,7 +843,7 @@ def test_an_input_that_is_edited_in_place_during_a_job_is_noticed(
                 file.write(changed)
             return super().step()
 
-    with pytest.raises(JobError, match="has changed while the job ran.* put that back"):
+    with pytest.raises(JobError, match="has changed while the job ran.* restore that version"):
         run_stub(job, Editing())
     assert not job.output.exists()
     source.write_text(text)

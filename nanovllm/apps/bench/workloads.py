@@ -131,7 +131,7 @@ WORKLOADS = {
     "long": Workload("64 requests, 3000 in, 512 out", partial(draw_from_stream, "long")),
     "many": Workload("2048 requests, 16-128 in, 16-128 out", partial(draw_from_stream, "many")),
     "conversations": Workload(
-        "192 requests, 64-512 in, 128 out; then 4 times all of that and 64 more in",
+        "192 requests, 64-512 in, 128 out; then 4 rounds with all of that and 64 more in",
         draw_conversations,
         rounds=5,
     ),

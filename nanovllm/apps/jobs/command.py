@@ -34,9 +34,9 @@ Run a batch job. Each line of INPUT is a request. OUTPUT gets one result per lin
 INPUT.
 
 The job can be stopped at any time, even by kill -9 or a power failure. To resume it, run the same
-command again: only the requests that were in progress are computed again. While the job runs, its
-results are kept in OUTPUT.journal. When all lines are done, OUTPUT is written in one piece, and the
-journal keeps only a description of the job.
+command again: only the requests that were in progress are computed again, and after a power failure
+those of the last second. While the job runs, its results are kept in OUTPUT.journal. When all lines
+are done, OUTPUT is written in one piece, and the journal keeps only a description of the job.
 
 A line of INPUT is a JSON object with exactly one of the fields "prompt" (text), "prompt_token_ids"
 and "messages" (a conversation). A line may also have an "id", which is copied to its result,
@@ -91,8 +91,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="address of the Ray cluster on which the replicas run, or auto; default: start Ray on "
-        "this machine",
+        help="address of the Ray cluster on which the replicas run, or auto; without it, "
+        "--replicas starts Ray on this machine",
     )
     parser.add_argument("--quiet", action="store_true", help="do not show a progress bar")
     llm = parser.add_argument_group("options of the LLM")
@@ -102,7 +102,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "Sampling parameters of the lines that do not set them. A line without a seed gets one "
         "that is derived from --seed and the number of the line.",
     )
-    # A seed per line comes from Config.seed, and a function cannot be given on a command line.
+    # --seed is among the options of the LLM, and no flag can give a function.
     add_flags(sampling, SamplingParams, leave_out={"seed", "logits_processors"})
 
 
