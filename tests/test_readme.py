@@ -169,6 +169,7 @@ def test_its_keys_of_an_output_are_those_of_an_output(llm):
     )
     params = SamplingParams(n=2, logprobs=1, prompt_logprobs=0, max_tokens=2)
     (output,) = llm.generate("def", params, use_tqdm=False)
+    documented.remove("error")  # only a request that failed has it
     assert documented == list(output)
     assert list(output["completions"][0]) == documented[documented.index("completions") - 6 : -1]
 
