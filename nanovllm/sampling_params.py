@@ -1,4 +1,4 @@
-"""How one request's tokens are sampled, what form its output has, and when it ends."""
+"""The parameters of one request: how tokens are sampled, the output's form, and when it ends."""
 
 import sys
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from nanovllm.foreign_names import IN_FORM, PARAMETERS, Foreign
 from nanovllm.options import check_options, keep, option, options_of
 
 MAX_LOGPROBS = 20
-INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
+INVALID_TOKEN = -1  # stands for the sampled token if the logits are NaN or infinite
 LogitsProcessor = Callable[[list[int], Any], Any]  # as SamplingParams describes it
-# Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
-# token is sampled.
+# At a lower temperature, the noise of sampling is smaller than the rounding of the logits, so the
+# likeliest token is sampled.
 GREEDY_BELOW = 1e-8
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -64,7 +64,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, name: str, given: Any) -> "StructuredOutputsParams | None":
-        """Return what the parameter `name` is or, as a dict, describes."""
+        """Return the value of the parameter `name`, which may be given as a dict."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, dict):
@@ -93,7 +93,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the five is given."""
+        """The name of the form that is given, one of KINDS."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
@@ -255,36 +255,36 @@ class SamplingParams:
 
     @property
     def barred_sequences(self) -> list[tuple[int, ...]]:
-        """The bad_words that are token ids, as all are once a request has been checked."""
+        """The bad_words that are token ids. In a checked request, all are."""
         return [word for word in self.bad_words or () if isinstance(word, tuple)]
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed otherwise than by penalties."""
+        """Whether anything but penalties changes the logits."""
         edits = self.logit_bias or self.bad_words or self.logits_processors
         return bool(edits) or self.allowed_token_ids is not None
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already become less or more likely."""
+        """Whether tokens that have occurred become less or more likely."""
         additive = self.presence_penalty != 0 or self.frequency_penalty != 0
         return additive or self.repetition_penalty != 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature and seed alone decide, and nothing but the token is asked for."""
+        """Whether temperature and seed alone decide the token, and no log-probability is wanted."""
         return self.logprobs is None and self.samples_plainly
 
     @property
     def samples_plainly(self) -> bool:
         """Whether temperature and seed alone decide which token is sampled."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
-        no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
+        no_filter = no_filter or self.temperature == 0  # the likeliest token passes all filters
         free = not (self.min_tokens or self.penalizes or self.edits_logits)
         return no_filter and free and self.structured_outputs is None
 
 
-# Parameters that are given to an LLM or a call, and belong into a SamplingParams.
+# Remedies for parameters that are given to an LLM or a call instead of a SamplingParams.
 OF_SAMPLING_PARAMS = {
     name: Foreign(f"give SamplingParams({name}=...)", ()) for name in options_of(SamplingParams)
 }
@@ -292,13 +292,14 @@ OF_SAMPLING_PARAMS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What the sampler must know of a sequence whose parameters are not plain."""
+    """The facts about a sequence that the sampler needs if its parameters are not plain."""
 
     params: SamplingParams
-    stop_ids: frozenset[int]  # not to be sampled before min_tokens
+    stop_ids: frozenset[int]  # tokens that must not be sampled before min_tokens
     num_prompt_tokens: int
-    token_ids: list[int]  # what penalties count: all tokens before the first that is sampled
-    # Which tokens may come next depends on the tokens before: the host says so, step by step.
+    token_ids: list[int]  # the tokens that penalties count, up to the first sampled token
+    # Whether the tokens so far decide which tokens may come next. The host then edits the logits of
+    # each step before the step's token is sampled: see LogitsEdits.
     is_constrained: bool = False
 
     @property
