@@ -32,19 +32,21 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 @name_the_nearest("parameter", IN_FORM)
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """What the whole text of an output must be: exactly one of `json`, `regex`, `choice`, `grammar`
-    and `json_object`. Names and meanings are vLLM's.
+    """The form that the whole text of an output must have.
 
-    json: properties come in the schema's order. Of a format the shape is right: a date may be
-        February 31. A keyword that cannot be held to is refused, unless the schema has
-        "x-guidance": {"lenient": true}. Kept as text.
-    regex: without look-around, back-references and inner anchors.
-    grammar: it begins with `start` in Lark's notation, with `root` in GBNF's (`root ::= ...`).
-    disable_any_whitespace, whitespace_pattern: of json and json_object alone. Without them there is
-        as much whitespace between the parts as is sampled.
+    Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is given. Names and
+    meanings are vLLM's.
 
-    Whether an output can be held to a form is checked when a request asks for it. A wrong type
-    raises TypeError, a wrong value ValueError.
+    json: properties come in the order of the schema. Only the shape of a format is enforced: a date
+        may be February 31. A keyword that cannot be enforced is refused, unless the schema has
+        "x-guidance": {"lenient": true}. The schema is kept as text.
+    regex: look-around, back-references and inner anchors are not supported.
+    The output satisfies exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    Names and meanings are those of vLLM.
+        whitespace between the parts is sampled freely.
+
+    Whether a form can be enforced is checked when a request asks for it. A wrong type raises
+    TypeError, and a wrong value raises ValueError.
     """
 
     json: str | dict[str, Any] | None = option(
@@ -100,31 +102,32 @@ class StructuredOutputsParams:
 @name_the_nearest("parameter", PARAMETERS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What one request asks for. Names and meanings are vLLM's; the order of application is in the
-    sampler's file. What the declarations below do not say:
+    """The sampling parameters of one request.
 
-    temperature: any below 1e-8 is kept as 0.
-    max_tokens: 0 is for who asks for prompt_logprobs alone: nothing is sampled.
-    min_tokens: nothing ends the output before.
+    Names and meanings are vLLM's; the sampler's file says in which order they apply. Details that
+    the declarations below do not say:
+
+    temperature: a value below 1e-8 is kept as 0.
+    max_tokens: 0 is for requests that want prompt_logprobs alone: nothing is sampled.
+    min_tokens: nothing ends the output before it has so many tokens.
     stop: token_ids keeps every token that was sampled.
     n: the prompt is computed once.
-    logprobs, prompt_logprobs: by the model's own logits, of the token that is there too. The first
-        token of a prompt has none.
+    logprobs, prompt_logprobs: computed from the model's own logits, and reported for the token
+        itself too. The first token of a prompt has none.
     logit_bias, bad_words, logits_processors, stop, stop_token_ids: kept as tuples, because the
         class is frozen; a dict as pairs. JSON's strings may stand for token ids in logit_bias.
-    allowed_token_ids: end-of-sequence is sampled only if it is here.
-    bad_words: a text is kept out by its tokens, with and without a space before them: the last of
-        these tokens is not sampled right after the others. A list of token ids may stand for a
-        text.
+    allowed_token_ids: end-of-sequence is sampled only if it is in this list.
+    bad_words: a text is barred by its tokens, with and without a space before them: the last of
+        these tokens is not sampled right after the others. A list of token ids may replace a text.
     logits_processors: functions (token ids of the output so far, logits [V] float32, a tensor) ->
         logits. They run in this process, one row after the other, and a step waits for them. The
         logits are on the model's device, or on the CPU if there are several ranks.
-    structured_outputs: the output ends with "stop" where the form is complete; "length" says that
-        it is cut. Stop strings end it as ever.
+    structured_outputs: the output ends with finish_reason "stop" when the form is complete; with
+        "length", it is cut short. Stop strings end the output as usual.
 
-    Integers may be NumPy's. A parameter that is unknown or of a wrong type raises TypeError, one
-    out of range ValueError. The noise has 23 random bits for a token: one that is less likely than
-    about 6e-8 is sampled more rarely than it should be, or never.
+    Integers may be NumPy integers. A parameter that is unknown or of a wrong type raises TypeError,
+    and a value out of range raises ValueError. The noise has 23 random bits per token, so a token
+    that is less likely than about 6e-8 is sampled more rarely than it should be, or never.
     """
 
     temperature: float = option(
