@@ -41,8 +41,8 @@ class StructuredOutputsParams:
         may be February 31. A keyword that cannot be enforced is refused, unless the schema has
         "x-guidance": {"lenient": true}. The schema is kept as text.
     regex: look-around, back-references and inner anchors are not supported.
-    The output satisfies exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
-    Names and meanings are those of vLLM.
+    grammar: derivation begins with `start` in Lark's notation, with `root` in GBNF.
+    disable_any_whitespace, whitespace_pattern: for json and json_object alone. Without them, the
         whitespace between the parts is sampled freely.
 
     Whether a form can be enforced is checked when a request asks for it. A wrong type raises
