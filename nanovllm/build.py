@@ -1,8 +1,8 @@
-"""The assembly: choose the parts that a configuration asks for, and put them together.
+"""The assembly of an engine from the parts that a configuration asks for.
 
-The core knows none of the shelves beside it; this module knows all of them. Only `llm.py` and the
-process of a rank use it. An import inside a function is of a backend that needs packages which a
-user may lack, or that are slow to import.
+The core knows none of the packages beside it; this module knows all of them. Only `llm.py` and the
+process of a rank use this module. A backend is imported inside a function if it needs packages that
+a user may lack or that are slow to import.
 """
 
 from collections.abc import Callable
@@ -41,18 +41,18 @@ from nanovllm.weights.loader import check_num_layers
 def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
     """Load the model that `config` names, and build the engine that runs it.
 
-    Returns the engine and the model's tokenizer, None if its folder has none. Raises ValueError
-    for a model folder that cannot be run as `config` asks.
+    Returns the engine, and the model's tokenizer or None if the model folder has none. Raises
+    ValueError for a model folder that cannot be run as `config` asks.
     """
     policy = choose_policy(config.scheduling_policy)
     recorder = None if config.trace is None else Recorder(fspath(config.trace))
     folder = resolve_model_folder(config.model)
     start_cuda_driver(config.device)
     hf_config = load_hf_config(folder)
-    model_class = find_model(hf_config)  # refuses a model that nothing here runs
+    model_class = find_model(hf_config)  # raises ValueError for an unknown architecture
     if config.load_format == "auto":
         check_num_layers(hf_config.num_hidden_layers, folder, model_class)
-    # Reading a tokenizer can take seconds, and so does reading the weights.
+    # Tokenizer and weights are loaded at the same time, because each can take seconds.
     with ThreadPoolExecutor(1) as beside:
         loading = beside.submit(load_tokenizer, folder)
         runner = build_runners(config, hf_config, folder)
@@ -83,7 +83,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
 
 
 def build_runners(config: Config, hf_config, folder: str | Path) -> Any:
-    """Build the runner of the only rank, or start all ranks behind the interface of one runner."""
+    """Build the runner of a single rank, or start all ranks behind the interface of one runner."""
     if config.tensor_parallel_size == 1:
         return build_runner(config, hf_config, folder)
     from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
@@ -98,7 +98,7 @@ def build_runner(
     *,
     group: ParallelGroup = ParallelGroup(),
 ) -> ModelRunner:
-    """Build one rank's runner, with what makes it fast on the rank's device."""
+    """Build the runner of one rank, with the parts that make it fast on its device."""
     device = resolve_device(config.device, group.rank)
     check_kernels(config, device)
     make_runner: Callable[..., ModelRunner] = ModelRunner
@@ -123,7 +123,7 @@ def build_runner(
 
 
 def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Module], None] | None:
-    """Return what is done to the loaded model. A CUDA runner exchanges its layers itself."""
+    """Return the transform of the loaded model, if any. A CUDA runner replaces layers itself."""
     if config.kernels == "compile":
         from nanovllm.backends.compile import compile_layers
 
@@ -134,7 +134,7 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Refuse an attention backend that does not suit the kernels or the device."""
+    """Raise ValueError if the attention backend does not suit the kernels or the device."""
     kernels, attention = config.kernels, config.attention_backend
     if kernels != "auto" and attention not in ("auto", "torch"):
         raise ValueError(
@@ -143,18 +143,21 @@ def check_kernels(config: Config, device: torch.device) -> None:
         )
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
         raise ValueError(
-            f"attention_backend is {attention!r}, but device {device} is no GPU: use 'auto'"
+            f"attention_backend is {attention!r}, but device {device} is not a GPU: use 'auto'"
         )
 
 
 def count_enough_sequences(info: RunnerInfo, hf_config) -> int | None:
-    """Return how many sequences make the device about as fast as it gets; None: more are faster."""
+    """Return the number of sequences from which on more of them make the device hardly faster.
+
+    None: more sequences are always faster.
+    """
     if info.device == "cpu":
         return enough_sequences(info.num_parameters, hf_config)
     return None
 
 
 def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractContextManager]:
-    """Return the context that each step runs in: on a CPU it gives way to other processes."""
+    """Return the context that each step runs in. On a CPU, it gives way to other processes."""
     computes_here = engine.runner.info.device == "cpu" and config.tensor_parallel_size == 1
     return SharedCores().step if computes_here else nullcontext

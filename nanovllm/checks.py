@@ -1,7 +1,7 @@
-"""Checks of what users give: numbers, token ids, texts, forms, names.
+"""The checks of values that users give: numbers, token ids, texts, forms, names.
 
-Each raises TypeError for a wrong type and ValueError for a wrong value, with field, value and
-remedy. Plain data need no more than these; what a model says to a value, frontend/ checks.
+Each check raises TypeError for a wrong type and ValueError for a wrong value, with field, value and
+remedy. These checks need no model; frontend/ checks values against the model.
 """
 
 import difflib
@@ -23,12 +23,12 @@ MAX_BIAS = 100
 
 
 def shown(value: Any) -> str:
-    """Write a value into an error: as Python does, but always short."""
+    """Return the repr of a value for an error message, shortened if it is long."""
     return reprlib.repr(value)
 
 
 def as_integer(value: Any) -> int | None:
-    """Return the int that `value` is, as a NumPy integer is; None for others, and a bool."""
+    """Return `value` as an int if it is an integer, such as NumPy's. None for a bool and others."""
     if isinstance(value, bool):
         return None
     try:
@@ -38,17 +38,17 @@ def as_integer(value: Any) -> int | None:
 
 
 def as_number(value: Any) -> Any:
-    """Return a real number, NumPy's as a plain float; None for others, and for a bool."""
+    """Return a real number, a NumPy float as a plain float. None for a bool and other values."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
-    # Beside a float16, NumPy would take a bound of 1e38 for infinity.
+    # In a comparison with a float16, NumPy would round a bound of 1e38 to infinity.
     return value if isinstance(value, numbers.Rational) else float(value)
 
 
 def is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
-    """Tell whether a value is among choices, types compared first.
+    """Tell whether a value is among choices.
 
-    1 equals True, and an array compares with anything, item by item.
+    The types are compared first, because 1 equals True, and an array compares item by item.
     """
     return any(type(value) is type(choice) and value == choice for choice in choices)
 
@@ -64,11 +64,11 @@ def as_list(given: Any) -> Any:
 
 
 def token_ids(name: str, given: Any) -> tuple[int, ...]:
-    """Return the integers of a list that an error calls `name`. Raises TypeError for others."""
+    """Return the token ids of a list. Raises TypeError, with the field's `name`, for others."""
     given = as_list(given)
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
-    if set(map(type, given)) <= {int}:  # as most are; prompts are long
+    if set(map(type, given)) <= {int}:  # the fast way, since prompts are long and most are plain
         return tuple(given)
     ids = []
     for token in given:
@@ -89,12 +89,12 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-# Values of requests that are more than a number. `convert` of an option is one of these functions:
-# they take the field's name and what was given, and return what is kept. None counts as nothing.
+# Values of requests that are more than a number. `read` of an option is one of these functions.
+# Each takes the field's name and the given value, and returns the value to keep. None means empty.
 
 
 def read_stop_strings(name: str, given: Any) -> tuple[str, ...]:
-    """Read the strings that end an output: one, or a list."""
+    """Read the strings that end an output: one string or a list."""
     strings = (given,) if isinstance(given, str) else () if given is None else given
     if not isinstance(strings, (list, tuple)) or not all(isinstance(one, str) for one in strings):
         raise TypeError(f"{name} is {shown(given)}: use a string or a list of strings")
@@ -111,7 +111,7 @@ def read_stop_ids(name: str, given: Any) -> tuple[int, ...]:
 
 
 def read_allowed_ids(name: str, given: Any) -> tuple[int, ...]:
-    """Read the only tokens that are sampled."""
+    """Read the only tokens that may be sampled."""
     allowed = token_ids(name, given)
     if not allowed:
         raise ValueError(
@@ -121,9 +121,9 @@ def read_allowed_ids(name: str, given: Any) -> tuple[int, ...]:
 
 
 def read_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
-    """Read a dict of tokens and what is added to their logits, and return it as pairs.
+    """Read a dict of token ids and the numbers to add to their logits, and return it as pairs.
 
-    JSON has no integers for keys: strings that spell them are taken.
+    JSON has no integer keys, so strings of digits are accepted.
     """
     try:
         bias = dict(() if given is None else given)
@@ -153,12 +153,12 @@ def read_bad_words(name: str, given: Any) -> tuple[str | tuple[int, ...], ...]:
         raise TypeError(f"{name} is {shown(words)}: use a list of strings")
     words = [word if isinstance(word, str) else token_ids(name, word) for word in words]
     if not all(words):
-        raise ValueError(f"{name} holds an empty one, which bars nothing: leave it out")
+        raise ValueError(f"{name} holds an empty entry, which bars nothing: leave it out")
     return tuple(words)
 
 
 def read_processors(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
-    """Read functions of token ids and logits."""
+    """Read a list of functions of token ids and logits."""
     functions = () if given is None else given
     if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
         raise TypeError(
@@ -167,7 +167,7 @@ def read_processors(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
     for function in functions:
         try:
             signature = inspect.signature(function)
-        except (ValueError, TypeError):  # it is not Python's
+        except (ValueError, TypeError):  # the function is not written in Python
             continue
         try:
             signature.bind([], None)
@@ -208,7 +208,7 @@ def read_schema(name: str, given: Any) -> str:
 
 
 def read_choices(name: str, given: Any) -> tuple[str, ...]:
-    """Read a list of strings, at least one."""
+    """Read a list of at least one string."""
     if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
         raise TypeError(f"{name} is {shown(given)}: use a list of strings")
     if not given:
@@ -226,10 +226,10 @@ def refuse_unknown_names(
     known: Collection[str],
     foreign: Mapping[str, Foreign],
 ) -> dict[str, Any]:
-    """Return `values` without those of foreign names that are harmless.
+    """Return `values` without the harmless values of foreign names.
 
-    Raises TypeError for the first of another name that is not `known`, such as "LLM has no option
-    'x': did you mean y?". For a foreign name the error says the remedy.
+    Raises TypeError for the first other name that is not `known`, such as "LLM has no option 'x':
+    did you mean y". For a foreign name, the error says the remedy.
     """
     kept = {}
     for name, value in values.items():
@@ -260,7 +260,7 @@ def no_attribute(owner: str, name: str, remedies: Mapping[str, str]) -> Attribut
 
 
 def name_the_nearest(kind: str, foreign: Mapping[str, Foreign]) -> Callable[[Named], Named]:
-    """Let a dataclass or a method refuse an unknown keyword as `refuse_unknown_names` does."""
+    """Decorate a dataclass or a method: `refuse_unknown_names` checks its keyword arguments."""
 
     def decorate(target: Any) -> Any:
         is_class = inspect.isclass(target)

@@ -1,8 +1,8 @@
-"""The user's options: frozen, checked, each error with field, value and remedy.
+"""The options of an LLM: frozen and checked; each error names field, value and remedy.
 
-Holds what the user asked for. What is found out later (the checkpoint's dtype, how many KV blocks
-fit, the length that the model supports) is returned by whoever finds it out, and never written back
-here.
+A Config holds what the user asked for. Facts that are found out later (the dtype of the checkpoint,
+the number of KV blocks that fit, the length that the model supports) are returned by the code that
+finds them, and never written back into the Config.
 """
 
 import re
@@ -22,7 +22,7 @@ OTHER_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's own
 
 
 def read_model(name: str, given: Any) -> str:
-    """Return a folder's path, or a hub id."""
+    """Return the path of a folder, or a hub id."""
     path = fspath(given) if isinstance(given, PathLike) else given
     if not isinstance(path, str) or not path:
         raise TypeError(
@@ -32,7 +32,7 @@ def read_model(name: str, given: Any) -> str:
 
 
 def read_dtype(name: str, given: Any) -> Any:
-    """Return the name of a dtype, or of a torch.dtype: torch need not be imported to know one."""
+    """Return the name of a dtype. A torch.dtype is recognised without importing torch."""
     dtype = str(given) if type(given).__name__ == "dtype" else given
     if not isinstance(dtype, str):
         return given
@@ -41,19 +41,19 @@ def read_dtype(name: str, given: Any) -> Any:
 
 
 def read_device(name: str, given: Any) -> str:
-    """Return a device's name as PyTorch has it, or "auto"."""
+    """Return PyTorch's name of a device, or "auto"."""
     if not isinstance(given, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", given):
         raise ValueError(f"{name} is {shown(given)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")
     return given
 
 
 def read_load_format(name: str, given: Any) -> Any:
-    """Return how to load; vLLM's name for the only files that are read means "auto"."""
+    """Return the load format. vLLM's "safetensors" means "auto", which reads no other files."""
     return "auto" if isinstance(given, str) and given == "safetensors" else given
 
 
 def read_policy(name: str, given: Any) -> Any:
-    """Return a policy's name, or an object, whose methods build.py checks."""
+    """Return the name of a policy, or an object, whose methods build.py checks."""
     if isinstance(given, str) and given not in SCHEDULING_POLICIES:
         raise ValueError(
             f"{name} is {shown(given)}: use one of {', '.join(map(repr, SCHEDULING_POLICIES))}, or "
@@ -63,7 +63,7 @@ def read_policy(name: str, given: Any) -> Any:
 
 
 def read_trace(name: str, given: Any) -> str | None:
-    """Return a file's name, whose ending says what is written."""
+    """Return the name of a file. Its ending says which kind of trace is written."""
     path = fspath(given) if isinstance(given, PathLike) else given
     if path is None:
         return None
@@ -82,16 +82,19 @@ class Config:
     Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy's. The
     declarations below leave these things unsaid:
 
-    dtype: a torch.dtype counts as its name.
-    scheduling_policy: who starts next also decides who gives way when KV blocks run out.
-        "throughput" is what lets all requests of a call end soonest. "shortest-first" and
-        "longest-first" go by max_tokens, "priority" by SamplingParams'. An object has the methods
-        of nanovllm.SchedulingPolicy.
-    kernels: on a CPU where g++ is, "auto" is C++ that the first start compiles.
-    trace: it is written at `close` or when the process ends: a page to watch the run on (.html), or
-        its events, one a line (.jsonl).
+    Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy integers.
+    Details that the declarations below do not say:
 
-    A value of a wrong type raises TypeError, one out of range ValueError.
+    dtype: A torch.dtype may be given instead of its name.
+    scheduling_policy: The policy decides which sequence starts next, and which is preempted when
+        the KV blocks run out. "throughput" lets all requests of a call end soonest.
+        "shortest-first" and "longest-first" order by max_tokens, "priority" by the priority in
+        SamplingParams. An object must have the methods of nanovllm.SchedulingPolicy.
+    kernels: On a CPU with g++, "auto" uses C++ kernels, which the first start compiles.
+    trace: The trace is written at `close` or when the process ends: a page that shows the run
+        (.html), or its events, one per line (.jsonl).
+
+    A value of a wrong type raises TypeError, and a value out of range raises ValueError.
     """
 
     model: str = option(
@@ -101,7 +104,7 @@ class Config:
     max_num_batched_tokens: int = option(
         16384, "tokens of one step; longer prompts are computed in chunks", ge=1, le=MAX_COUNT
     )
-    # The running state has a row for each, whether it is used or not.
+    # The state on the device has a row for each of these sequences, used or not.
     max_num_seqs: int = option(512, "sequences that run at the same time", ge=1, le=65536)
     max_model_len: int | None = option(
         4096,
@@ -189,8 +192,8 @@ class Config:
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
         """Build a config from keyword options.
 
-        None means the default of an option that has no None of its own, as in vLLM. An unknown
-        name raises TypeError, which names the nearest option or the remedy.
+        As in vLLM, None means the default if None is no value of the option. An unknown name raises
+        TypeError with the nearest option or the remedy.
         """
         known = options_of(Config)
         foreign = OF_SAMPLING_PARAMS | OPTIONS
@@ -205,5 +208,5 @@ class Config:
 
     @property
     def num_batch_slots(self) -> int:
-        """How many sequences can run: a decoding one takes a token of every step."""
+        """The most sequences that can run, since each decoding sequence takes a token per step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)

@@ -1,20 +1,20 @@
-"""Names that people bring from vLLM, transformers and other engines, and what to do here instead.
+"""The names that users bring from vLLM, transformers and other engines, and the remedy for each.
 
-A table for each place where a name may be given. A name that is in none of them is answered with
-the nearest name of that place, or with all.
+There is a table for each place where a name may be given. The error for an unknown name that is not
+in the table names the nearest known name, or all known names.
 """
 
 from typing import Any, NamedTuple
 
 
 class Foreign(NamedTuple):
-    """A name that is none here.
+    """A name of another engine that this library does not have.
 
-    remedy: what to do instead.
-    harmless: values that ask for nothing, or for what is done anyway: they are passed over. Any
-        other is refused with the remedy.
-    same_as: another name, whose value is harmless too.
-    means: a value, and the name and value here for which it stands.
+    remedy: What to do instead.
+    harmless: Values that ask for nothing, or for what is done anyway. They are ignored; any other
+        value is refused with the remedy.
+    same_as: The name of an option of this library whose value is harmless too.
+    means: A value, and the name and value here for which that value stands.
     """
 
     remedy: str
@@ -33,7 +33,7 @@ ONE_HOST = Foreign(
     (None, 1, False, "mp", "uni"),
 )
 
-# Options of LLM: vLLM's, those of transformers' from_pretrained, SGLang's and others'.
+# For the options of LLM: names of vLLM, SGLang, transformers' from_pretrained and others.
 OPTIONS = {
     **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), NO_LORA),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), ONE_HOST),
@@ -112,7 +112,7 @@ FORMS = ("json", "json_object", "regex", "choice", "grammar")
 GUIDED = {  # vLLM's names before structured_outputs
     f"guided_{form}": Foreign(f"use structured_outputs={{{form!r}: ...}}") for form in FORMS
 } | {"guided_whitespace_pattern": Foreign("use structured_outputs' whitespace_pattern")}
-OF_TRANSFORMERS = {  # parameters of its generate
+OF_TRANSFORMERS = {  # parameters of transformers' generate
     "do_sample": Foreign("use temperature, which is 0 for the likeliest token", (None, True)),
     "eos_token_id": Foreign("use stop_token_ids"),
     "logits_processor": Foreign("use logits_processors"),
@@ -125,7 +125,7 @@ OF_TRANSFORMERS = {  # parameters of its generate
     "stop_strings": Foreign("use stop", same_as="stop"),
     "streamer": Foreign("use stream"),
 }
-PARAMETERS = {  # of SamplingParams
+PARAMETERS = {  # for SamplingParams
     **OF_TRANSFORMERS,
     **GUIDED,
     **{form: GUIDED[f"guided_{form}"] for form in FORMS},
@@ -140,8 +140,8 @@ PARAMETERS = {  # of SamplingParams
     "truncate_prompt_tokens": Foreign("shorten what encode returns, and give these token ids"),
     "use_beam_search": NO_BEAMS,
 }
-IN_LINE = {**PARAMETERS, "tools": Foreign(TEMPLATE, (None, []))}  # of a job's input
-IN_FORM = {  # of StructuredOutputsParams
+IN_LINE = {**PARAMETERS, "tools": Foreign(TEMPLATE, (None, []))}  # for a line of a job's input
+IN_FORM = {  # for StructuredOutputsParams
     "backend": Foreign("leave it out, there is one backend", (None, "auto")),
     "structural_tag": Foreign("write a grammar of the text with its tags"),
 }
@@ -168,7 +168,7 @@ IN_CHAT = {
     "tools": Foreign(TEMPLATE),
 }
 IN_WAKE_UP = {"tags": Foreign("leave it out, the weights and the KV cache come back together")}
-IN_PROMPT = {  # a dict
+IN_PROMPT = {  # for a prompt that is a dict
     "cache_salt": Foreign("leave it out, or make the LLM with enable_prefix_caching=False"),
     "multi_modal_data": ONLY_TEXT,
     "prompt_embeds": Foreign("give 'prompt_token_ids'"),

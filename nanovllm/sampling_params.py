@@ -1,4 +1,4 @@
-"""How one request's tokens are sampled, what form its output has, and when it ends."""
+"""The parameters of one request: how tokens are sampled, the output's form, and when it ends."""
 
 import sys
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from nanovllm.foreign_names import IN_FORM, PARAMETERS, Foreign
 from nanovllm.options import check_options, keep, option, options_of
 
 MAX_LOGPROBS = 20
-INVALID_TOKEN = -1  # what is sampled from logits that are NaN or infinite
+INVALID_TOKEN = -1  # stands for the sampled token if the logits are NaN or infinite
 LogitsProcessor = Callable[[list[int], Any], Any]  # as SamplingParams describes it
-# Below this, the noise of sampling is smaller than the rounding of any two logits: the likeliest
-# token is sampled.
+# At a lower temperature, the noise of sampling is smaller than the rounding of the logits, so the
+# likeliest token is sampled.
 GREEDY_BELOW = 1e-8
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -32,21 +32,23 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 @name_the_nearest("parameter", IN_FORM)
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """What the whole text of an output must be: exactly one of `json`, `regex`, `choice`, `grammar`
-    and `json_object`. Names and meanings are vLLM's.
+    """The form that the whole text of an output must have.
 
-    json: of a class of pydantic's it is the schema that model_json_schema() returns. Properties
-        come in the schema's order. Of a format the shape is right: a date may be February 31. A
-        keyword that cannot be held to is refused, unless the schema has
-        "x-guidance": {"lenient": true}. Kept as text.
+    Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` is given. Names and
+    meanings are vLLM's.
+
+    json: a pydantic class stands for the schema that its model_json_schema() returns. The schema is
+        kept as text. Properties come in its order. A format checks the shape alone: a date may be
+        February 31. A keyword that cannot be enforced is refused, unless the schema has
+        "x-guidance": {"lenient": true}.
     regex: without look-around, back-references and inner anchors.
-    grammar: it begins with `start` in Lark's notation, with `root` in GBNF's (`root ::= ...`).
-    disable_any_whitespace, whitespace_pattern: of json and json_object alone. Without them a line
-        break may stand between two parts, and then up to 20 blanks.
+    grammar: begins with `start` in Lark's notation, with `root` in GBNF (`root ::= ...`).
+    disable_any_whitespace, whitespace_pattern: for json and json_object alone. By default at most
+        one line break and 20 blanks stand between two parts.
     disable_additional_properties: where a schema says nothing of additionalProperties.
 
-    Whether an output can be held to a form is checked when a request asks for it. A wrong type
-    raises TypeError, a wrong value ValueError.
+    Whether a form can be enforced is checked when a request asks for it. A wrong type raises
+    TypeError, and a wrong value raises ValueError.
     """
 
     json: str | dict[str, Any] | type | None = option(
@@ -71,7 +73,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, name: str, given: Any) -> "StructuredOutputsParams | None":
-        """Return what the parameter `name` is or, as a dict, describes."""
+        """Return the value of the parameter `name`, which may be given as a dict."""
         if given is None or isinstance(given, cls):
             return given
         if not isinstance(given, dict):
@@ -100,41 +102,40 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of the five is given."""
+        """The name of the form that is given, one of KINDS."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
 @name_the_nearest("parameter", PARAMETERS)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled, and when it ends.
+    """The sampling parameters of one request.
 
-    Names and meanings are those of vLLM; features/sampling/resampler.py says in which order they
-    apply. The declarations below leave these things unsaid:
+    Names and meanings are vLLM's; the sampler's file says in which order they apply. Details that
+    the declarations below do not say:
 
-    temperature: any below 1e-8 is kept as 0.
-    max_tokens: 0 is for who asks for prompt_logprobs alone: nothing is sampled.
-    min_tokens: nothing ends the output before, but that its form is complete.
+    temperature: a value below 1e-8 is kept as 0.
+    max_tokens: 0 is for requests that want prompt_logprobs alone: nothing is sampled.
+    min_tokens: nothing ends the output before it has so many tokens, unless its form is complete.
     stop: token_ids keeps every token that was sampled.
-    n: the prompt is computed once. Completions that cannot begin together wait, and find it in the
-        prefix cache.
-    logprobs, prompt_logprobs: by the model's own logits, of the token that is there too. The first
-        token of a prompt has none.
+    n: the prompt is computed once. Completions that cannot start together wait, and find the
+        prompt in the prefix cache.
+    logprobs, prompt_logprobs: computed from the model's own logits, and reported for the token
+        itself too. The first token of a prompt has none.
     logit_bias, bad_words, logits_processors, stop, stop_token_ids: kept as tuples, because the
         class is frozen; a dict as pairs. JSON's strings may stand for token ids in logit_bias.
-    allowed_token_ids: end-of-sequence is sampled only if it is here.
-    bad_words: a text is kept out by its tokens, with and without a space before them: the last of
-        these tokens is not sampled right after the others. A list of token ids may stand for a
-        text.
+    allowed_token_ids: end-of-sequence is sampled only if it is in this list.
+    bad_words: a text is barred by its tokens, with and without a space before them: the last of
+        these tokens is not sampled right after the others. A list of token ids may replace a text.
     logits_processors: functions (token ids of the output so far, logits [V] float32, a tensor) ->
         logits. They run in this process, one row after the other, and a step waits for them. The
         logits are on the model's device, or on the CPU if there are several ranks.
-    structured_outputs: the output ends with "stop" where the form is complete; "length" says that
-        it is cut. Stop strings end it as ever.
+    structured_outputs: the output ends with finish_reason "stop" when the form is complete; with
+        "length", it is cut short. Stop strings end the output as usual.
 
-    Integers may be NumPy's. A parameter that is unknown or of a wrong type raises TypeError, one
-    out of range ValueError. The noise has 23 random bits for a token: one that is less likely than
-    about 6e-8 is sampled more rarely than it should be, or never.
+    Integers may be NumPy integers. A parameter that is unknown or of a wrong type raises TypeError,
+    and a value out of range raises ValueError. The noise has 23 random bits per token, so a token
+    that is less likely than about 6e-8 is sampled more rarely than it should be, or never.
     """
 
     temperature: float = option(
@@ -269,36 +270,36 @@ class SamplingParams:
 
     @property
     def barred_sequences(self) -> list[tuple[int, ...]]:
-        """The bad_words that are token ids, as all are once a request has been checked."""
+        """The bad_words that are token ids. In a checked request, all are."""
         return [word for word in self.bad_words or () if isinstance(word, tuple)]
 
     @property
     def edits_logits(self) -> bool:
-        """Whether logits are changed otherwise than by penalties."""
+        """Whether anything but penalties changes the logits."""
         edits = self.logit_bias or self.bad_words or self.logits_processors
         return bool(edits) or self.allowed_token_ids is not None
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already become less or more likely."""
+        """Whether tokens that have occurred become less or more likely."""
         additive = self.presence_penalty != 0 or self.frequency_penalty != 0
         return additive or self.repetition_penalty != 1
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature and seed alone decide, and nothing but the token is asked for."""
+        """Whether temperature and seed alone decide the token, and no log-probability is wanted."""
         return self.logprobs is None and self.samples_plainly
 
     @property
     def samples_plainly(self) -> bool:
         """Whether temperature and seed alone decide which token is sampled."""
         no_filter = self.top_k <= 0 and self.top_p == 1 and self.min_p == 0
-        no_filter = no_filter or self.temperature == 0  # the likeliest token passes them all
+        no_filter = no_filter or self.temperature == 0  # the likeliest token passes all filters
         free = not (self.min_tokens or self.penalizes or self.edits_logits)
         return no_filter and free and self.structured_outputs is None
 
 
-# Parameters that are given to an LLM or a call, and belong into a SamplingParams.
+# Remedies for parameters that are given to an LLM or a call instead of a SamplingParams.
 OF_SAMPLING_PARAMS = {
     name: Foreign(f"give SamplingParams({name}=...)", ()) for name in options_of(SamplingParams)
 }
@@ -306,13 +307,14 @@ OF_SAMPLING_PARAMS = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What the sampler must know of a sequence whose parameters are not plain."""
+    """The facts about a sequence that the sampler needs if its parameters are not plain."""
 
     params: SamplingParams
-    stop_ids: frozenset[int]  # not to be sampled before min_tokens
+    stop_ids: frozenset[int]  # tokens that must not be sampled before min_tokens
     num_prompt_tokens: int
-    token_ids: list[int]  # what penalties count: all tokens before the first that is sampled
-    # Which tokens may come next depends on the tokens before: the host says so, step by step.
+    token_ids: list[int]  # the tokens that penalties count, up to the first sampled token
+    # Whether the tokens so far decide which tokens may come next. The host then edits the logits of
+    # each step before the step's token is sampled: see LogitsEdits.
     is_constrained: bool = False
 
     @property

@@ -1,7 +1,7 @@
-"""Files that appear under their names once they are complete.
+"""Files that get their names once they are complete.
 
-Until then they have another name, which nobody can have given to a file or a link of his own: it is
-drawn at random, and the file is only ever made anew.
+An incomplete file has another name. That name is drawn at random and the file must not exist yet,
+so nobody can have placed a file or a link there.
 """
 
 import os
@@ -15,24 +15,24 @@ BUFFER = 2**20  # bytes written at once
 
 
 def draw_mark() -> str:
-    """Draw what makes the name of an incomplete file its own."""
+    """Draw the random mark that makes the name of an incomplete file unique."""
     return secrets.token_hex(8)
 
 
 def part_of(path: Path, mark: str) -> Path:
-    """Say what the file that is to become `path` is called until then."""
+    """Return the name that the file `path` has until it is complete."""
     return path.with_name(f"{path.name}.{mark}.part")
 
 
 @contextmanager
 def whole_file(path: Path, mark: str | None = None) -> Iterator[BinaryIO]:
-    """Make a file to write to, which becomes `path` when the block ends, and is gone if it raises.
+    """Open a new file, which becomes `path` when the block ends, or is removed if the block raises.
 
-    What was written is forced to the disk first, so `path` is whole after a loss of power, too.
+    The content is forced to the disk first, so `path` is complete even after a loss of power.
 
     Args:
-        mark: one that was drawn for an earlier try, which may have been killed: what that has left
-            is removed. None: draw one.
+        mark: The mark of an earlier attempt, which may have been killed. The file that it left is
+            removed. None: draw a new mark.
     """
     part = part_of(path, mark or draw_mark())
     if mark is not None:
@@ -47,18 +47,18 @@ def whole_file(path: Path, mark: str | None = None) -> Iterator[BinaryIO]:
         force_folder(path.parent)
     except BaseException:
         with suppress(OSError):
-            part.unlink(missing_ok=True)  # it may be what takes the room
+            part.unlink(missing_ok=True)  # the incomplete file may be what fills the disk
         raise
 
 
 def open_new(path: Path) -> BinaryIO:
-    """Make a file and open it to write. Raises FileExistsError for what is there, links too."""
+    """Make a file and open it for writing. Raises FileExistsError if a file or link is there."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
     return open(os.open(path, flags, 0o666), "wb", buffering=BUFFER)
 
 
 def force_folder(path: Path) -> None:
-    """Force to the disk which names the files of a folder have."""
+    """Force the names of a folder's files to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

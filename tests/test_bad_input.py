@@ -403,7 +403,7 @@ def test_a_wrong_option_is_refused(checkpoint, name, value, error, message):
 
 @pytest.mark.parametrize("name", ["triton", "flash-attn"])
 def test_an_attention_backend_of_gpus_is_refused_on_a_cpu(checkpoint, name):
-    message = f"attention_backend is '{name}', but device cpu is no GPU: use 'auto'"
+    message = f"attention_backend is '{name}', but device cpu is not a GPU: use 'auto'"
     with pytest.raises(ValueError, match=message):
         LLM(checkpoint.folder, device="cpu", attention_backend=name)
 

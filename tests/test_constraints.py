@@ -686,8 +686,8 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
             dict(allowed_token_ids=np.arange(3.0)),
             "allowed_token_ids is array.*: use a l",
         ),
-        (ValueError, dict(bad_words=[""]), "bad_words holds an empty one.*: leave it out"),
-        (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty one"),
+        (ValueError, dict(bad_words=[""]), "bad_words holds an empty entry.*: leave it out"),
+        (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty entry"),
         (TypeError, dict(logits_processors=len), "logits_processors is .*: use a list of func"),
         (TypeError, dict(logits_processors=[3]), r"logits_processors is \[3\]: use a list of func"),
         (
