@@ -22,7 +22,7 @@ Named = TypeVar("Named", bound=Callable[..., Any])
 MAX_BIAS = 100
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the repr of a value for an error message, shortened if it is long."""
     return reprlib.repr(value)
 
@@ -67,7 +67,7 @@ def token_ids(name: str, given: Any) -> tuple[int, ...]:
     """Return the token ids of a list. Raises TypeError, with the field's `name`, for others."""
     given = as_list(given)
     if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} is {shown(given)}: use a list of token ids")
+        raise TypeError(f"{name} is {short_repr(given)}: use a list of token ids")
     if set(map(type, given)) <= {int}:  # the fast way, since prompts are long and most are plain
         return tuple(given)
     ids = []
@@ -75,7 +75,7 @@ def token_ids(name: str, given: Any) -> tuple[int, ...]:
         number = as_integer(token)
         if number is None:
             hint = "; a conversation goes to chat or stream_chat" * isinstance(token, dict)
-            raise TypeError(f"{name} holds {shown(token)}: token ids are integers{hint}")
+            raise TypeError(f"{name} holds {short_repr(token)}: token ids are integers{hint}")
         ids.append(number)
     return tuple(ids)
 
@@ -85,7 +85,8 @@ def check_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise ValueError(
-            f"{name} holds token id {shown(wrong)}: the model's vocabulary is 0 to {vocab_size - 1}"
+            f"{name} holds token id {short_repr(wrong)}: the model's vocabulary is 0 to "
+            f"{vocab_size - 1}"
         )
 
 
@@ -97,7 +98,7 @@ def read_stop_strings(name: str, given: Any) -> tuple[str, ...]:
     """Read the strings that end an output: one string or a list."""
     strings = (given,) if isinstance(given, str) else () if given is None else given
     if not isinstance(strings, (list, tuple)) or not all(isinstance(one, str) for one in strings):
-        raise TypeError(f"{name} is {shown(given)}: use a string or a list of strings")
+        raise TypeError(f"{name} is {short_repr(given)}: use a string or a list of strings")
     if "" in strings:
         raise ValueError(
             f"{name} holds an empty string, which would end every output at once: leave it out"
@@ -128,19 +129,19 @@ def read_biases(name: str, given: Any) -> tuple[tuple[int, float], ...]:
     try:
         bias = dict(() if given is None else given)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} is {shown(given)}: use a dict of token ids") from None
+        raise TypeError(f"{name} is {short_repr(given)}: use a dict of token ids") from None
     pairs = []
     for key, value in bias.items():
         spelt = isinstance(key, str) and key.isdecimal()
         token, number = as_integer(int(key) if spelt else key), as_number(value)
         if token is None:
-            raise TypeError(f"{name} holds {shown(key)}: token ids are integers")
+            raise TypeError(f"{name} holds {short_repr(key)}: token ids are integers")
         if number is None:
-            raise TypeError(f"{name}[{token}] is {shown(value)}: use a number")
+            raise TypeError(f"{name}[{token}] is {short_repr(value)}: use a number")
         if not -MAX_BIAS <= number <= MAX_BIAS:
             raise ValueError(
-                f"{name}[{token}] is {shown(value)}: use a number from -{MAX_BIAS} to {MAX_BIAS}, "
-                "or bad_words or allowed_token_ids to bar a token"
+                f"{name}[{token}] is {short_repr(value)}: use a number from -{MAX_BIAS} to "
+                f"{MAX_BIAS}, or bad_words or allowed_token_ids to bar a token"
             )
         pairs.append((token, float(number)))
     return tuple(pairs)
@@ -150,7 +151,7 @@ def read_bad_words(name: str, given: Any) -> tuple[str | tuple[int, ...], ...]:
     """Read texts that must not be in an output, or their token ids."""
     words = () if given is None else given
     if not isinstance(words, (list, tuple)):
-        raise TypeError(f"{name} is {shown(words)}: use a list of strings")
+        raise TypeError(f"{name} is {short_repr(words)}: use a list of strings")
     words = [word if isinstance(word, str) else token_ids(name, word) for word in words]
     if not all(words):
         raise ValueError(f"{name} holds an empty entry, which bars nothing: leave it out")
@@ -162,7 +163,7 @@ def read_processors(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
     functions = () if given is None else given
     if not isinstance(functions, (list, tuple)) or not all(map(callable, functions)):
         raise TypeError(
-            f"{name} is {shown(functions)}: use a list of functions of token ids and logits"
+            f"{name} is {short_repr(functions)}: use a list of functions of token ids and logits"
         )
     for function in functions:
         try:
@@ -173,8 +174,8 @@ def read_processors(name: str, given: Any) -> tuple[Callable[..., Any], ...]:
             signature.bind([], None)
         except TypeError as error:
             raise TypeError(
-                f"{name} holds {shown(function)}, which takes other arguments ({error}): it is "
-                "called with the token ids of the output so far, and the logits"
+                f"{name} holds {short_repr(function)}, which takes other arguments ({error}): it "
+                "is called with the token ids of the output so far, and the logits"
             ) from None
     return tuple(functions)
 
@@ -184,7 +185,7 @@ def read_schema(name: str, given: Any) -> str:
     make = getattr(given, "model_json_schema", None)  # pydantic's classes have it
     if not isinstance(given, (str, dict)) and not callable(make):
         raise TypeError(
-            f"{name} is {shown(given)}: use a JSON schema as a dict or as text, or a class of "
+            f"{name} is {short_repr(given)}: use a JSON schema as a dict or as text, or a class of "
             "pydantic's"
         )
     if callable(make):
@@ -192,7 +193,7 @@ def read_schema(name: str, given: Any) -> str:
             given = make()
         except Exception as error:  # pydantic has errors of its own
             raise ValueError(
-                f"{name} is {shown(given)}, of which pydantic makes no JSON schema ({error}): "
+                f"{name} is {short_repr(given)}, of which pydantic makes no JSON schema ({error}): "
                 "change the class, or give a schema"
             ) from error
     try:
@@ -200,17 +201,17 @@ def read_schema(name: str, given: Any) -> str:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} is {shown(given)}, which is not JSON ({error}): use a JSON schema"
+            f"{name} is {short_repr(given)}, which is not JSON ({error}): use a JSON schema"
         ) from error
     if not isinstance(schema, dict):
-        raise ValueError(f"{name} is {shown(given)}: use a schema that is an object")
+        raise ValueError(f"{name} is {short_repr(given)}: use a schema that is an object")
     return text
 
 
 def read_choices(name: str, given: Any) -> tuple[str, ...]:
     """Read a list of at least one string."""
     if not isinstance(given, (list, tuple)) or not all(isinstance(one, str) for one in given):
-        raise TypeError(f"{name} is {shown(given)}: use a list of strings")
+        raise TypeError(f"{name} is {short_repr(given)}: use a list of strings")
     if not given:
         raise ValueError(f"{name} is empty: give at least one string")
     return tuple(given)
@@ -249,7 +250,7 @@ def refuse_unknown_names(
                 continue
         same = (values[found.same_as],) if found.same_as in values else ()
         if not is_one_of(value, found.harmless + same):
-            raise TypeError(f"{said}, given {shown(value)}: {found.remedy}")
+            raise TypeError(f"{said}, given {short_repr(value)}: {found.remedy}")
     return kept
 
 

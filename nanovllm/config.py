@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from nanovllm.checks import refuse_unknown_names, shown
+from nanovllm.checks import refuse_unknown_names, short_repr
 from nanovllm.foreign_names import OPTIONS
 from nanovllm.options import check_options, option, options_of
 from nanovllm.sampling_params import OF_SAMPLING_PARAMS
@@ -26,7 +26,7 @@ def read_model(name: str, given: Any) -> str:
     path = fspath(given) if isinstance(given, PathLike) else given
     if not isinstance(path, str) or not path:
         raise TypeError(
-            f"{name} is {shown(given)}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'"
+            f"{name} is {short_repr(given)}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'"
         )
     return path
 
@@ -43,7 +43,7 @@ def read_dtype(name: str, given: Any) -> Any:
 def read_device(name: str, given: Any) -> str:
     """Return PyTorch's name of a device, or "auto"."""
     if not isinstance(given, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", given):
-        raise ValueError(f"{name} is {shown(given)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")
+        raise ValueError(f"{name} is {short_repr(given)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")
     return given
 
 
@@ -56,7 +56,8 @@ def read_policy(name: str, given: Any) -> Any:
     """Return the name of a policy, or an object, whose methods build.py checks."""
     if isinstance(given, str) and given not in SCHEDULING_POLICIES:
         raise ValueError(
-            f"{name} is {shown(given)}: use one of {', '.join(map(repr, SCHEDULING_POLICIES))}, or "
+            f"{name} is {short_repr(given)}: use one of "
+            f"{', '.join(map(repr, SCHEDULING_POLICIES))}, or "
             "an object with the methods of SchedulingPolicy"
         )
     return given
@@ -67,7 +68,7 @@ def read_trace(name: str, given: Any) -> str | None:
     path = fspath(given) if isinstance(given, PathLike) else given
     if path is None:
         return None
-    problem = f"{name} is {shown(path)}: give a file name that ends in .html or .jsonl"
+    problem = f"{name} is {short_repr(path)}: give a file name that ends in .html or .jsonl"
     if not isinstance(path, str):
         raise TypeError(problem)
     if not path.endswith((".html", ".jsonl")):

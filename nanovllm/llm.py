@@ -9,7 +9,7 @@ from nanovllm.backends.cpu.forked import keep_clear_of_lost_threads
 from nanovllm.backends.cpu.garbage import full_collections_are_rare
 from nanovllm.backends.cuda.device import describe_device
 from nanovllm.build import build_engine, share_cores
-from nanovllm.checks import name_the_nearest, no_attribute, shown
+from nanovllm.checks import name_the_nearest, no_attribute, short_repr
 from nanovllm.config import Config
 from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.llm_engine import LLMEngine
@@ -291,7 +291,7 @@ class LLM:
         """
         self._session.open_engine()
         if not callable(callback):
-            raise TypeError(f"callback is {shown(callback)}: give a function of a StepRecord")
+            raise TypeError(f"callback is {short_repr(callback)}: give a function of a StepRecord")
         return self._session.observe(callback)
 
     def update_weights(self, weights: "Iterable[tuple[str, Tensor]]") -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Union, get_args, get_origin
 
-from nanovllm.checks import as_integer, as_number, is_one_of, shown
+from nanovllm.checks import as_integer, as_number, is_one_of, short_repr
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Option:
         return self.kind(number)
 
     def _error(self, error: type[Exception], value: Any) -> Exception:
-        return error(f"{self.name} is {shown(value)}: use {self.use or self.allowed}")
+        return error(f"{self.name} is {short_repr(value)}: use {self.use or self.allowed}")
 
     @property
     def allowed(self) -> str:

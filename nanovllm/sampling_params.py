@@ -15,7 +15,7 @@ from nanovllm.checks import (
     read_schema,
     read_stop_ids,
     read_stop_strings,
-    shown,
+    short_repr,
 )
 from nanovllm.foreign_names import IN_FORM, PARAMETERS, Foreign
 from nanovllm.options import check_options, keep, option, options_of
@@ -78,7 +78,7 @@ class StructuredOutputsParams:
             return given
         if not isinstance(given, dict):
             raise TypeError(
-                f"{name} is {shown(given)}: "
+                f"{name} is {short_repr(given)}: "
                 "use a StructuredOutputsParams, or a dict of its parameters"
             )
         try:
@@ -96,7 +96,7 @@ class StructuredOutputsParams:
             )
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError(
-                f"whitespace_pattern is {shown(self.whitespace_pattern)}, "
+                f"whitespace_pattern is {short_repr(self.whitespace_pattern)}, "
                 "but disable_any_whitespace is True: use one of them"
             )
 

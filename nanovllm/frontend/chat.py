@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +39,8 @@ def write_chats(
     for name in OF_TOKENS:
         if options.get(name):
             raise ValueError(
-                f"chat_template_kwargs has {name!r}, {shown(options[name])}, which says what to "
+                f"chat_template_kwargs has {name!r}, {short_repr(options[name])}, which "
+                "says what to "
                 "make of the text: leave it out, and give generate what you make of the token ids "
                 "of encode_chat"
             )
@@ -87,7 +88,7 @@ def write_chat(
 
     template = tokenizer.get_chat_template(chat_template, tools)
     if not isinstance(template, str):
-        raise TypeError(f"chat_template is {shown(template)}: give a str")
+        raise TypeError(f"chat_template is {short_repr(template)}: give a str")
     if not chat:
         raise ValueError("it has no message: give at least one")
     if tools is not None:
@@ -186,5 +187,5 @@ def in_one(name: str, message: dict[str, Any]) -> dict[str, Any]:
         return message
     for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            raise TypeError(f"{name} holds {shown(part)}: use text, or parts of type 'text'")
+            raise TypeError(f"{name} holds {short_repr(part)}: use text, or parts of type 'text'")
     return {**message, "content": "".join([part["text"] for part in parts])}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 
 
 def encode_conversations(
@@ -20,7 +20,8 @@ def encode_conversations(
     conversations = _split(messages)
     if not isinstance(options, dict):
         raise TypeError(
-            f"chat_template_kwargs is {shown(options)}: give a dict of what the chat template takes"
+            f"chat_template_kwargs is {short_repr(options)}: give a dict of what the chat "
+            "template takes"
         )
     if tokenizer is None or not (tokenizer.has_chat_template or "chat_template" in options):
         raise ValueError(
@@ -43,7 +44,7 @@ def _split(messages: Any) -> list[list[dict[str, Any]]]:
             isinstance(message, dict) for message in conversation
         ):
             raise TypeError(
-                f"messages[{i}] is {shown(conversation)}: a conversation is a list of "
+                f"messages[{i}] is {short_repr(conversation)}: a conversation is a list of "
                 '{"role": ..., "content": ...}'
             )
     return list(conversations)

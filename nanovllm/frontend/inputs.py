@@ -13,7 +13,7 @@ from nanovllm.checks import (
     as_list,
     check_vocabulary,
     refuse_unknown_names,
-    shown,
+    short_repr,
     token_ids,
 )
 from nanovllm.config import Config
@@ -249,7 +249,7 @@ def _read(name: str, prompt: Any) -> tuple[str | None, Any]:
     given = {key: as_list(value) for key, value in known.items() if value is not None}
     if not given or not all(isinstance(value, PROMPT_KEYS[key]) for key, value in given.items()):
         raise TypeError(
-            f"{name} is {shown(prompt)}: give a str as 'prompt', or a list of token ids as "
+            f"{name} is {short_repr(prompt)}: give a str as 'prompt', or a list of token ids as "
             "'prompt_token_ids'"
         )
     return given.get("prompt"), given.get("prompt_token_ids")

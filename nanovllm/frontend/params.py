@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.checks import check_vocabulary, shown
+from nanovllm.checks import check_vocabulary, short_repr
 from nanovllm.frontend.tokenizer import Tokenizer, need_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
@@ -56,7 +56,8 @@ def _sequences(name: str, words: Any, tokenizer: Tokenizer | None) -> tuple[tupl
         both = tokenizer.encode(f"{name}.bad_words", [bare, f" {bare}"], special_tokens=False)
         if not any(both):
             raise ValueError(
-                f"{name}.bad_words holds {shown(word)}, which the model's tokenizer encodes to no "
+                f"{name}.bad_words holds {short_repr(word)}, which the model's tokenizer "
+                "encodes to no "
                 "tokens: leave it out"
             )
         sequences |= dict.fromkeys([tuple(ids) for ids in both if ids])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm.checks import as_list, shown
+from nanovllm.checks import as_list, short_repr
 from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.inputs import Inputs
@@ -70,7 +70,7 @@ def read_pairs(inputs: Inputs, contexts: Any, continuations: Any) -> list[list[P
     for name, value in (("contexts", contexts), ("continuations", continuations)):
         if not isinstance(value, (list, tuple)):
             raise TypeError(
-                f"{name} is {shown(value)}: give a list, with an entry for each context"
+                f"{name} is {short_repr(value)}: give a list, with an entry for each context"
             )
     if len(contexts) != len(continuations):
         raise ValueError(
@@ -126,7 +126,7 @@ def _check(
     for what, part in (("context", context), ("continuation", continuation)):
         if not isinstance(part, (str, list, tuple)):
             raise TypeError(
-                f"{name}: the {what} is {shown(part)}: give text or a list of token ids"
+                f"{name}: the {what} is {short_repr(part)}: give text or a list of token ids"
             )
         if not part:
             remedy = "give at least one token"

@@ -12,7 +12,7 @@ from threading import RLock, get_ident
 from time import perf_counter
 from typing import Any
 
-from nanovllm.checks import as_integer, shown
+from nanovllm.checks import as_integer, short_repr
 from nanovllm.engine.errors import AsleepError, ClosedError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
@@ -205,7 +205,7 @@ class Session:
             request = None if number is None else self.requests.get(number)
             if request is None:
                 raise ValueError(
-                    f"request_id is {shown(request_id)}, which no unfinished request has: "
+                    f"request_id is {short_repr(request_id)}, which no unfinished request has: "
                     "use what add_request returned"
                 )
             with self.running():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 from nanovllm.frontend.chat import write_chats
 from nanovllm.frontend.token_bytes import most_bytes, takes_blanks
 from nanovllm.frontend.tokenizer_json import content, is_failure, read_if_there, read_plain
@@ -99,7 +99,8 @@ class Tokenizer:
                 if not is_failure(error):
                     raise
                 raise ValueError(
-                    f"{name}[{i}] is {shown(text)}, which the model's tokenizer cannot encode: "
+                    f"{name}[{i}] is {short_repr(text)}, which the model's tokenizer cannot "
+                    "encode: "
                     f"give another text, or token ids ({type(error).__name__}: {error})"
                 ) from error
 

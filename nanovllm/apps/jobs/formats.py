@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from nanovllm.checks import refuse_unknown_names, shown
+from nanovllm.checks import refuse_unknown_names, short_repr
 from nanovllm.foreign_names import IN_LINE
 from nanovllm.options import options_of
 from nanovllm.sampling_params import SamplingParams
@@ -61,7 +61,7 @@ class Defaults:
         """
         options = fields.get("chat_template_kwargs", self.template_options)
         if options is not None and not isinstance(options, dict):
-            raise TypeError(f"chat_template_kwargs is {shown(options)}: use an object")
+            raise TypeError(f"chat_template_kwargs is {short_repr(options)}: use an object")
         if options is not self.template_options and "chat_template" in (options or {}):
             if not self.trust_request_chat_template:
                 raise ValueError(
@@ -131,7 +131,7 @@ class NativeFormat:
         prompt = fields[kind]
         wanted = str if kind == "prompt" else list
         if not isinstance(prompt, wanted):
-            raise TypeError(f"{kind} is {shown(prompt)}: use a {wanted.__name__}")
+            raise TypeError(f"{kind} is {short_repr(prompt)}: use a {wanted.__name__}")
         repeated = self._repeated(fields)
         try:
             json.dumps(repeated, allow_nan=False)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanovllm.apps.jobs.formats import LEAST_LOGPROB, SAMPLING, Defaults, Request
-from nanovllm.checks import as_integer, refuse_unknown_names, shown
+from nanovllm.checks import as_integer, refuse_unknown_names, short_repr
 from nanovllm.foreign_names import IN_LINE
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -64,12 +64,14 @@ class OpenAIFormat:
         refuse_unknown_names("a line", "field", fields, TOP_FIELDS, IN_LINE)
         for name, wanted in (("custom_id", str), ("url", str), ("body", dict)):
             if not isinstance(fields.get(name), wanted):
-                raise TypeError(f"{name} is {shown(fields.get(name))}: use a {wanted.__name__}")
+                raise TypeError(
+                    f"{name} is {short_repr(fields.get(name))}: use a {wanted.__name__}"
+                )
         if fields.get("method", "POST") != "POST":
-            raise ValueError(f"method is {shown(fields['method'])}: use 'POST'")
+            raise ValueError(f"method is {short_repr(fields['method'])}: use 'POST'")
         url = fields["url"]
         if url not in (CHAT, COMPLETIONS):
-            raise ValueError(f"url is {shown(url)}: use {CHAT!r} or {COMPLETIONS!r}")
+            raise ValueError(f"url is {short_repr(url)}: use {CHAT!r} or {COMPLETIONS!r}")
         # In the API, null means that a parameter is not given.
         given = {name: value for name, value in fields["body"].items() if value is not None}
         is_chat = url == CHAT
@@ -79,12 +81,12 @@ class OpenAIFormat:
         for name, allowed in NEUTRAL.items():
             if name in body and body[name] not in allowed:
                 raise ValueError(
-                    f"{name} is {shown(body[name])}, which is not supported: leave it out"
+                    f"{name} is {short_repr(body[name])}, which is not supported: leave it out"
                 )
         if kind not in body:
             raise ValueError(f"body has no {kind}: add it, as url is {url!r}")
         if is_chat and not isinstance(body[kind], list):
-            raise TypeError(f"messages is {shown(body[kind])}: use a list")
+            raise TypeError(f"messages is {short_repr(body[kind])}: use a list")
         return Request(
             line,
             body[kind] if is_chat else _prompt(body[kind]),
@@ -150,9 +152,9 @@ def _sampling_fields(body: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     if is_chat:  # here logprobs is a bool, and top_logprobs is the number
         wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
         if not isinstance(wanted, bool):
-            raise TypeError(f"logprobs is {shown(wanted)}: use true or false")
+            raise TypeError(f"logprobs is {short_repr(wanted)}: use true or false")
         if count and not wanted:
-            raise ValueError(f"top_logprobs is {shown(count)}: set logprobs to true as well")
+            raise ValueError(f"top_logprobs is {short_repr(count)}: set logprobs to true as well")
         given["logprobs"] = count if wanted else None
     if form := _form(body.get("response_format", {"type": "text"})):
         if "structured_outputs" in given:
@@ -173,7 +175,7 @@ def _form(response_format: Any) -> dict[str, Any] | None:
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json": schema}
     raise ValueError(
-        f"response_format is {shown(response_format)}: use {{'type': 'text'}}, "
+        f"response_format is {short_repr(response_format)}: use {{'type': 'text'}}, "
         "{'type': 'json_object'}, or {'type': 'json_schema', 'json_schema': {'schema': ...}}"
     )
 
@@ -182,7 +184,7 @@ def _prompt(prompt: Any) -> Any:
     """Return a prompt as text or token ids. Raises TypeError for a list of several prompts."""
     if isinstance(prompt, list) and any(isinstance(one, (str, list)) for one in prompt):
         raise TypeError(
-            f"prompt is {shown(prompt)}: use one text or one list of token ids per line"
+            f"prompt is {short_repr(prompt)}: use one text or one list of token ids per line"
         )
     return prompt
 

@@ -12,7 +12,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, get_args, get_origin
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 from nanovllm.foreign_names import OPTIONS, PARAMETERS
 from nanovllm.options import members_of, options_of
 
@@ -108,9 +108,11 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not valid JSON: {error}") from error
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not valid JSON: {error}"
+        ) from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a JSON object: use {{...}}")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a JSON object: use {{...}}")
     return value
 
 

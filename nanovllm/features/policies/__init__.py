@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.features.policies.orders import LongestFirst, Priority, ShortestFirst
 from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy
@@ -30,7 +30,8 @@ def choose_policy(given: Any) -> SchedulingPolicy:
     methods = [name for name in vars(SchedulingPolicy) if not name.startswith("_")]
     if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
         raise TypeError(
-            f"scheduling_policy is {shown(given)}, which has no method {lacking[0]}: derive its "
+            f"scheduling_policy is {short_repr(given)}, which has no method {lacking[0]}: "
+            "derive its "
             "class from nanovllm.SchedulingPolicy, or use one of "
             f"{', '.join(map(repr, POLICIES))}"
         )

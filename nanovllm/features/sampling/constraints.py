@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.sampling.logits_edits import ALL, num_words
@@ -203,7 +203,7 @@ def process(functions: tuple[LogitsProcessor, ...], token_ids: list[int], logits
         given: Any = function(token_ids, logits)
         what = None
         if not isinstance(given, Tensor):
-            what = shown(given)
+            what = short_repr(given)
         elif given.shape != shape:
             what = str(tuple(given.shape))
         elif not given.is_floating_point():  # for example a bool mask instead of masked logits

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 from nanovllm.features.trace.events import KINDS, Event, Run
 from nanovllm.whole_files import draw_mark, open_new, part_of, whole_file
 
@@ -84,7 +84,7 @@ def make_event(kind: type[Event], values: dict[str, Any]) -> Event:
     event = kind(**values)
     for (name, declared), value in zip(FIELDS[kind].items(), event):
         if not has_type(value, declared):
-            raise TypeError(f"{name} of {kind.__name__} is {shown(value)}, not {declared}")
+            raise TypeError(f"{name} of {kind.__name__} is {short_repr(value)}, not {declared}")
     return event
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checks import shown
+from nanovllm.checks import short_repr
 from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
@@ -172,11 +172,11 @@ def checkpoint_tensors(weights: Any, model_class: type[CausalLM]) -> Iterator[tu
     try:
         pairs = iter(weights)
     except TypeError:
-        raise TypeError(f"weights is {shown(weights)}: {remedy}") from None
+        raise TypeError(f"weights is {short_repr(weights)}: {remedy}") from None
     for pair in pairs:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not (is_pair and isinstance(pair[0], str) and isinstance(pair[1], Tensor)):
-            raise TypeError(f"weights has {shown(pair)}: {remedy}")
+            raise TypeError(f"weights has {short_repr(pair)}: {remedy}")
         name, tensor = pair
         if hasattr(tensor, "full_tensor"):
             raise TypeError(f"weights has {name} in shards: give its full_tensor()")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.checks import as_integer, shown
+from nanovllm.checks import as_integer, short_repr
 from nanovllm.engine.errors import AsleepError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
@@ -28,9 +28,11 @@ def sleep(engine: LLMEngine, level: Any) -> None:
     """Put an engine that has nothing to do to sleep; see `LLM.sleep`."""
     number = as_integer(level)
     if number is None:
-        raise TypeError(f"level is {shown(level)}: use 1 or 2")
+        raise TypeError(f"level is {short_repr(level)}: use 1 or 2")
     if number not in (1, 2):
-        raise ValueError(f"level is {shown(level)}: use 1 to keep the weights, or 2 to forget them")
+        raise ValueError(
+            f"level is {short_repr(level)}: use 1 to keep the weights, or 2 to forget them"
+        )
     if engine.is_asleep:
         raise AsleepError
     engine.reset()  # the prefix cache goes with the KV cache
