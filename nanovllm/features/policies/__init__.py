@@ -31,8 +31,7 @@ def choose_policy(given: Any) -> SchedulingPolicy:
     if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
         raise TypeError(
             f"scheduling_policy is {short_repr(given)}, which has no method {lacking[0]}: "
-            "derive its "
-            "class from nanovllm.SchedulingPolicy, or use one of "
+            "derive its class from nanovllm.SchedulingPolicy, or use one of "
             f"{', '.join(map(repr, POLICIES))}"
         )
     return given
