@@ -394,7 +394,7 @@ def test_a_request_with_no_token_left_ends_alone_and_says_so(llm, rules, tempera
     barred = rules.get("bad_words") is not None
     assert bad["finish_reason"] == "error" and len(bad["token_ids"]) == barred
     assert re.search("no token can come next after . tokens.*constraints.*loosen", bad["error"])
-    with pytest.raises(InvalidLogitsError, match=r"request \d+ \(prompt \[5, 6\]\): there is no"):
+    with pytest.raises(InvalidLogitsError, match=r"request \d+ \(prompt \[5, 6\]\): no token can"):
         generate(llm, [[5, 6]], params)
     assert generate(llm, [[7]], other) == [expected]
 
