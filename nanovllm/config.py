@@ -53,7 +53,7 @@ def read_load_format(name: str, given: Any) -> Any:
 
 
 def read_policy(name: str, given: Any) -> Any:
-    """Return the name of a policy, or an object, whose methods build.py checks."""
+    """Return the name of a policy, or an object, whose methods choose_policy checks."""
     if isinstance(given, str) and given not in SCHEDULING_POLICIES:
         raise ValueError(
             f"{name} is {short_repr(given)}: use one of "
@@ -79,9 +79,6 @@ def read_trace(name: str, given: Any) -> str | None:
 @dataclass(frozen=True)
 class Config:
     """The options of `LLM`.
-
-    Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy's. The
-    declarations below leave these things unsaid:
 
     Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy integers.
     Details that the declarations below do not say:

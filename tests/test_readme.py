@@ -346,7 +346,7 @@ def test_the_policy_of_its_example_changes_the_order(names_of):
 
 
 def test_the_transform_of_its_example_changes_no_result(names_of):
-    names = names_of(example_under(CONTRIBUTING, "## Adding a room"))
+    names = names_of(example_under(CONTRIBUTING, "## Adding a transform"))
     plain, changed = load(TINY_MODEL), load(TINY_MODEL)
     names["use_functional_norms"](changed)
     assert any(type(module) is names["FunctionalRMSNorm"] for module in changed.modules())

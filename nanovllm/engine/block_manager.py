@@ -20,9 +20,8 @@ it are not found either.
 
 The tokens that follow the last cached block of a prompt may still begin like another block, which
 is full or partly filled. Such a run of tokens is copied into a block of the prompt's own. The keys
-are kept sorted: the key that shares the longest run with the prompt's key stands next to the place
-where the prompt's key would be. Two comparisons therefore find it, however many blocks follow the
-same prefix.
+are kept sorted, so the key with the longest common run is a neighbour of the place where the
+prompt's key would stand. Two comparisons find it, however many blocks follow the same prefix.
 """
 
 from array import array

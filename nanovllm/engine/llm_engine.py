@@ -63,8 +63,8 @@ class LLMEngine:
             stop_ids: Tokens that end a request when they are sampled.
             constraints: Says which tokens may follow, for requests that restrict their tokens.
             make_detokenizer: Makes the detokenizer, which reads the text of requests as it grows.
-            enough_seqs: The number of running sequences from which on more of them make the device
-                hardly faster. None: more are always faster.
+            enough_seqs: Beyond this many running sequences the device gains little. None: there is
+                no such number.
             listeners: Listeners that hear of events, besides the metrics.
         """
         self.model_class = find_model(hf_config)

@@ -36,8 +36,9 @@ class SchedulingPolicy:
     def key(self, seq: Sequence) -> Any:
         """Return the key of a new sequence. Sequences start in order of their keys, smallest first.
 
-        Sequences with equal keys start in order of arrival. When the KV blocks run out, the running
-        sequence with the largest key is preempted. Called once, when the sequence arrives.
+        Sequences with equal keys start in order of arrival, and preempted ones before all others.
+        When the KV blocks run out, the scheduler preempts paused sequences, then the running
+        sequence with the largest key. Called once, when the sequence arrives.
         """
         return seq.id
 

@@ -78,6 +78,7 @@ def keep_likeliest(
         kth = best.gather(1, top_k.clamp(max=width) - 1)
         bound = torch.where(top_k > width, threshold, torch.maximum(threshold, kth))
         kept = best >= bound
+        # In float64: the sum of many small probabilities decides which token crosses the bound.
         probs = (best / temperatures).masked_fill(~kept, -torch.inf).double().softmax(dim=-1)
         # Beyond `width`, only tokens as likely as the last sorted one may be kept. Count them too.
         count, num_beyond = kept.sum(dim=-1, keepdim=True), (logits >= bound).sum(-1, keepdim=True)
