@@ -48,8 +48,8 @@ class Sequence:
     error: str | None = None  # what went wrong, if finish_reason is "error"
     logprobs: list[bytes] = field(default_factory=list)  # one record per new token, if requested
     scores: PromptScores | None = None  # set if the prompt's log-probabilities are requested
-    # The prompt's last token, if max_tokens is 0: no step computes it. The last step still samples a
-    # token, and `commit` replaces that token by this one.
+    # The prompt's last token, if max_tokens is 0: no step computes it. The last step still samples
+    # a token, and `commit` replaces that token by this one.
     # []: the prompt is a single token. None: max_tokens is above 0.
     uncomputed_last: list[int] | None = None
     text: Any = None  # the detokenizer's state, if the text is read as it grows
