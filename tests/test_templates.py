@@ -271,6 +271,7 @@ OPERATIONS = [
     "('a\n' * 10**4) | indent('a' * 10**5)",
     BIG + "a.replace('a', a)",
     BIG + "a | replace('a', a)",
+    BIG + "a | replace(new=a, old='a')",
     BIG + "a.join(a)",
     BIG + "a | join(a)",
     BIG + "range(999) | map('string') | join(a)",
@@ -290,8 +291,12 @@ OPERATIONS = [
     "5.5 | round(1000000000, 'floor')",
     "(5).to_bytes(10**10, 'big')",
     "[1] | tojson(indent=1000000000)",
+    "[1] | tojson(indent='a' * 10**5)",
+    "([-10**12] | map('charge') | list) ~ 'a' * 10**9",
+    "(('nan' | float) | charge) ~ 'a' * 10**9",
     "[[0] * 9999] | tojson(separators=['a' * 10**5, 'b'])",
     "([[0] * 1000] * 10000) | sum(start=[])",
+    "([[[0] * 1000]] * 10000) | sum(start=[], attribute=0)",
     "[1] | batch(10**9, 0) | list",
     "range(99999) | slice(10**9) | list",
     "'a' | wordwrap(1, wrapstring='b' * 10**9)",
@@ -365,6 +370,14 @@ def test_a_template_may_do_more_for_a_longer_conversation(monkeypatch):
     template = "{% for m in messages %}{% for n in messages %}{{ n.a }}{% endfor %}{% endfor %}"
     template += "{% for m in messages[:1] %}{{ m.a.split('x') | join('y') | upper }}{% endfor %}"
     assert len(render(template, {"messages": [{"a": "x" * 10**6}]})) == 2 * 10**6
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_conversation_of_thousands_of_messages_is_written(tokenizer, family):
+    chat = [SYSTEM, *[USER, ANSWER] * 1000, USER]
+    how = {"chat_template": TEMPLATES[family], "add_generation_prompt": True}
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, **how)
+    assert write_chats(tokenizer, [chat], how) == [expected]
 
 
 ENDLESS = LOOPS[0]

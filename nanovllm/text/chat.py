@@ -56,7 +56,7 @@ def write_chats(
         ) from error
     except Exception as error:  # a template raises whatever it likes
         raise ValueError(
-            f"messages[{len(texts)}] does not fit the model's chat template: {error}"
+            f"messages[{len(texts)}] does not fit the model's chat template: {str(error)[:1000]}"
         ) from error
     return texts
 

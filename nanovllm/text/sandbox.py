@@ -8,6 +8,7 @@ error. What is left are loops in Python, which Ctrl-C and SIGTERM end.
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -33,9 +34,22 @@ ITEM = 16  # an element of a container
 WORK = 2**26  # for one conversation: half a minute of empty loops on an AMD EPYC, or 256 MiB
 WORK_PER_INPUT = 64  # and so many times the work of reading the conversation
 TEXTS, LISTS = (str, bytes), (list, tuple)
-CONTAINERS = (*LISTS, set, frozenset, range, type({}.keys()), type({}.values()), type({}.items()))
-# Methods and tests that do not read all of what they are given.
+CONTAINERS: Any = (
+    *LISTS,
+    set,
+    frozenset,
+    range,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
+SIZED: Any = (*TEXTS, dict, *CONTAINERS)
+# Methods, filters and tests that do not read all of what they are given.
 QUICK_METHODS = ("get", "items", "keys", "values", "startswith", "endswith")
+QUICK_FILTERS = (
+    *("length", "count", "default", "d", "first", "last", "list", "items", "safe", "attr", "map"),
+    *("select", "reject", "selectattr", "rejectattr", "batch", "slice"),
+)
 QUICK_TESTS = (
     *("defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number"),
     *("string", "mapping", "sequence", "iterable", "callable", "sameas", "filter", "test"),
@@ -93,7 +107,7 @@ class Generation(Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_write"), [], [], body).set_lineno(line)
@@ -166,7 +180,7 @@ def is_quick(operand: nodes.Operand, operands: list[nodes.Expr]) -> bool:
     return any(isinstance(one, nodes.Const) for one in operands)
 
 
-def charged(node: nodes.Expr, by: str = "charged", always: bool = False) -> nodes.Expr:
+def charged(node: Any, by: str = "charged", always: bool = False) -> nodes.Expr:
     if isinstance(node, nodes.Const) and not always:
         return node
     return nodes.Filter(node, by, [], [], None, None, lineno=node.lineno)
@@ -246,16 +260,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         del self.globals["lipsum"]  # random text, of any length
         self.globals["raise_exception"] = raise_exception
-        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        self.globals["strftime_now"] = self._strftime_now
         self.globals["dict"] = TemplateDict()
         self.globals["namespace"] = TemplateNamespace
         self.filters["tojson"] = self._to_json
         self.filters = {name: self._bounded(name, one) for name, one in self.filters.items()}
+        tests: dict[str, Any] = dict(self.tests)
         self.tests = {
             name: one if name in QUICK_TESTS else self._bounded(name, one)
-            for name, one in self.tests.items()
+            for name, one in tests.items()
         }
-        self.filters["charge"] = at_run_time(self.charge)
+        # A template may name these, too, and then charges itself.
+        self.filters["charge"] = at_run_time(self._charge_constant)
         self.filters["charged"] = at_run_time(self.charge_for)
         self.filters["charged_search"] = at_run_time(self._charge_search)
         self.filters["charged_shallow"] = at_run_time(self._charge_shallow)
@@ -272,6 +288,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._work.left = left
         if left < 0:
             raise TooMuchWorkError("it loops without end, or makes what takes too much memory")
+
+    def _charge_constant(self, work: Any) -> None:
+        self.charge(max(STEP, work) if isinstance(work, int) else STEP)
 
     def charge_for(self, value: Any) -> Any:
         """Charge the reading of a value. Returns the value."""
@@ -380,7 +399,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name in TAKE_ALL:
                 values = (self._listed(values[0]), *values[1:])
             self.charge(CALL)
-            self.charge_for((values, kwargs))
+            if name not in QUICK_FILTERS:
+                self.charge_for((values, kwargs))
             if name == "format":
                 text = values[0] if isinstance(values[0], TEXTS) else ""
                 self.charge(self._work_of_format(text, kwargs or values[1:]))
@@ -390,6 +410,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return self._count(result) if isinstance(result, GeneratorType) else result
 
         return bounded
+
+    def _strftime_now(self, format: str) -> str:
+        self.charge(256 * count_of(format))  # Python tries with so much memory
+        return datetime.now().strftime(format)
 
     def _to_json(
         self,
@@ -405,8 +429,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         )
         if indent is None and separators is None:
             return encoder.encode(value)
-        if isinstance(indent, int):
-            self.charge(abs(indent))
+        # A piece has an indent for each list around it.
+        self.charge(sys.getrecursionlimit() * (whole([indent]) + longest([indent])))
         pieces = []
         for piece in encoder.iterencode(value):
             self.charge(STEP + len(piece))
@@ -488,13 +512,14 @@ def work_of_replace(text: Any, values: Any) -> float:
     if not isinstance(text, TEXTS) or len(values) < 2:
         return 0
     old, new = values[:2]
-    if not isinstance(old, type(text)) or not isinstance(new, TEXTS):
+    if isinstance(text, bytes) or not (isinstance(old, str) and isinstance(new, str)):
         return len(text) * longest(values)
-    return text.count(old) * len(new)  # type: ignore[arg-type]
+    # By keyword, they may come in the other order.
+    return max(text.count(old) * len(new), text.count(new) * len(old))
 
 
 def count_of(value: Any) -> int:
-    return len(value) if isinstance(value, (*TEXTS, dict, *CONTAINERS)) else 0
+    return len(value) if isinstance(value, SIZED) else 0
 
 
 def lines_of(value: Any) -> int:
@@ -515,7 +540,7 @@ WORK_OF_FILTERS: dict[str, Callable[[Any, list], float]] = {
     "round": lambda value, values: square(4 * int(min(whole(values), 10**9))),
     "int": lambda value, values: square(4 * longest([value])),
     "sum": lambda value, values: (
-        count_of(value) * work_of(value) if values and not isinstance(values[-1], int) else 0
+        count_of(value) * work_of(value) if any(isinstance(one, LISTS) for one in values) else 0
     ),
     "list": lambda value, values: ITEM * count_of(value),
     "wordwrap": lambda value, values: count_of(value) * longest(values),
