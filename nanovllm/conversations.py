@@ -1,16 +1,21 @@
 """Check the conversations of a call, and have the model's chat template write them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.checks import shown
 
 
 def encode_conversations(
-    messages: Any, tokenizer: Any, options: dict[str, Any]
+    messages: Any,
+    tokenizer: Any,
+    options: dict[str, Any],
+    check: Callable[[str, list[str]], None] | None = None,
 ) -> tuple[list[str], list[list[int]]]:
     """One conversation or several as the chat template writes them: texts and token ids.
 
-    `tokenizer`: None if the model has none. `options` go to the template.
+    `tokenizer`: None if the model has none. `options` go to the template. `check`: called with a
+    name for errors and the texts, before they are tokenized.
     """
     conversations = _split(messages)
     if not isinstance(options, dict):
@@ -22,7 +27,7 @@ def encode_conversations(
             "the model has no chat template: use generate, "
             "or give one in chat_template_kwargs['chat_template']"
         )
-    return tokenizer.encode_chats(conversations, options)
+    return tokenizer.encode_chats(conversations, options, check)
 
 
 def _split(messages: Any) -> list[list[dict[str, Any]]]:

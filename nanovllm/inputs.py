@@ -4,7 +4,7 @@ Every error names the place, the value and the remedy: TypeError for what is of 
 ValueError for the rest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,8 @@ from nanovllm.structured_outputs import check_form_compiles
 
 # A prompt's token ids, what is asked for, and the prompt's text if it has one.
 Request = tuple[list[int], SamplingParams, str | None]
+# A text of more characters than so many times the tokens that fit is likely to be too long.
+CHARACTERS_PER_TOKEN = 16
 PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
 
 
@@ -42,12 +44,37 @@ class Inputs:
         if unread:
             # One call of the tokenizer for all texts, so that it uses all cores. Prompts of token
             # ids are empty texts in it: its errors give the index among all prompts.
-            encoded = self.encode([unread.get(i, "") for i in range(len(read))])
+            encoded = self.encode_to_fit([unread.get(i, "") for i in range(len(read))])
             token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
         return self.requests("prompts", token_ids, sampling_params, texts)
 
-    def encode(self, texts: Any, name: str = "prompts") -> list[list[int]]:
-        """The token ids of one text or several, which errors call `name`."""
+    def encode_to_fit(self, texts: Any, name: str = "prompts") -> list[list[int]]:
+        """Encode texts that must fit into max_model_len. Raises ValueError for one that does not,
+        however few tokens it has, before any is tokenized.
+        """
+        return self.encode(texts, name, self.refuse_long)
+
+    def refuse_long(self, name: str, texts: list[str]) -> None:
+        """Raise ValueError for the first text that has too many bytes to fit into max_model_len."""
+        most = (
+            self.max_model_len + 1
+        )  # the last token of a prompt that is only scored needs no place
+        for i, text in enumerate(texts):
+            if len(text) > CHARACTERS_PER_TOKEN * most:
+                fewest = self.tokenizer.fewest_tokens(text)
+                if fewest > most:
+                    remedy = self._limit_and_remedy(generates=True)
+                    raise ValueError(f"{name}[{i}] has at least {fewest} tokens, {remedy}")
+
+    def encode(
+        self,
+        texts: Any,
+        name: str = "prompts",
+        check: Callable[[str, list[str]], None] | None = None,
+    ) -> list[list[int]]:
+        """The token ids of one text or several, which errors call `name`. `check`: called with both
+        before the texts are tokenized.
+        """
         texts = _split_prompts(texts)
         for i, text in enumerate(texts):
             if not isinstance(text, str):
@@ -57,6 +84,8 @@ class Inputs:
                 f"{name} holds text, but the model's folder has no tokenizer: "
                 "give token ids, or add tokenizer.json"
             )
+        if check is not None:
+            check(name, texts)
         return self.tokenizer.encode(name, texts)
 
     def requests(

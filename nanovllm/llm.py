@@ -166,18 +166,32 @@ class LLM:
         self._session.awake_engine()
         return score(self._session, self._inputs, contexts, continuations, use_tqdm)
 
-    def encode(self, prompts: str | list[str]) -> list[list[int]]:
-        """The token ids that `generate` makes of each prompt."""
+    def encode(self, prompts: str | list[str], check_length: bool = False) -> list[list[int]]:
+        """The token ids that `generate` makes of each prompt.
+
+        `check_length`: raise ValueError, before any prompt is tokenized, for one that cannot fit
+        into max_model_len, as `generate` does.
+        """
         self._session.open_engine()
-        return self._inputs.encode(prompts)
+        return self._inputs.encode(prompts, check=self._check_of(check_length))
 
     def encode_chat(
-        self, messages: Messages, chat_template_kwargs: TemplateOptions = None
+        self,
+        messages: Messages,
+        chat_template_kwargs: TemplateOptions = None,
+        check_length: bool = False,
     ) -> list[list[int]]:
-        """The token ids that `chat` makes of each conversation: a prompt for `add_request`."""
+        """The token ids that `chat` makes of each conversation: a prompt for `add_request`.
+
+        `check_length`: as `encode` takes it.
+        """
         self._session.open_engine()
-        _, token_ids = encode_conversations(messages, self._tokenizer, chat_template_kwargs or {})
+        options, check = chat_template_kwargs or {}, self._check_of(check_length)
+        _, token_ids = encode_conversations(messages, self._tokenizer, options, check)
         return token_ids
+
+    def _check_of(self, check_length: bool) -> Callable[[str, list[str]], None] | None:
+        return self._inputs.refuse_long if check_length else None
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for whoever calls `step`. Returns the request's id."""
@@ -336,7 +350,9 @@ class LLM:
 
     def _chat_requests(self, messages: Any, params: Any, options: TemplateOptions) -> list[Request]:
         self._session.awake_engine()
-        texts, token_ids = encode_conversations(messages, self._tokenizer, options or {})
+        texts, token_ids = encode_conversations(
+            messages, self._tokenizer, options or {}, self._inputs.refuse_long
+        )
         return self._inputs.requests("messages", token_ids, params, texts)
 
     def _complete(self, requests: list[Request], use_tqdm: Shown) -> Outputs:

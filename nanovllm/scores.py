@@ -100,8 +100,8 @@ def _encode(inputs: Inputs, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any
     texts = [pair for pair in pairs if isinstance(pair[0], str) and isinstance(pair[1], str)]
     if not texts:
         return pairs
+    wholes = inputs.encode_to_fit([context + more for context, more in texts], "pairs")
     contexts = inputs.encode([context.rstrip() for context, _ in texts], "pairs")
-    wholes = inputs.encode([context + continuation for context, continuation in texts], "pairs")
     encoded = iter(zip(contexts, wholes))
     made = []
     for context, continuation in pairs:

@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
+import unicodedata
 
 import pytest
-from call_helpers import make_tokenizer
+from call_helpers import make_folder, make_llm, make_tokenizer
 from tokenizers import (
     AddedToken,
     Regex,
@@ -19,7 +20,12 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm import TINY_MODEL
+from nanovllm import TINY_MODEL, SamplingParams
+from nanovllm.jobs.formats import Request
+from nanovllm.jobs.worker import Worker
+from nanovllm.text import tokenizer as tokenizer_module
+from nanovllm.text.token_bytes import COMPOSED, most_bytes
+from nanovllm.text.tokenizer import Tokenizer as TextTokenizer
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.text.tokenizer_json import QWEN_WORDS
 from nanovllm.weights.hf_config import load_eos_ids
@@ -244,3 +250,151 @@ def test_a_panic_of_the_tokenizers_package_is_a_value_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match="its tokenizer cannot be loaded, download it again"):
         load_tokenizer(tmp_path)
+
+
+def save_bytes_in_words(folder):
+    """In the style of Llama 2: blanks are a character of their own, unknown ones are bytes."""
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"▁": 256, "a": 257, "▁a": 258, "<unk>": 259}
+    backend = Tokenizer(
+        models.BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<unk>").save_pretrained(folder)
+
+
+def save_with_blanks(folder):
+    """With a token that takes the blanks beside it, as Phi-3's do."""
+    save_bytes(folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken("<|wide|>", rstrip=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    change_config(folder, tokenizer_class="PreTrainedTokenizerFast")
+
+
+DENSE = [
+    "\u212a" * 99,  # a sign of three bytes, which becomes a letter of one
+    "\u1fbe\u0308\u0301" * 99,
+    "\u1112\u1161\u11ab" * 99,
+    "<|wide|>" + " \n" * 999,
+    "<|im_end|>" * 99,
+    " the" * 99,
+    "\U0001f642" * 99,
+    " " * 999,
+    "\x1c\x85\u2003" * 99,
+]
+
+
+@pytest.mark.parametrize("make", [save_qwen, save_bytes, save_bytes_in_words, save_with_blanks])
+def test_no_text_has_fewer_tokens_than_its_bytes_say(tmp_path, make):
+    make(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    texts = [*DENSE, *TEXTS, "ab " * 2000]
+    for text, ids in zip(texts, tokenizer.encode("prompts", texts)):
+        assert tokenizer.fewest_tokens(text) <= len(ids)
+    assert tokenizer.fewest_tokens("ab " * 2000) > 50
+
+
+def test_composed_text_has_at_least_a_quarter_of_the_bytes():
+    """Over all characters that Unicode composes of others, each in its longest form."""
+    characters = [chr(i) for i in range(0x30000) if not 0xD800 <= i < 0xE000]
+    parts = {c: unicodedata.normalize("NFD", c) for c in characters}
+    longest: dict[str, int] = {}
+    for c, decomposed in parts.items():
+        if len(decomposed) == 1:
+            longest[decomposed] = max(longest.get(decomposed, 0), len(c.encode()))
+    for c, decomposed in parts.items():
+        assert sum(longest[part] for part in decomposed) <= COMPOSED * len(c.encode())
+
+
+def dropping(**values):
+    def change(content):
+        content |= {name: value for name, value in values.items() if name != "model"}
+        content["model"] |= values.get("model", {})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dropping(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+        dropping(normalizer={"type": "Replace", "pattern": {"String": "  "}, "content": " "}),
+        dropping(normalizer={"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}),
+        dropping(normalizer={"type": "Lowercase"}),
+        dropping(pre_tokenizer={"type": "BertPreTokenizer"}),
+        dropping(
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "Removed",
+                "invert": False,
+            }
+        ),
+        dropping(pre_tokenizer=None),  # what is no byte of the alphabet is dropped
+    ],
+)
+def test_of_a_tokenizer_that_drops_text_nothing_is_known(tmp_path, change):
+    save_bytes(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    assert most_bytes(Tokenizer.from_file(str(path))) is None
+    assert load_tokenizer(tmp_path).fewest_tokens("a" * 10**6) == 0
+
+
+CHAT = [{"role": "user", "content": "hello"}]
+
+
+class CountingBackend:
+    """A tokenizer that notes what it is given."""
+
+    def __init__(self, backend):
+        self.backend, self.given = backend, []
+
+    def encode_batch(self, texts, **options):
+        self.given.append(sum(map(len, texts)))
+        return self.backend.encode_batch(texts, **options)
+
+
+def test_texts_go_to_the_tokenizer_a_bounded_number_of_characters_at_a_time(tmp_path, monkeypatch):
+    save_bytes(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    monkeypatch.setattr(tokenizer_module, "TOKENIZED_AT_ONCE", 100)
+    texts = ["a" * n for n in (10, 0, 60, 30, 1, 250, 100, 99, 5)]
+    expected = tokenizer.encode("prompts", texts)
+    tokenizer._plain = CountingBackend(tokenizer._plain)
+    assert tokenizer.encode("prompts", texts) == expected
+    assert [len(ids) for ids in expected] == [len(text) for text in texts]
+    assert tokenizer._plain.given == [100, 1, 250, 100, 99, 5]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_any_text_is_tokenized(tmp_path, monkeypatch):
+    long = "x " * 10**6
+    with make_llm(make_folder(tmp_path / "model")) as llm:
+        monkeypatch.setattr(TextTokenizer, "_encode", None)  # calling it would be a TypeError
+        message = r"\[1\] has at least \d+ tokens, max_model_len is 256: shorten it"
+        for call, one, other in [
+            (llm.generate, "a", long),
+            (llm.stream, "a", long),
+            (llm.chat, CHAT, [CHAT[0] | {"content": long}]),
+            (llm.encode_chat, CHAT, [CHAT[0] | {"content": long}]),
+            (llm.encode, "a", long),
+        ]:
+            how = {"check_length": True} if "encode" in call.__name__ else {}
+            with pytest.raises(ValueError, match=message):
+                call([one, other], **how)
+        with pytest.raises(ValueError, match=message):
+            llm.score(["a", long], ["b", "c"])
+        worker = Worker(llm)
+        requests = [Request(1, long, SamplingParams()), Request(2, [5], SamplingParams())]
+        ((refused, problem),) = worker.add(requests)
+        assert refused.line == 1 and "has at least" in problem
+
+
+def test_a_text_may_be_encoded_that_no_request_may_have(tmp_path):
+    with make_llm(make_folder(tmp_path / "model")) as llm:
+        (ids,) = llm.encode("x" * 10**4)
+        assert len(ids) == 10**4

@@ -102,9 +102,11 @@ class Worker:
                 groups.setdefault(key, []).append(i)
         for (is_chat, _), places in groups.items():
             options = requests[places[0]].template_options
-            encode = self._llm.encode
+            encode = partial(self._llm.encode, check_length=True)
             if is_chat:
-                encode = partial(self._llm.encode_chat, chat_template_kwargs=options)
+                encode = partial(
+                    self._llm.encode_chat, chat_template_kwargs=options, check_length=True
+                )
             prompts = [requests[i].prompt for i in places]
             for i, tokens in zip(places, together_or_alone(encode, prompts)):
                 encoded[i] = tokens

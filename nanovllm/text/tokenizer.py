@@ -7,7 +7,7 @@ whoever asks for a chat or for `Tokenizer.transformers`.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,16 @@ import tokenizers
 
 from nanovllm.checks import shown
 from nanovllm.text.chat import write_chats
+from nanovllm.text.token_bytes import most_bytes, takes_blanks
 from nanovllm.text.tokenizer_json import content, is_failure, read_if_there, read_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SURROGATE = re.compile("[\ud800-\udfff]")
+# Characters that are tokenized at once, if a text is no longer. The tokenizers package takes up to
+# 140 bytes of memory for each.
+TOKENIZED_AT_ONCE = 2**20
 
 
 class Tokenizer:
@@ -98,12 +102,33 @@ class Tokenizer:
                 ) from error
 
     def _encode(self, texts: list[str], special_tokens: bool) -> list[list[int]]:
-        if self._plain is None:
-            if not texts:
-                return []
-            return self.transformers(texts, add_special_tokens=special_tokens)["input_ids"]
-        encodings = self._plain.encode_batch(texts, add_special_tokens=special_tokens)
-        return [encoding.ids for encoding in encodings]
+        token_ids: list[list[int]] = []
+        for some in batches(texts, TOKENIZED_AT_ONCE):
+            if self._plain is None:
+                encoded = self.transformers(some, add_special_tokens=special_tokens)
+                token_ids += encoded["input_ids"]
+            else:
+                encodings = self._plain.encode_batch(some, add_special_tokens=special_tokens)
+                token_ids += [encoding.ids for encoding in encodings]
+        return token_ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens below which no encoding of the text has so few. It takes no
+        time: it is a text's length in bytes over that of the longest token.
+        """
+        if self._most_bytes is None:
+            return 0
+        if self._takes_blanks:
+            text = "".join(text.split())
+        return -(-len(text.encode(errors="surrogatepass")) // self._most_bytes)
+
+    @cached_property
+    def _most_bytes(self) -> int | None:
+        return None if self._backend is None else most_bytes(self._backend)
+
+    @cached_property
+    def _takes_blanks(self) -> bool:
+        return self._backend is not None and takes_blanks(self._backend)
 
     def decode(self, outputs: list[list[int]], with_special: Sequence[int] = ()) -> list[str]:
         """The text of each list of token ids, special tokens left out but for lists at the indices
@@ -163,15 +188,35 @@ class Tokenizer:
         return token in self._byte_ids
 
     def encode_chats(
-        self, chats: list[list[dict]], options: dict[str, Any]
+        self,
+        chats: list[list[dict]],
+        options: dict[str, Any],
+        check: Callable[[str, list[str]], None] | None = None,
     ) -> tuple[list[str], list[list[int]]]:
         """Each conversation as the tokenizer's chat template writes it: its text, its token ids.
 
-        Raises ValueError as `write_chats` does.
+        `check`: called with a name for errors and the texts, before they are tokenized. Raises
+        ValueError as `write_chats` does.
         """
         texts = write_chats(self.transformers, chats, options)
+        if check is not None:
+            check("messages", texts)
         # The template has written the special tokens that are needed.
         return texts, self.encode("messages", texts, special_tokens=False)
+
+
+def batches(texts: list[str], most: int) -> Iterator[list[str]]:
+    """Yield the texts in order, in lists of at most so many characters or of one text."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        if some and size + len(text) > most:
+            yield some
+            some, size = [], 0
+        some.append(text)
+        size += len(text)
+    if some:
+        yield some
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
