@@ -1,12 +1,12 @@
-"""Complete a few prompts, and see what they become and how fast.
+"""Complete a few prompts, and print the texts and the speed.
 
     python example.py                           the tiny code model in the package: no download
     python example.py --prompt "def is_prime(n):" --temperature 0 --max-tokens 100
     python example.py --model Qwen/Qwen3-0.6B --prompt "Why is the sky blue?"
 
-All prompts are completed together, then the first of them once more alone, its text shown as it
-grows. A model that has a chat template gets each prompt as a user's message. It runs on the GPU
-where there is one, on the CPU otherwise.
+The example completes all prompts together. Then it completes the first prompt again, alone, and
+prints the text as it is generated. A model with a chat template, except the tiny model, gets each
+prompt as a user's message. The example runs on a GPU if there is one, and on the CPU otherwise.
 """
 
 import argparse
@@ -30,6 +30,7 @@ LINE = "-" * 80
 
 
 def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,46 +38,48 @@ def parse_args() -> argparse.Namespace:
         "--model",
         default=str(TINY_MODEL),
         metavar="MODEL",
-        help="a folder or a hub id; default: the model in the package",
+        help="folder or hub id of the model (default: the tiny model in the package)",
     )
     parser.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="repeat it for several; default: some that suit the model",
+        help="prompt to complete; repeat the flag for several (default: a few that suit the model)",
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.6,
-        help="0: always the likeliest token (default: %(default)s)",
+        help="sampling temperature; 0 always picks the likeliest token (default: %(default)s)",
     )
     parser.add_argument(
         "--max-tokens",
         type=int,
         default=64,
-        help="the most new tokens of a prompt (default: %(default)s)",
+        help="longest output of a prompt, in tokens (default: %(default)s)",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         default=1,
-        help="GPUs to split the model over (default: %(default)s)",
+        help="number of GPUs to split the model over (default: %(default)s)",
     )
     parser.add_argument(
         "--enforce-eager",
         action="store_true",
-        help="run without CUDA graphs: starts sooner, runs slower",
+        help="run without CUDA graphs, which starts faster and runs slower",
     )
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> None:
-    # What is wrong here is said before the model is loaded. The seed: the same text in each run.
+    """Complete all prompts together, then the first one alone."""
+    # Wrong values raise here, before the model is loaded. The seed gives the same text in each run.
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     options = dict(tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager)
-    with LLM(args.model, **options) as llm:  # says in a line what it has loaded, and where
-        is_chat = llm.has_chat_template
+    with LLM(args.model, **options) as llm:  # logs what it loads, and where
+        # The tiny model has a chat template, for examples of chat, but was trained on code only.
+        is_chat = llm.has_chat_template and args.model != str(TINY_MODEL)
         prompts = args.prompt or (QUESTIONS if is_chat else CODE)
         if len(prompts) > 1:
             complete_together(llm, prompts, params, is_chat)
@@ -84,6 +87,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def complete_together(llm: LLM, prompts: list[str], params: SamplingParams, is_chat: bool) -> None:
+    """Complete all prompts in one call, and print their texts and the speed."""
     begin = time.perf_counter()
     if is_chat:
         outputs = llm.chat([as_chat(prompt) for prompt in prompts], params, use_tqdm=False)
@@ -101,6 +105,7 @@ def complete_together(llm: LLM, prompts: list[str], params: SamplingParams, is_c
 
 
 def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool) -> None:
+    """Complete one prompt, and print its text as it is generated."""
     show_prompt(prompt, is_chat)
     stream = llm.stream_chat(as_chat(prompt), params) if is_chat else llm.stream(prompt, params)
     count, begin = 0, time.perf_counter()
@@ -111,16 +116,17 @@ def complete_alone(llm: LLM, prompt: str, params: SamplingParams, is_chat: bool)
     first = llm.metrics()["last_call"]["time_to_first_token"]["median"]
     print(
         f"\n{LINE}\n1 prompt alone: {count} tokens in {seconds:.2f} s, "
-        f"{count / seconds:,.0f} tokens/s, first after {first:.3f} s"
+        f"{count / seconds:,.0f} tokens/s, time to first token {first:.3f} s"
     )
 
 
 def as_chat(prompt: str) -> list[dict[str, str]]:
+    """Make a conversation of one user's message."""
     return [{"role": "user", "content": prompt}]
 
 
 def show_prompt(prompt: str, is_chat: bool) -> None:
-    """A question stands above its answer; code that is being continued stands right before it."""
+    """Print a prompt: a question above its answer, code right before its continuation."""
     print(f"{LINE}\n{prompt}", end="\n\n" if is_chat else "")
 
 
@@ -128,11 +134,7 @@ if __name__ == "__main__":
     args = parse_args()
     try:
         main(args)
-    except (
-        ValueError,
-        TypeError,
-        OSError,
-    ) as error:  # what the user can put right; the message says how
+    except (ValueError, TypeError, OSError) as error:  # the user's mistakes: messages name a remedy
         print(f"example.py: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ assert all(name in needed for name in ("torch", "transformers", "tokenizers", "s
 for name in (
     "assets/tiny-qwen3/model.safetensors",
     "assets/tiny-qwen3/tokenizer.json",
-    "cpu/cpp_ops.cpp",
+    "backends/cpu/cpp_ops.cpp",
 ):
     assert (package / name).stat().st_size, name
 
@@ -32,6 +32,7 @@ stub.__path__ = [str(package)]
 for name in (
     "checks",
     "config",
+    "outputs",
     "sampling_params",
     "engine.batch",
     "engine.block_manager",

@@ -3,14 +3,16 @@
 import argparse
 import sys
 
-from nanovllm.jobs.command import add_command
+from nanovllm.apps.jobs.command import add_command
+from nanovllm.apps.jobs.options import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command that `argv` names, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm", description="Offline LLM inference."
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "function"):

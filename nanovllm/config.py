@@ -1,8 +1,8 @@
-"""The user's options: frozen, checked, each error with field, value and remedy.
+"""The options of an LLM: frozen and checked; each error names field, value and remedy.
 
-Holds what the user asked for. What is found out later (the checkpoint's dtype, how many KV blocks
-fit, the length that the model supports) is returned by whoever finds it out, and never written back
-here.
+A Config holds what the user asked for. Facts that are found out later (the dtype of the checkpoint,
+the number of KV blocks that fit, the length that the model supports) are returned by the code that
+finds them, and never written back into the Config.
 """
 
 import re
@@ -10,158 +10,204 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any
 
-from nanovllm.checks import ABOVE_ZERO, Range, check_choice, keep, refuse_unknown_names, shown
+from nanovllm.checks import refuse_unknown_names, short_repr
+from nanovllm.foreign_names import OPTIONS
+from nanovllm.options import check_options, option, options_of
+from nanovllm.sampling_params import OF_SAMPLING_PARAMS
 
 SCHEDULING_POLICIES = ("throughput", "fcfs", "shortest-first", "longest-first", "priority")
-MAX_NUM_SEQS = 65536  # the running state has a row for each, whether it is used or not
-COUNT = Range(int, 1, 2**63 - 1, "an integer, 1 or more, below 2**63")
-SECONDS = Range(float, ABOVE_ZERO, 1e6, "a number of seconds above 0, at most 1e6")
-LIMITS = {
-    "max_num_batched_tokens": COUNT,
-    "max_num_seqs": Range(int, 1, MAX_NUM_SEQS, f"an integer from 1 to {MAX_NUM_SEQS}"),
-    "max_model_len": Range(
-        int, 1, 2**63 - 1, "an integer, 1 or more, below 2**63, or None", none=True
-    ),
-    "gpu_memory_utilization": Range(
-        float, ABOVE_ZERO, 1, "a number such as 0.9, a fraction above 0, at most 1"
-    ),
-    "tensor_parallel_size": COUNT,
-    "kvcache_block_size": Range(int, 16, 2**63 - 1, "a multiple of 16"),
-    "num_kvcache_blocks": Range(int, 1, 2**63 - 1, "an integer, 1 or more, or None", none=True),
-    "seed": Range(int, 0, 2**63 - 1, "an integer, 0 or more, below 2**63, or None", none=True),
-    "start_timeout": SECONDS,
-    "step_timeout": SECONDS,
-}
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "enforce_eager": (True, False),
-    "enable_prefix_caching": (True, False),
-    "symmetric_memory": (True, False),
-    "overlap": (True, False, None),
-    "dtype": ("auto", "float32", "float16", "bfloat16"),
-    "load_format": ("auto", "dummy"),
-    "kernels": ("auto", "plain", "compile"),
-    "attention_backend": ("auto", "flash-attn", "triton", "torch"),
-}
+MAX_COUNT = 2**63 - 1
+SECONDS = "a number of seconds above 0, at most 1e6"
+OTHER_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's own
+
+
+def read_model(name: str, given: Any) -> str:
+    """Return the path of a folder, or a hub id."""
+    path = fspath(given) if isinstance(given, PathLike) else given
+    if not isinstance(path, str) or not path:
+        raise TypeError(
+            f"{name} is {short_repr(given)}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'"
+        )
+    return path
+
+
+def read_dtype(name: str, given: Any) -> Any:
+    """Return the name of a dtype. A torch.dtype is recognised without importing torch."""
+    dtype = str(given) if type(given).__name__ == "dtype" else given
+    if not isinstance(dtype, str):
+        return given
+    dtype = dtype.removeprefix("torch.")
+    return OTHER_NAMES.get(dtype, dtype)
+
+
+def read_device(name: str, given: Any) -> str:
+    """Return PyTorch's name of a device, or "auto"."""
+    if not isinstance(given, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", given):
+        raise ValueError(f"{name} is {short_repr(given)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'")
+    return given
+
+
+def read_load_format(name: str, given: Any) -> Any:
+    """Return the load format. vLLM's "safetensors" means "auto", which reads no other files."""
+    return "auto" if isinstance(given, str) and given == "safetensors" else given
+
+
+def read_policy(name: str, given: Any) -> Any:
+    """Return the name of a policy, or an object, whose methods build.py checks."""
+    if isinstance(given, str) and given not in SCHEDULING_POLICIES:
+        raise ValueError(
+            f"{name} is {short_repr(given)}: use one of "
+            f"{', '.join(map(repr, SCHEDULING_POLICIES))}, or "
+            "an object with the methods of SchedulingPolicy"
+        )
+    return given
+
+
+def read_trace(name: str, given: Any) -> str | None:
+    """Return the name of a file. Its ending says which kind of trace is written."""
+    path = fspath(given) if isinstance(given, PathLike) else given
+    if path is None:
+        return None
+    problem = f"{name} is {short_repr(path)}: give a file name that ends in .html or .jsonl"
+    if not isinstance(path, str):
+        raise TypeError(problem)
+    if not path.endswith((".html", ".jsonl")):
+        raise ValueError(problem)
+    return path
 
 
 @dataclass(frozen=True)
 class Config:
-    """Options of `LLM`. Sizes are counted in tokens unless the name says otherwise. Integers may be
-    NumPy's.
+    """The options of `LLM`.
 
-    A value of a wrong type raises TypeError, one out of range ValueError.
+    Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy's. The
+    declarations below leave these things unsaid:
 
-    model: a folder in Hugging Face form, or a hub id such as "Qwen/Qwen3-0.6B".
-    max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
-    max_num_seqs: sequences that run at the same time.
-    max_model_len: prompt plus output of one request; the model's own limit applies if it is lower,
-        or if this is None.
-    gpu_memory_utilization: the part of the GPU's memory this LLM may use, weights and KV cache
-        included.
-    tensor_parallel_size: ranks the model is split over.
-    enforce_eager: launch the operations of every step one by one; record none to replay them.
-    kvcache_block_size: tokens of a KV block.
-    num_kvcache_blocks: KV blocks; None: as many as fit into memory.
-    dtype: "auto" (the checkpoint's on a GPU, float32 on a CPU), "float32", "float16" or "bfloat16";
-        a torch.dtype counts as its name.
-    device: "auto" (cuda when there is one), "cuda", "cuda:1", ..., "cpu".
-    load_format: "auto" reads the checkpoint; "dummy" makes random weights from config.json alone.
-    enable_prefix_caching: keep what requests have in KV blocks, for others that begin alike.
-    scheduling_policy: who starts next, and who gives way when KV blocks run out. "throughput": what
-        lets all requests of a call end soonest; "fcfs": first come, first served; "shortest-first"
-        and "longest-first", by max_tokens; "priority", by SamplingParams'; or an object with the
-        methods of nanovllm.engine.policy.SchedulingPolicy.
-    attention_backend: "auto", "flash-attn", "triton" or "torch".
-    kernels: what the model's layers compute with. "auto": what is made by hand for the device (on
-        a CPU and where g++ is, C++ that the first start compiles); "plain": PyTorch alone;
-        "compile": torch.compile makes them of the plain layers.
-    overlap: launch the next step before the last one's tokens are read; None: on a GPU yes, on a
-        CPU no.
-    seed: seed of the noise for requests that bring none; None: a fresh one each run.
-    symmetric_memory: let ranks read each other's GPU memory, which makes their sums faster, where
-        they can.
-    start_timeout: seconds within which all ranks must have loaded the model.
-    step_timeout: seconds within which the ranks must answer a step.
-    trace: a file to write what the engine did to, at `close` or when the process ends: a page to
-        watch it on (.html), or its events, one a line (.jsonl).
+    Sizes are counted in tokens unless the name says otherwise. Integers may be NumPy integers.
+    Details that the declarations below do not say:
+
+    dtype: A torch.dtype may be given instead of its name.
+    scheduling_policy: The policy decides which sequence starts next, and which is preempted when
+        the KV blocks run out. "throughput" lets all requests of a call end soonest.
+        "shortest-first" and "longest-first" order by max_tokens, "priority" by the priority in
+        SamplingParams. An object must have the methods of nanovllm.SchedulingPolicy.
+    kernels: On a CPU with g++, "auto" uses C++ kernels, which the first start compiles.
+    trace: The trace is written at `close` or when the process ends: a page that shows the run
+        (.html), or its events, one per line (.jsonl).
+
+    A value of a wrong type raises TypeError, and a value out of range raises ValueError.
     """
 
-    model: str
-    max_num_batched_tokens: int = 16384
-    max_num_seqs: int = 512
-    max_model_len: int | None = 4096
-    gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = False
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    load_format: str = "auto"
-    enable_prefix_caching: bool = True
-    scheduling_policy: Any = "throughput"
-    attention_backend: str = "auto"
-    kernels: str = "auto"
-    overlap: bool | None = None
-    seed: int | None = None
-    symmetric_memory: bool = True
-    start_timeout: float = 1800.0
-    step_timeout: float = 60.0
-    trace: str | PathLike | None = None
+    model: str = option(
+        help='a folder in Hugging Face form, or a hub id such as `"Qwen/Qwen3-0.6B"`',
+        read=read_model,
+    )
+    max_num_batched_tokens: int = option(
+        16384, "tokens of one step; longer prompts are computed in chunks", ge=1, le=MAX_COUNT
+    )
+    # The state on the device has a row for each of these sequences, used or not.
+    max_num_seqs: int = option(512, "sequences that run at the same time", ge=1, le=65536)
+    max_model_len: int | None = option(
+        4096,
+        "prompt plus output of one request; the model's own limit if that is lower, or for `None`",
+        ge=1,
+        le=MAX_COUNT,
+    )
+    gpu_memory_utilization: float = option(
+        0.9,
+        "part of the GPU's memory to use, weights and KV cache included",
+        gt=0,
+        le=1,
+        use="a number such as 0.9, a fraction above 0, at most 1",
+    )
+    tensor_parallel_size: int = option(1, "ranks that the model is split over", ge=1, le=MAX_COUNT)
+    enforce_eager: bool = option(
+        False, "launch the operations of a step one by one, without CUDA graphs"
+    )
+    kvcache_block_size: int = option(
+        256, "tokens of a KV block, a multiple of 16", ge=16, le=MAX_COUNT, multiple_of=16
+    )
+    num_kvcache_blocks: int | None = option(
+        None, "KV blocks; `None`: as many as fit into memory", ge=1, le=MAX_COUNT
+    )
+    dtype: str = option(
+        "auto",
+        '`"auto"`: the checkpoint\'s on a GPU, float32 on a CPU; or `"float32"`, `"float16"`, '
+        '`"bfloat16"`',
+        choices=("auto", "float32", "float16", "bfloat16"),
+        read=read_dtype,
+    )
+    device: str = option(
+        "auto",
+        '`"auto"`: cuda where there is one; or `"cuda"`, `"cuda:1"`, ..., `"cpu"`',
+        read=read_device,
+    )
+    load_format: str = option(
+        "auto",
+        '`"auto"`: read the checkpoint; `"dummy"`: make random weights from config.json alone',
+        choices=("auto", "dummy"),
+        read=read_load_format,
+    )
+    enable_prefix_caching: bool = option(True, "keep KV blocks for requests that begin alike")
+    scheduling_policy: Any = option(
+        "throughput",
+        'who starts next: `"throughput"`, `"fcfs"`, `"shortest-first"`, `"longest-first"`, '
+        '`"priority"`, or an object of a class of your own',
+        read=read_policy,
+    )
+    attention_backend: str = option(
+        "auto",
+        '`"auto"`: Triton, and flash-attn for long prompts; `"triton"`: Triton alone; '
+        '`"flash-attn"`: flash-attn for all; `"torch"`: plain PyTorch, slow',
+        choices=("auto", "flash-attn", "triton", "torch"),
+    )
+    kernels: str = option(
+        "auto",
+        'what layers compute with; `"auto"`: kernels made by hand for the device; `"plain"`: '
+        'PyTorch\'s; `"compile"`: those that torch.compile makes',
+        choices=("auto", "plain", "compile"),
+    )
+    overlap: bool | None = option(
+        None, "launch a step before the last one's tokens are read; `None`: on a GPU alone"
+    )
+    seed: int | None = option(
+        None,
+        "seed for requests that bring none; `None`: a fresh one each run",
+        ge=0,
+        le=MAX_COUNT,
+    )
+    symmetric_memory: bool = option(
+        True, "let ranks read each other's GPU memory where they can, so that they sum faster"
+    )
+    start_timeout: float = option(
+        1800.0, "seconds for all ranks to load the model", gt=0, le=1e6, use=SECONDS
+    )
+    step_timeout: float = option(
+        60.0, "seconds for the ranks to answer a step", gt=0, le=1e6, use=SECONDS
+    )
+    trace: str | PathLike | None = option(
+        None, "a file for a trace of the run, `.html` or `.jsonl`", read=read_trace
+    )
 
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":
-        """Build a config from keyword options; TypeError names the one nearest to an unknown."""
-        given = {"model": model, **options}
-        given = refuse_unknown_names("LLM", "option", given, cls.__dataclass_fields__)
-        if isinstance(model, PathLike):
-            given["model"] = fspath(model)
+        """Build a config from keyword options.
+
+        As in vLLM, None means the default if None is no value of the option. An unknown name raises
+        TypeError with the nearest option or the remedy.
+        """
+        known = options_of(Config)
+        foreign = OF_SAMPLING_PARAMS | OPTIONS
+        given = refuse_unknown_names("LLM", "option", {"model": model, **options}, known, foreign)
+        for name in [*options]:
+            if given.get(name, "") is None and not known[name].takes_none:
+                del given[name]
         return cls(**given)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise TypeError(
-                f"model is {shown(self.model)}: give a folder or a hub id such as 'Qwen/Qwen3-0.6B'"
-            )
-        for name, limits in LIMITS.items():
-            limits.check(self, name)
-        if self.kvcache_block_size % 16:
-            raise ValueError(
-                f"kvcache_block_size is {self.kvcache_block_size}: use a multiple of 16"
-            )
-        self._name_dtype()
-        for name, choices in CHOICES.items():
-            check_choice(self, name, choices)
-        if isinstance(self.scheduling_policy, str):
-            other = ", or an object with the methods of SchedulingPolicy"
-            check_choice(self, "scheduling_policy", SCHEDULING_POLICIES, other)
-        if not isinstance(self.device, str) or not re.fullmatch(
-            r"auto|cpu|cuda(:\d+)?", self.device
-        ):
-            raise ValueError(
-                f"device is {shown(self.device)}: use 'auto', 'cuda', 'cuda:N' or 'cpu'"
-            )
-        if self.trace is not None:
-            self._check_trace(
-                fspath(self.trace) if isinstance(self.trace, PathLike) else self.trace
-            )
+        check_options(self)
 
     @property
     def num_batch_slots(self) -> int:
-        """How many sequences can run: a decoding one takes a token of every step."""
+        """The most sequences that can run, since each decoding sequence takes a token per step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-    def _name_dtype(self) -> None:
-        """Take a torch.dtype, too, without an import of torch, and PyTorch's shorter names."""
-        given = str(self.dtype) if type(self.dtype).__name__ == "dtype" else self.dtype
-        if isinstance(given, str):
-            name = given.removeprefix("torch.")
-            keep(self, "dtype", {"half": "float16", "float": "float32"}.get(name, name))
-
-    def _check_trace(self, path: Any) -> None:
-        remedy = "give a file name that ends in .html or .jsonl"
-        if not isinstance(path, str):
-            raise TypeError(f"trace is {shown(path)}: {remedy}")
-        if not path.endswith((".html", ".jsonl")):
-            raise ValueError(f"trace is {shown(path)}: {remedy}")
-        keep(self, "trace", path)

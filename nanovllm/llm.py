@@ -1,33 +1,33 @@
-"""The facade users import: text in, text out."""
+"""The facade that users import: text in, text out."""
 
 from collections.abc import Callable, Iterable, Iterator
 from os import PathLike
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanovllm.checks import name_the_nearest, shown
-from nanovllm.compose import (
-    build_engine,
-    choose_view,
-    collect_rarely,
-    describe_device,
-    prepare_process,
-    share_cores,
-    trainer,
-)
+from nanovllm.backends.cpu.forked import keep_clear_of_lost_threads
+from nanovllm.backends.cpu.garbage import full_collections_are_rare
+from nanovllm.backends.cuda.device import describe_device
+from nanovllm.build import build_engine, share_cores
+from nanovllm.checks import name_the_nearest, no_attribute, short_repr
 from nanovllm.config import Config
-from nanovllm.conversations import encode_conversations
+from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.metrics import StepRecord
 from nanovllm.engine.sequence import Sequence
-from nanovllm.inputs import Inputs, Request
-from nanovllm.log import say_ready, show_unless_configured
-from nanovllm.outputs import make_outputs
-from nanovllm.progress import Shown, progress
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scores import score
-from nanovllm.session import Session
-from nanovllm.streams import Piece, stream
+from nanovllm.features.weight_updates.new_weights import update_weights
+from nanovllm.features.weight_updates.sleep import sleep, wake_up
+from nanovllm.foreign_names import IN_CHAT, IN_GENERATE, IN_WAKE_UP, OF_LLM
+from nanovllm.frontend.conversations import encode_conversations
+from nanovllm.frontend.inputs import Inputs, Request
+from nanovllm.frontend.log import say_ready, show_unless_configured
+from nanovllm.frontend.outputs import TokenTexts, make_outputs, with_attributes
+from nanovllm.frontend.progress import Shown, progress
+from nanovllm.frontend.score import score
+from nanovllm.frontend.session import Session
+from nanovllm.frontend.stream import Piece, stream
+from nanovllm.frontend.tokenizer import need_tokenizer
+from nanovllm.outputs import RequestOutput, StepRecord
+from nanovllm.sampling_params import OF_SAMPLING_PARAMS, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,11 +38,10 @@ Prompts = Prompt | list[str] | list[list[int]] | list[dict[str, Any]] | list[Pro
 Messages = list[dict[str, Any]] | list[list[dict[str, Any]]]
 Params = SamplingParams | list[SamplingParams] | None
 TemplateOptions = dict[str, Any] | None
-Outputs = list[dict[str, Any]]  # of requests, as `generate` describes them
 
 
 class LLM:
-    """A model that generates.
+    """A language model that generates text.
 
         llm = LLM("Qwen/Qwen3-0.6B")
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
@@ -51,17 +50,17 @@ class LLM:
     `with LLM(...) as llm` calls. Calls from several threads wait for each other. A forked process
     cannot use the LLM.
 
-    A wrong option, model folder or call raises ValueError or TypeError, which says what to do. Of
-    a call, nothing has been queued then. Any other error inside a call, and Ctrl-C, leaves the LLM
-    empty and usable.
+    A wrong option, model folder or argument raises ValueError or TypeError with the remedy, before
+    anything is queued. Any other error inside a call, and Ctrl-C, leaves the LLM empty and usable.
 
-    num_kvcache_blocks: KV blocks there are, asked for or found to fit into memory.
-    max_model_len: tokens of prompt and output together, the option's or the model's own limit.
+    num_kvcache_blocks: The number of KV blocks, as requested or as many as fit into memory.
+    max_model_len: The most tokens of prompt and output together: the option's value, or the
+        model's own limit if that is lower.
     """
 
     def __init__(self, model: str | PathLike, **options: Any) -> None:
         begin = perf_counter()
-        prepare_process()
+        keep_clear_of_lost_threads()
         config = Config.from_options(model, options)
         show_unless_configured()
         engine, self._tokenizer = build_engine(config)
@@ -69,51 +68,60 @@ class LLM:
         self.num_kvcache_blocks = info.num_blocks
         self.max_model_len = info.max_model_len
         self._inputs = Inputs(config, engine, self._tokenizer)
-        self._view = choose_view(self._tokenizer)
-        self._session = Session(engine, collect_rarely(), share_cores(engine, config))
+        self._token_texts = TokenTexts(self._tokenizer)
+        self._session = Session(engine, full_collections_are_rare, share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
         say_ready(config, info, device, perf_counter() - begin)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_GENERATE)
     def generate(
         self, prompts: Prompts, sampling_params: Params = None, use_tqdm: Shown = True
-    ) -> Outputs:
-        """Complete prompts: text, or token ids, or a dict of either as "prompt" or
-        "prompt_token_ids".
+    ) -> list[RequestOutput]:
+        """Complete prompts.
 
-        `sampling_params`: one for all, or a list as long as `prompts`. `use_tqdm`: show progress;
-        or what makes the bar, as tqdm does.
+        Args:
+            prompts: Each prompt is text, token ids, or a dict that holds the one as "prompt" or
+                the other as "prompt_token_ids".
+            sampling_params: One for all prompts, or a list as long as `prompts`.
+            use_tqdm: Whether to show progress; or a function that makes the bar, as tqdm does.
 
-        Returns a dict for each prompt, in their order:
+        Returns a dict for each prompt, in the order of the prompts:
 
         prompt_token_ids: list[int].
-        num_cached_tokens: int, how many of them the prefix cache held.
-        prompt_logprobs: if asked for, None for the first token of the prompt, and for each other
-            a dict {token id: log-probability}, its own token first.
+        num_cached_tokens: int, how many prompt tokens the prefix cache held.
+        prompt_logprobs: if requested, None for the first token of the prompt, and for each other
+            token a dict {token id: log-probability} that begins with this token.
         text: str, "" without a tokenizer.
-        token_ids: list[int] of the completion alone.
-        finish_reason: "stop" or "length".
-        stop_reason: the stop string, or the id among stop_token_ids, that ended it; else None.
-        logprobs: if asked for, a dict {token id: log-probability} for each token.
-        cumulative_logprob: with them, float, the sum over token_ids.
-        completions: if n > 1, all n, as dicts of the keys from text to cumulative_logprob.
+        token_ids: list[int], the tokens of the completion alone.
+        finish_reason: "stop" or "length"; or "error" if no token could be sampled any more, because
+            the logits were NaN or infinite or the request's constraints left no token.
+        stop_reason: the stop string, or the id among stop_token_ids, that ended the completion;
+            otherwise None.
+        error: what went wrong, if finish_reason is "error". The other keys then hold what there was
+            before the error.
+        logprobs: if requested, a dict {token id: log-probability} for each token.
+        cumulative_logprob: if logprobs are requested, their sum over token_ids, a float.
+        completions: if n > 1, all n completions, as dicts of the keys from text to
+            cumulative_logprob.
 
-        The dicts have vLLM's attributes, too: `nanovllm.compat.RequestOutput`.
+        The dicts also have vLLM's attributes: see `nanovllm.RequestOutput`. If every request of the
+        call ends with an error, the call raises InvalidLogitsError, and the LLM stays usable.
         """
         return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_CHAT)
     def chat(
         self,
         messages: Messages,
         sampling_params: Params = None,
         use_tqdm: Shown = True,
         chat_template_kwargs: TemplateOptions = None,
-    ) -> Outputs:
-        """Write the assistant's next turn in one conversation, or in each of a list.
+    ) -> list[RequestOutput]:
+        """Generate the assistant's next turn in a conversation, or in each of several.
 
-        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs` go to the
-        tokenizer's chat template, such as {"enable_thinking": False}. Returns what `generate` does.
+        A conversation is a list of {"role": ..., "content": ...}. `chat_template_kwargs`, such as
+        {"enable_thinking": False}, go to the tokenizer's chat template. Returns what `generate`
+        returns.
         """
         requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
         return self._complete(requests, use_tqdm)
@@ -121,11 +129,14 @@ class LLM:
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[Piece]:
         """Complete prompts, and yield pieces as steps finish.
 
-        A piece: (index of the prompt, new text, new token ids, finish_reason). finish_reason is
-        None until a prompt's last piece, and "abort" there if an error in another call dropped it.
-        The texts of a prompt add up to `generate`'s. One is "" while a character, a run of byte
-        tokens or what may become a stop string is incomplete. Closing the iterator ends the
-        requests that still run.
+        A piece is (index of the prompt, new text, new token ids, finish_reason). finish_reason is
+        None until the last piece of a prompt, and "abort" there if an error in another call dropped
+        the request. If finish_reason is "error", a warning in the log says what went wrong; if
+        every request ends with an error, FloatingPointError follows the last piece.
+
+        The texts of a prompt's pieces add up to the text that `generate` returns. The text of a
+        piece is "" while a character, a run of byte tokens or a possible stop string is incomplete.
+        Closing the iterator ends the requests that still run.
         """
         return stream(self._session, self._prompt_requests(prompts, sampling_params))
 
@@ -135,7 +146,7 @@ class LLM:
         sampling_params: Params = None,
         chat_template_kwargs: TemplateOptions = None,
     ) -> Iterator[Piece]:
-        """Take what `chat` takes, yield what `stream` yields."""
+        """Generate the assistant's next turns as `chat` does, and yield pieces as `stream` does."""
         requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
         return stream(self._session, requests)
 
@@ -145,29 +156,32 @@ class LLM:
         continuations: list[Any],
         use_tqdm: Shown = True,
     ) -> list[Any]:
-        """How likely `continuations` are after `contexts`: two lists of one length.
+        """Compute how likely `continuations` are after `contexts`, two lists of the same length.
 
-        A context is text or token ids, at least one token, and so is a continuation. A context's
-        entry in `continuations` is one, or a list of several. Text is encoded as evaluation
-        harnesses do it: as a whole, from which the context's tokens are taken off; spaces at the
-        context's end go to the continuation. Both together may have max_model_len tokens, and one
-        more.
+        A context is text or token ids of at least one token, and so is a continuation. The entry of
+        a context in `continuations` is one continuation, or a list of several. Text is encoded as
+        evaluation harnesses do it: context and continuation are encoded together, and the tokens of
+        the context are then taken off; spaces at the end of the context belong to the continuation.
+        Context and continuation together may have max_model_len + 1 tokens.
 
-        Returns for each context a dict, or a list of them if it has a list of continuations:
+        Returns for each context a dict, or a list of dicts if the context has a list of
+        continuations:
 
-        token_ids: list[int] of the continuation.
-        logprobs: list[float], the log-probability of each, by the model's own logits.
-        cumulative_logprob: float, their sum.
-        is_greedy: list[bool], whether each is what greedy sampling would have chosen there.
+        token_ids: list[int], the tokens of the continuation.
+        logprobs: list[float], the log-probability of each token by the model's own logits.
+        cumulative_logprob: float, the sum of logprobs.
+        is_greedy: list[bool], whether greedy sampling would have chosen each token.
+        error: a message, only if the model computed NaN or infinite logits. The numbers may then be
+            NaN or infinite too. If every score has an error, the call raises FloatingPointError.
 
-        With the prefix cache, a context that comes more than once is computed once, but for up to
-        15 of its last tokens.
+        With the prefix cache, a context that comes more than once is computed once, except for up
+        to 15 of its last tokens.
         """
         self._session.awake_engine()
         return score(self._session, self._inputs, contexts, continuations, use_tqdm)
 
     def encode(self, prompts: str | list[str], check_length: bool = False) -> list[list[int]]:
-        """The token ids that `generate` makes of each prompt.
+        """Return the token ids that `generate` makes of each prompt.
 
         `check_length`: raise ValueError, before any prompt is tokenized, for one that cannot fit
         into max_model_len, as `generate` does.
@@ -181,7 +195,7 @@ class LLM:
         chat_template_kwargs: TemplateOptions = None,
         check_length: bool = False,
     ) -> list[list[int]]:
-        """The token ids that `chat` makes of each conversation: a prompt for `add_request`.
+        """Return the token ids that `chat` makes of each conversation, for `add_request`.
 
         `check_length`: as `encode` takes it.
         """
@@ -194,65 +208,74 @@ class LLM:
         return self._inputs.refuse_long if check_length else None
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt for whoever calls `step`. Returns the request's id."""
+        """Queue one prompt, which calls of `step` then complete. Returns the id of the request."""
         (checked,) = self._prompt_requests([prompt], sampling_params)
         session = self._session
-        with session.lock, session.running():
-            request = session.settled_engine().add(*checked, interactive=True)
-            session.requests[request.id] = request
+        with session.lock:
+            engine = session.clean_engine()
+            with session.running():
+                request = engine.add(*checked, interactive=True)
+                session.requests[request.id] = request
         return request.id
 
-    def step(self) -> Outputs:
-        """Run one step. Returns outputs, each with an "id", of the requests that have finished."""
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the outputs, each with an "id", of requests that have finished."""
         session = self._session
         session.open_engine()
-        with session.lock, session.running():
-            session.step()
-            finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
-            session.finished.clear()
-            outputs = self._outputs(finished)
-        return [self._view({"id": seq.id, **output}, seq) for seq, output in zip(finished, outputs)]
+        with session.lock:
+            session.steppable_engine()
+            with session.running():
+                session.step()
+                finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
+                session.finished.clear()
+                outputs = self._outputs(finished)
+        return [
+            with_attributes({"id": seq.id, **output}, seq, self._token_texts)
+            for seq, output in zip(finished, outputs)
+        ]
 
     def abort(self, request_id: int) -> None:
-        """Drop a request that `add_request` gave this id and `step` has not returned."""
+        """Drop the request that `add_request` gave this id, unless `step` has returned it."""
         with self._session.request(request_id) as (engine, request):
             del self._session.requests[request.id]
             engine.abort(request)
 
     def pause(self, request_id: int) -> None:
-        """Let a request run no more, until `resume`. It goes on to the same tokens then.
+        """Keep a request from running until `resume`. Its tokens are the same as without the pause.
 
-        It keeps its KV blocks until others need them; then it is computed anew. If the step that
-        runs already brings its last token, it ends. `step` returns at once where all are paused.
+        The request keeps its KV blocks until other requests need them; it is then recomputed. If
+        the step that already runs brings its last token, the request ends. `step` returns at once
+        if all requests are paused.
         """
         with self._session.request(request_id) as (engine, request):
             engine.pause(request)
 
     def resume(self, request_id: int) -> None:
-        """Let a paused request go on. One that is not paused is left alone."""
+        """Let a paused request continue. Does nothing for a request that is not paused."""
         with self._session.request(request_id) as (engine, request):
             engine.resume(request)
 
     def has_unfinished(self) -> bool:
-        """Whether there is a request, paused or not, whose output `step` has yet to return."""
+        """Tell whether `step` has yet to return the output of a request, paused or not."""
         return bool(self._session.requests)
 
     def metrics(self) -> dict[str, Any]:
-        """What has been served, and what runs now.
+        """Return figures of the requests that have finished, and of those that run now.
 
-        total, last_call: since the start, and since the last generate, chat or stream began. Each
-            is a dict of requests that have finished: requests, prompt_tokens, output_tokens,
-            prefix_cache_hit_rate (of the prompts' tokens), kv_cache_use (the most, from 0 to 1),
-            preemptions, time_to_first_token and time_per_output_token (seconds, a dict of median
-            and p99, or None).
-        running, waiting, paused: requests; of one that has started, each completion counts.
-        kv_cache_use: from 0 to 1.
+        total, last_call: figures of the requests that have finished since the start, and since the
+            last generate, chat or stream began. Each is a dict of requests, prompt_tokens,
+            output_tokens, prefix_cache_hit_rate (the part of the prompt tokens that were cached),
+            kv_cache_use (the most, from 0 to 1), preemptions, time_to_first_token and
+            time_per_output_token (seconds, as a dict of median and p99, or None).
+        running, waiting, paused: numbers of requests. Each completion of a request that has started
+            counts as one.
+        kv_cache_use: the part of the KV blocks in use, from 0 to 1.
         """
         engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
         return {
-            "total": engine.total.summary(blocks.num_blocks),
-            "last_call": engine.last_call.summary(blocks.num_blocks),
+            "total": engine.metrics.total.summary(blocks.num_blocks),
+            "last_call": engine.metrics.last_call.summary(blocks.num_blocks),
             "running": engine.scheduler.num_running,
             "waiting": len(engine.scheduler.waiting),
             "paused": len(engine.scheduler.paused),
@@ -260,77 +283,91 @@ class LLM:
         }
 
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
-        """Call `callback` after each step with what it did, a `nanovllm.engine.metrics.StepRecord`.
+        """Call `callback` after each step with a `nanovllm.StepRecord` of what the step did.
 
-        Returns a function that ends this. The callback runs in the thread of the step and may use
-        the LLM, for example to abort a request. What it raises leaves the call as any error does.
+        Returns a function that ends these calls. The callback runs in the thread of the step. It
+        may add, abort, pause and resume requests, close the LLM, and read; a method that runs steps
+        raises RuntimeError there. An error of the callback leaves the call like any other error.
         """
         self._session.open_engine()
         if not callable(callback):
-            raise TypeError(f"callback is {shown(callback)}: give a function of a StepRecord")
+            raise TypeError(f"callback is {short_repr(callback)}: give a function of a StepRecord")
         return self._session.observe(callback)
 
     def update_weights(self, weights: "Iterable[tuple[str, Tensor]]") -> None:
-        """Go on with new weights, and with an empty prefix cache.
+        """Replace the weights of the model, and empty the prefix cache.
 
         `weights`: pairs of name and tensor, such as `model.state_dict().items()` of a model of
-        transformers, or a checkpoint's tensors. Shapes are those of this model's checkpoint;
-        device and floating-point dtype may be others. All of them must be there, but for a head
-        that is tied. They wait in the CPU's memory, which must have room for the model, until all
-        have come: where one is wrong or missing, ValueError or TypeError names it, and the old
-        weights stay.
+        transformers, or the tensors of a checkpoint. The shapes are those of this model's
+        checkpoint; device and floating-point dtype may differ. All weights must be there, except a
+        tied head. The new weights are kept in the CPU's memory, which must have room for the model,
+        until all have come. If a weight is wrong or missing, ValueError or TypeError names it, and
+        the old weights stay.
 
-        No request may be unfinished. An LLM that is asleep takes them too.
+        No request may be unfinished. The LLM may be asleep.
         """
-        trainer().update_weights(self._session, weights)
+        with self._session.idle("update_weights") as engine:
+            update_weights(engine, weights)
 
     def sleep(self, level: int = 1) -> None:
-        """Lend the device's memory to others: the KV cache's and the weights'.
+        """Give back the device memory of the KV cache and of the weights until `wake_up`.
 
-        `level`: 1 keeps the weights in the CPU's memory. Those of a GPU take up to twice their
-        size there, which stays taken for the next time. 2 forgets them: `wake_up` reads the model
-        folder again, unless `update_weights` has brought new ones. Calls that run requests raise
-        AsleepError until `wake_up`. No request may be unfinished.
+        `level`: 1 keeps the weights in the CPU's memory. The weights of a GPU take up to twice
+        their size there, and this memory stays allocated for the next `sleep`. 2 drops the weights:
+        `wake_up` reads the model folder again, unless `update_weights` has brought new weights.
+
+        Calls that run requests raise AsleepError until `wake_up`. No request may be unfinished.
         """
-        trainer().sleep(self._session, level)
+        with self._session.idle("sleep") as engine:
+            sleep(engine, level)
 
-    @name_the_nearest("argument")
+    @name_the_nearest("argument", IN_WAKE_UP)
     def wake_up(self) -> None:
-        """Take the memory again that `sleep` gave back. The prefix cache is empty then.
+        """Take back the memory that `sleep` gave back. The prefix cache is then empty.
 
-        An error, such as too little memory, leaves the LLM asleep: call this again.
+        An error, such as too little memory, leaves the LLM asleep: call `wake_up` again.
         """
-        trainer().wake_up(self._session)
+        with self._session.idle("wake_up") as engine:
+            wake_up(engine)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all earlier requests. Returns True. No request may be unfinished."""
+        with self._session.idle("reset_prefix_cache") as engine:
+            engine.reset()
+        return True
 
     @property
     def engine(self) -> LLMEngine | None:
-        """What runs the requests: for those who look inside. None once this is closed."""
+        """The engine that runs the requests, for users who look inside. None after `close`."""
         return self._session.engine
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """The model's tokenizer, as transformers loads it at the first use. None: it has none."""
+        """The model's tokenizer, which transformers loads at the first use. None: there is none."""
         return self._tokenizer.transformers if self._tokenizer else None
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """`tokenizer`, which vLLM gives by this name. Raises ValueError where there is none."""
-        if self._tokenizer is None:
-            raise ValueError("the model's folder has no tokenizer: add tokenizer.json")
-        return self._tokenizer.transformers
+        """Return `tokenizer`, as vLLM's method of this name does. Raises ValueError without one."""
+        return need_tokenizer(self._tokenizer).transformers
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` knows how the model wants a conversation written."""
+        """Whether the tokenizer has a chat template, which `chat` needs."""
         return self._tokenizer is not None and self._tokenizer.has_chat_template
 
     def close(self) -> None:
-        """Give the memory back. Further calls raise ClosedError.
+        """Give back all memory. Further calls raise ClosedError.
 
-        Any thread may close, and more than once. If another thread is in a call, that call raises
-        ClosedError after the step it is in, and this one waits for that. In a forked process it
-        does nothing: the memory is its parent's.
+        Any thread may call `close`, and more than once. A call that another thread is in raises
+        ClosedError after its current step, and `close` waits for that. In a forked process `close`
+        does nothing, because the memory belongs to the parent process.
         """
         self._session.close()
+
+    if not TYPE_CHECKING:  # which would take every name for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute("LLM", name, OF_LLM)
 
     def __enter__(self) -> "LLM":
         return self
@@ -339,9 +376,10 @@ class LLM:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """For pickle and copy: what an LLM holds is its process's, and there once."""
+        """Refuse pickle and copy: an LLM holds memory and processes that exist only once."""
         raise TypeError(
-            "an LLM cannot be pickled or copied, as for a worker process: make one in each process"
+            "an LLM cannot be pickled or copied, for example to a worker process: make an LLM in "
+            "each process"
         )
 
     def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
@@ -355,8 +393,8 @@ class LLM:
         )
         return self._inputs.requests("messages", token_ids, params, texts)
 
-    def _complete(self, requests: list[Request], use_tqdm: Shown) -> Outputs:
-        """Run requests to their end; returns their outputs in order."""
+    def _complete(self, requests: list[Request], use_tqdm: Shown) -> list[RequestOutput]:
+        """Run requests to their end. Returns their outputs in order."""
         session = self._session
         with session.call() as engine:
             added = [engine.add(*request) for request in requests]
@@ -364,12 +402,15 @@ class LLM:
             outputs: dict[int, dict[str, Any]] = {}
             with progress(len(added), unfinished, session.observe, use_tqdm):
                 while unfinished:
-                    # A step may also finish requests of others, such as those of `add_request`.
+                    # A step may also finish requests of other calls, such as `add_request`.
                     if ours := {seq.id: seq for seq in session.step() if seq.id in unfinished}:
                         unfinished.difference_update(ours)
-                        # With overlap the next step runs already: this is the time to make text.
+                        # With overlap, the device already runs the next step while text is made.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
-        return [self._view(outputs[request.id], request) for request in added]
+        check_any_succeeded(added)
+        return [
+            with_attributes(outputs[request.id], request, self._token_texts) for request in added
+        ]
 
-    def _outputs(self, requests: list[Sequence]) -> Outputs:
+    def _outputs(self, requests: list[Sequence]) -> list[dict[str, Any]]:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

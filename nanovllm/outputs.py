@@ -1,84 +1,156 @@
-"""What a call returns: plain dicts, made of requests that have ended."""
+"""The outputs of calls, and the record of a step.
 
-import math
-from collections.abc import Callable
-from typing import Any
+An output is a dict that also has vLLM's attributes: `output.outputs[0].text` is `output["text"]`.
+A dict suits JSON, pickle, copies and comparisons. The attributes are made from the dict when they
+are read, so they cost nothing otherwise.
+"""
 
-import numpy as np
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.checks import no_attribute
+from nanovllm.foreign_names import OF_OUTPUT
 
-# Lists of token ids, and the indices of those whose special tokens are written too -> their texts.
-Decode = Callable[[list[list[int]], list[int]], list[str]]
+Texts = Mapping[int, str | None]  # token id -> the text of this token alone; None: no tokenizer
+OF_PROMPT = ("id", "prompt_token_ids", "num_cached_tokens", "prompt_logprobs")
 
 
-def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
-    """A dict for each request, as `LLM.generate` describes it: of its prompt, of its first
-    completion and, if there are several, the list of all. `decode` is None without a tokenizer.
+class Logprob(NamedTuple):
+    """The log-probability of a token at one position."""
+
+    logprob: float
+    rank: int | None  # 1: the likeliest token; None: not among the likeliest that were requested
+    decoded_token: str | None
+
+
+def item(name: str) -> Any:
+    """Make a property that reads an item of the dict, or None if the dict does not have it."""
+    return property(lambda self: self.get(name))
+
+
+class Output(dict[str, Any]):
+    """A dict that may have log-probabilities."""
+
+    _texts: Texts
+    _counts: dict[str, int | None]  # item -> the number of likeliest tokens requested; None: none
+    lora_request = None  # no adapter is ever used
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise no_attribute(type(self).__name__, name, OF_OUTPUT)
+
+    def _ranked(self, name: str) -> list[dict[int, Logprob] | None] | None:
+        rows, count = self.get(name), self._counts[name] or 0
+        if rows is None:
+            return None
+        # The first token of a prompt has no log-probabilities: its row is None.
+        return [row and with_ranks(row, count, self._texts) for row in rows]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle: the texts of the tokens replace the tokenizer."""
+        parts = [self, *self.get("completions", ())]
+        rows = [row for part in parts for name in self._counts for row in part.get(name) or ()]
+        tokens = {token for row in rows for token in row or ()}
+        return vars(self) | {"_texts": {token: self._texts[token] for token in tokens}}
+
+
+class CompletionOutput(Output):
+    """One completion of a prompt.
+
+    index: The index of this completion among the n of its prompt.
+    logprobs: If requested, a dict {token id: Logprob} for each token.
+    The other attributes read the dict's items, and are None if the dict does not have the item.
     """
-    texts = _texts([seq for request in requests for seq in request.completions], decode)
-    outputs = []
-    for request in requests:
-        prompt: dict[str, Any] = {
-            "prompt_token_ids": request.token_ids[: request.num_prompt_tokens],
-            "num_cached_tokens": request.num_cached_tokens,
-        }
-        if request.scores is not None:
-            count = request.num_prompt_tokens - 1
-            prompt["prompt_logprobs"] = [None, *read_logprobs(request.scores.records, count)]
-        own = [_completion(seq, texts[seq.id]) for seq in request.completions]
-        outputs.append(prompt | own[0] | ({"completions": own} if len(own) > 1 else {}))
-    return outputs
+
+    text = item("text")
+    token_ids = item("token_ids")
+    finish_reason = item("finish_reason")
+    stop_reason = item("stop_reason")
+    error = item("error")
+    cumulative_logprob = item("cumulative_logprob")
+    logprobs = property(lambda self: self._ranked("logprobs"))
+
+    def __init__(self, values: dict[str, Any], request: "RequestOutput", index: int) -> None:
+        super().__init__(values)
+        self.index, self._texts, self._counts = index, request._texts, request._counts
+
+    def finished(self) -> bool:
+        """Tell whether it has ended, as all have that a call returns."""
+        return True
 
 
-def _texts(sequences: list[Sequence], decode: Decode | None) -> dict[int, str]:
-    """By id. Those that were not read as they grew are decoded in one call."""
-    texts = {seq.id: "" if seq.text is None else seq.text.text for seq in sequences}
-    if decode is not None:
-        whole = [seq for seq in sequences if seq.text is None]
-        with_special = [i for i, seq in enumerate(whole) if not seq.params.skip_special_tokens]
-        decoded = decode([seq.output_ids for seq in whole], with_special)
-        texts |= {seq.id: text for seq, text in zip(whole, decoded)}
-    return texts
+class RequestOutput(Output):
+    """A request that has ended.
 
-
-def _completion(seq: Sequence, text: str) -> dict[str, Any]:
-    completion: dict[str, Any] = {
-        "text": text,
-        "token_ids": seq.output_ids,
-        "finish_reason": seq.finish_reason,
-        "stop_reason": _stop_reason(seq) if seq.finish_reason == "stop" else None,
-    }
-    if seq.params.logprobs is not None:
-        completion["logprobs"] = logprobs = read_logprobs(seq.logprobs, len(seq.logprobs))
-        sampled = zip(seq.output_ids, logprobs)
-        completion["cumulative_logprob"] = math.fsum([one[token] for token, one in sampled])
-    return completion
-
-
-def _stop_reason(seq: Sequence) -> str | int | None:
-    """What of `stop` or `stop_token_ids` ended the output. None: neither did."""
-    if seq.text is not None and seq.text.stopped:
-        return seq.text.stop_reason
-    last = seq.token_ids[-1]
-    return last if last in (seq.params.stop_token_ids or ()) else None
-
-
-def read_logprobs(records: list[bytes], count: int) -> list[dict[int, float]]:
-    """For each of `count` tokens a dict {token id: log-probability}, its own first.
-
-    Steps leave records, because a step has no time to make a dict for each of its tokens.
+    request_id: A string, as in vLLM.
+    prompt: The text of the prompt; for a conversation, the text that the chat template made; None
+        if the prompt was token ids.
+    outputs: The n completions.
+    prompt_logprobs: If requested, a dict {token id: Logprob} for each token, None for the first.
+    The other attributes read the dict's items.
     """
-    if not count:
-        return []
-    ids, values = split_records(records, count)
-    return [dict(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
+
+    finished = True
+    prompt_token_ids = item("prompt_token_ids")
+    num_cached_tokens = item("num_cached_tokens")
+    prompt_logprobs = property(lambda self: self._ranked("prompt_logprobs"))
+
+    def __init__(
+        self,
+        values: dict[str, Any],
+        *,
+        request_id: str,
+        prompt: str | None,
+        texts: Texts,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        """Build an output from its dict.
+
+        Args:
+            values: The items of the dict.
+            texts: The texts of tokens, for the attributes of log-probabilities.
+            logprobs, prompt_logprobs: How many of the likeliest tokens the request asked for.
+        """
+        super().__init__(values)
+        self.request_id = request_id
+        self.prompt = prompt
+        self._texts = texts
+        self._counts = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+
+    @property
+    def outputs(self) -> list[CompletionOutput]:
+        """The completions of the prompt."""
+        own = {name: value for name, value in self.items() if name not in OF_PROMPT}
+        completions = self.get("completions", [own])
+        return [CompletionOutput(one, self, i) for i, one in enumerate(completions)]
 
 
-def split_records(records: list[bytes], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The token ids [count, 1 + k] int32 of records, and their log-probabilities, float32.
-
-    Of each token there is its own id and those of the k likeliest, each id before its value.
+def with_ranks(row: dict[int, float], count: int, texts: Texts) -> dict[int, Logprob]:
+    """Add ranks and texts to the log-probabilities of one position: those of the token at this
+    position, which comes first, and of the `count` likeliest tokens.
     """
-    pairs = np.frombuffer(b"".join(records), dtype=np.int32).reshape(count, -1, 2)
-    return pairs[..., 0], pairs.view(np.float32)[..., 1]
+    by_rank = sorted(row, key=row.__getitem__, reverse=True)
+    ranks: dict[int, int | None] = {token: i for i, token in enumerate(by_rank, 1)}
+    if len(row) > count:  # the first token is not among the likeliest
+        ranks[next(iter(row))] = None
+    return {token: Logprob(value, ranks[token], texts[token]) for token, value in row.items()}
+
+
+class StepRecord(NamedTuple):
+    """The figures of one step, for those that watch a run. The counts are those at its launch.
+
+    With overlap, a step launches its own tokens and waits for the tokens of the step before:
+    `seconds` and `finished` then include the end of that earlier step.
+    """
+
+    number: int  # the number of this step, from 0
+    time: float  # the time at which the step began, in seconds of time.perf_counter
+    prefill_tokens: int
+    decode_tokens: int  # one for each decoding sequence
+    running: int  # sequences that hold a batch slot
+    waiting: int  # sequences that wait for a batch slot
+    blocks_in_use: int  # KV blocks that sequences hold
+    num_blocks: int  # all KV blocks
+    preemptions: int  # sequences that this step preempted
+    seconds: float = 0.0  # from the step's beginning to its end, on the host's clock
+    finished: tuple[int, ...] = ()  # ids of the requests that ended with the step

@@ -134,7 +134,7 @@ def main() -> None:
 
     from lm_eval.models.huggingface import HFLM
 
-    from nanovllm.integrations.lm_eval import NanovllmLM
+    from nanovllm.apps.lm_eval import NanovllmLM
 
     folder = sys.argv[1]
     readme = (Path(__file__).parent.parent / "nanovllm" / "README.md").read_text()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm.apps.jobs.job import Job, run_job
+from nanovllm.apps.jobs.worker import Worker
 from nanovllm.config import Config
-from nanovllm.jobs.job import Job, run_job
-from nanovllm.jobs.worker import Worker
 
 # What a model made by call_helpers.make_folder takes.
 SIZES = ["--kvcache-block-size", "16", "--num-kvcache-blocks", "128", "--max-model-len", "256"]
@@ -83,13 +83,13 @@ def watch(monkeypatch_setattr, log: Path, hook=None) -> None:
     """Let jobs of this process use a WatchedWorker."""
     WatchedWorker.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     WatchedWorker.hook = staticmethod(hook or (lambda: None))
-    monkeypatch_setattr("nanovllm.jobs.command.Worker", WatchedWorker)
+    monkeypatch_setattr("nanovllm.apps.jobs.command.Worker", WatchedWorker)
 
 
 class StubEngine:
     """Serves every request at once, without a model."""
 
-    num_prompt_tokens = 0
+    num_prompt_tokens = num_prefill_tokens = num_decode_tokens = 0
 
     def __init__(self, at_once: int = 8) -> None:
         self.at_once = at_once

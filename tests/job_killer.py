@@ -26,7 +26,7 @@ from job_helpers import (
     write_lines,
 )
 
-import nanovllm.jobs.command as command
+import nanovllm.apps.jobs.command as command
 from nanovllm.__main__ import main as command_line
 
 NUM_LINES = 60

@@ -5,14 +5,18 @@ A module of its own, since the processes of the ranks import it.
 
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from nanovllm.engine.batch import RunnerInfo
+from nanovllm.backends.tensor_parallel import worker
+from nanovllm.backends.tensor_parallel.answers import Done, pack_answer
+from nanovllm.engine.batch import RunnerInfo, StepResult
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 
 CPU = torch.device("cpu")
@@ -24,7 +28,7 @@ def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
     `action`: "kill" itself, "raise" a RuntimeError, "raise EOFError", or "hang".
     """
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", FaultyRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", FaultyRunner)
 
 
 class FaultyRunner(ModelRunner):
@@ -82,3 +86,29 @@ class FlagsRunner(EchoRunner):
     def __init__(self, *args, group, **options):
         super().__init__(*args, group=group, **options)
         self.info = replace(self.info, attention=f"{sys.flags}")
+
+
+class LeavesAFile:
+    """Pickled, has whoever unpickles it make a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "x")
+
+
+class LyingRunner(EchoRunner):
+    """Answers a step, on rank 1, with other bytes than an answer's: RANK_LIE says which."""
+
+    def launch(self, batch):
+        lie, path = json.loads(os.environ["RANK_LIE"])
+        answers = {
+            "a pickle": pickle.dumps(LeavesAFile(path)),
+            "nothing": b"",
+            "half an answer": pack_answer(Done(1, StepResult([1, 2])))[:-1],
+            "another result": pack_answer(Done(1, np.zeros((1, 3), np.float32))),
+        }
+        if self.group.rank == (lie != "another result"):
+            worker.pack_answer = lambda _: answers[lie]
+        return super().launch(batch)

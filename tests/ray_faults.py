@@ -3,7 +3,7 @@
 import os
 import signal
 
-from nanovllm.integrations.ray import Generate
+from nanovllm.apps.ray import Generate
 
 
 class DyingGenerate(Generate):

@@ -9,10 +9,10 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine.model_runner import StepOutput
+from nanovllm.features.sampling.resampler import Resampler
+from nanovllm.frontend.outputs import read_logprobs
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
-from nanovllm.outputs import read_logprobs
-from nanovllm.sampling.resampler import Resampler
 from nanovllm.sampling_params import SamplingMetadata
 
 
@@ -41,12 +41,15 @@ def process(
         kept = {i for i in kept if math.exp(logits[i] - max(logits)) >= params.min_p}
     order = sorted(kept, key=lambda i: -logits[i])
     if params.top_k > 0:
-        order = order[: params.top_k]
+        kth = logits[order[min(params.top_k, len(order)) - 1]]
+        order = [i for i in order if logits[i] >= kth]
     total, reached, kept = sum(math.exp(logits[i]) for i in order), 0.0, set()
+    least = math.inf
     for i in order:
-        if reached >= params.top_p and params.top_p < 1:
+        if reached >= params.top_p < 1 and logits[i] < least:
             break
         kept.add(i)
+        least = logits[i]
         reached += math.exp(logits[i]) / total
     return [x if i in kept else -math.inf for i, x in enumerate(logits)]
 

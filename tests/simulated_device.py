@@ -109,6 +109,7 @@ class WatchedScheduler(Scheduler):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window: int | None = None,
+        enough_seqs: int | None = None,
     ) -> None:
         policy = policy or SchedulingPolicy()
         super().__init__(
@@ -117,6 +118,7 @@ class WatchedScheduler(Scheduler):
             max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
             max_num_batched_tokens=max_num_batched_tokens,
             window=window,
+            enough_seqs=enough_seqs,
         )
         if min_run is not None:
             self.blocks.min_run = min(min_run, block_size)

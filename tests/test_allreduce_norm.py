@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 import plain_layers as plain
 from process_helpers import SECONDS
 
-from nanovllm.kernels.triton import allreduce_norm
-from nanovllm.kernels.triton.allreduce_norm import SharedRows
+from nanovllm.backends.cuda.triton import allreduce_norm
+from nanovllm.backends.cuda.triton.allreduce_norm import SharedRows
+from nanovllm.backends.tensor_parallel.symmetric_memory import SymmetricMemorySum
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -102,3 +103,18 @@ def check_sums(size, width, dtype, direct_rows):
             through_owner = sum(rows > row for rows in owned)
             arrivals = through_owner * (size - 1) if row % size == rank else 0
             assert counts == (directly * size, arrivals, through_owner)
+
+
+def test_a_sum_in_one_shot_begins_when_all_of_the_summand_is_there(monkeypatch):
+    """PyTorch's operation that copies the summand itself lets other ranks read before it has."""
+    size, x = 2, torch.randn(3, 8)
+
+    def one_shot_all_reduce(shared, operation, group_name):
+        assert torch.equal(shared, x) and (operation, group_name) == ("sum", "all")
+        return size * shared
+
+    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce", one_shot_all_reduce)
+    symmetric = object.__new__(SymmetricMemorySum)
+    symmetric.buffer, symmetric.group_name = torch.zeros(1024, dtype=torch.uint8), "all"
+    assert torch.equal(symmetric.all_reduce(x), size * x)
+    assert torch.equal(symmetric.all_reduce(x.t().contiguous().t()), size * x)

@@ -136,8 +136,8 @@ WRONG_PARAMS = {
     "all-tokens-barred": (
         SamplingParams(stop_token_ids=list(range(VOCAB)), min_tokens=1),
         ValueError,
-        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, of which min_tokens=1 "
-        r"lets none be sampled",
+        r"sampling_params\[0\]\.stop_token_ids holds the whole vocabulary, and min_tokens=1 "
+        r"bars all of it",
     ),
     "a-dict": ({"temperature": 1}, TypeError, r"sampling_params is a dict: give a SamplingParams"),
     "a-number-inside": (
@@ -191,7 +191,7 @@ def test_wrong_sampling_params_are_refused_before_any_is_queued(llm, checkpoint,
         (
             dict(stop_token_ids=[1, True]),
             TypeError,
-            r"stop_token_ids is \[1, True\]: use a list of token ids",
+            "stop_token_ids holds True: token ids are integers",
         ),
         (dict(stop_token_ids=7), TypeError, "stop_token_ids is 7: use a list of token ids"),
         (dict(stop=0), TypeError, "stop is 0: use a string or a list"),
@@ -229,16 +229,40 @@ def test_a_prompt_longer_than_the_model_takes_is_told_so(make_llm, checkpoint, t
         llm.generate([[1] * 20], use_tqdm=False)
 
 
-def test_an_n_that_does_not_fit_names_the_option_that_is_too_low(make_llm):
-    for option, other in (
-        ("max_num_seqs", "max_num_batched_tokens"),
-        ("max_num_batched_tokens", "max_num_seqs"),
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
+def test_arrays_of_integers_are_token_ids_wherever_lists_are(llm, checkpoint, dtype):
+    given, ids = np.array(GOOD, dtype=dtype), [3, 5, 7]
+    params = greedy(5)
+    expected = checkpoint.expected(GOOD, 5)
+    both = [given, GOOD, {"prompt_token_ids": given}, given[:2]]
+    for prompts in (given, [given], both, tuple(both), {"prompt_token_ids": given}):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert outputs[0]["prompt_token_ids"] == GOOD and outputs[0]["token_ids"] == expected
+        json.dumps(outputs)  # of Python's own types alone
+    assert outputs == llm.generate(GOOD, params, use_tqdm=False)
+    llm.abort(llm.add_request(given, params))
+    assert [piece[2] for piece in llm.stream(given, params)] == [[token] for token in expected]
+    array = np.array(ids, dtype=dtype)
+    assert SamplingParams(
+        stop_token_ids=array, allowed_token_ids=array, bad_words=[array, "a"]
+    ) == SamplingParams(stop_token_ids=ids, allowed_token_ids=ids, bad_words=[ids, "a"])
+    one = llm.score([GOOD], [ids])
+    assert llm.score([given], [array]) == llm.score([GOOD], [array]) == one
+    assert llm.score([given], [[array, ids]]) == [one * 2]
+
+
+@pytest.mark.parametrize("array", [np.ones(3), np.ones((1, 2), int), np.ones(2, bool)])
+def test_other_arrays_are_refused(llm, array):
+    for call in (
+        lambda: llm.generate(array),
+        lambda: llm.generate([array]),
+        lambda: llm.generate({"prompt_token_ids": array}),
+        lambda: llm.score([GOOD], [array]),
+        lambda: SamplingParams(stop_token_ids=array),
+        lambda: SamplingParams(allowed_token_ids=array),
     ):
-        llm = make_llm(**{option: 2, other: 4})
-        with pytest.raises(
-            ValueError, match=rf"n is 3 for prompts\[0\], {option} is 2: lower the one or raise the"
-        ):
-            llm.generate([GOOD], SamplingParams(n=3), use_tqdm=False)
+        with pytest.raises(TypeError, match="list of|is a ndarray: give|token ids are integers"):
+            call()
 
 
 def test_numpy_integers_are_integers(llm, checkpoint):
@@ -361,7 +385,7 @@ WRONG_OPTIONS = [
     ("device", 0, ValueError, "device is 0: use 'auto', 'cuda'"),
     ("device", "cuda:first", ValueError, "device is 'cuda:first': use 'auto', 'cuda'"),
     ("device", "cpu:1", ValueError, "device is 'cpu:1': use 'auto', 'cuda'"),
-    ("seed", -1, ValueError, "seed is -1: use an integer, 0 or more"),
+    ("seed", -1, ValueError, "seed is -1: use an integer from 0"),
     ("seed", "lucky", TypeError, "seed is 'lucky': use an integer"),
     ("max_model_length", 100, TypeError, "'max_model_length': did you mean max_model_len"),
     ("cache_block_size", 16, TypeError, "'cache_block_size': did you mean kvcache_block_size"),
@@ -375,6 +399,13 @@ WRONG_OPTIONS = [
 def test_a_wrong_option_is_refused(checkpoint, name, value, error, message):
     with pytest.raises(error, match=message):
         LLM(checkpoint.folder, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["triton", "flash-attn"])
+def test_an_attention_backend_of_gpus_is_refused_on_a_cpu(checkpoint, name):
+    message = f"attention_backend is '{name}', but device cpu is not a GPU: use 'auto'"
+    with pytest.raises(ValueError, match=message):
+        LLM(checkpoint.folder, device="cpu", attention_backend=name)
 
 
 @pytest.mark.parametrize("model", [None, 5, b"folder", ""], ids=repr)

@@ -1,17 +1,21 @@
-"""bench.py: the workloads to the token, the roofline, and what it prints and writes."""
+"""bench.py and its parts: the workloads to the token, the roofline, what is printed and written."""
 
 import importlib.util
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import nanovllm
 from nanovllm import LLM, TINY_MODEL
+from nanovllm.apps.bench import checks, engines, host, policies, report
+from nanovllm.apps.bench.roofline import roofline
+from nanovllm.apps.bench.shapes import VOCAB, model_folder
+from nanovllm.apps.bench.workloads import WORKLOADS, Work
 from nanovllm.config import Config
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.layers.parallel import ParallelGroup
@@ -21,6 +25,18 @@ from nanovllm.weights.hf_config import load_hf_config
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(bench)
+
+
+def run(monkeypatch, *args: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
+    bench.main()
+
+
+def use_work(monkeypatch, work: Work) -> None:
+    """Let every workload be `work`."""
+    for name, workload in WORKLOADS.items():
+        monkeypatch.setitem(WORKLOADS, name, replace(workload, draw=lambda vocab: work))
+
 
 TOTALS = {  # requests, tokens in, tokens out
     "bench": (256, 142827, 133966),
@@ -51,8 +67,8 @@ LIMITS = {
 def work():
     # The greedy ones draw within the vocabulary: these are the tiny model's totals.
     return {
-        name: bench.workload(name, 4096 if name in bench.GREEDY else bench.VOCAB)
-        for name in bench.WORKLOADS
+        name: one.work(VOCAB if one.sampling["temperature"] else 4096)
+        for name, one in WORKLOADS.items()
     }
 
 
@@ -78,20 +94,19 @@ def test_workloads_are_what_they_were_to_the_token(work):
 
 
 def test_what_is_said_of_a_workload_is_so(work):
-    for name, text in bench.WORKLOADS.items():
-        assert text.startswith(f"{TOTALS[name][0]} request")
-    assert "133,966" in bench.WORKLOADS["bench"]
+    for name, one in WORKLOADS.items():
+        assert one.description.startswith(f"{TOTALS[name][0]} request")
+    assert "133,966" in WORKLOADS["bench"].description
 
 
 def test_prompts_fit_any_vocabulary():
-    assert all(
-        0 <= token < 100 for prompt, _ in bench.workload("shared", 100)[:3] for token in prompt
-    )
+    prompts = [prompt for prompt, _ in WORKLOADS["shared"].work(100)[:3]]
+    assert all(0 <= token < 100 for prompt in prompts for token in prompt)
 
 
 def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
     for name in ("bench", "shared"):
-        first, second = (bench.refresh(work[name], name, repeat, bench.VOCAB) for repeat in (0, 1))
+        first, second = (WORKLOADS[name].refresh(work[name], repeat, VOCAB) for repeat in (0, 1))
         assert not {prompt[0] for prompt, _ in first} & {prompt[0] for prompt, _ in second}
         assert [(prompt[1:], n) for prompt, n in first] == [
             (prompt[1:], n) for prompt, n in work[name]
@@ -100,9 +115,9 @@ def test_repeats_share_no_prefix_and_the_prompts_of_shared_do(work):
 
 
 def test_workloads_with_the_same_prompts_share_no_prefix(work):
-    names = ("bench", *bench.ASKED)
+    names = ("bench", "qwen-sampling", "logprobs", "penalties")
     begins = [
-        {prompt[0] for prompt, _ in bench.refresh(work[name], name, repeat, bench.VOCAB)}
+        {prompt[0] for prompt, _ in WORKLOADS[name].refresh(work[name], repeat, VOCAB)}
         for name in names
         for repeat in range(10)
     ]
@@ -112,7 +127,7 @@ def test_workloads_with_the_same_prompts_share_no_prefix(work):
 def test_each_round_of_a_conversation_begins_with_all_that_was_said(monkeypatch, capsys):
     prompts, outputs = [], []
 
-    class Engine(bench.NanovllmEngine):
+    class Engine(engines.NanovllmEngine):
         def run(self, work, *args):
             answers = super().run(work, *args)
             prompts.append([prompt for prompt, _ in work])
@@ -120,7 +135,7 @@ def test_each_round_of_a_conversation_begins_with_all_that_was_said(monkeypatch,
             return answers
 
     monkeypatch.setitem(bench.ENGINES, "nanovllm", Engine)
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 5), ([4], 5)])
+    use_work(monkeypatch, [([1, 2, 3], 5), ([4], 5)])
     run(monkeypatch, "--model", "tiny", "--workload", "conversations", "--repeat", "1")
     prompts, outputs = prompts[1:], outputs[1:]  # the first call warms up
     assert len(prompts) == 5 and all(len(output) == 5 for round in outputs for output in round)
@@ -134,17 +149,15 @@ def test_each_round_of_a_conversation_begins_with_all_that_was_said(monkeypatch,
 @pytest.mark.parametrize("model", LIMITS)
 def test_rooflines_are_those_worked_out_apart(model, work):
     for name, limit in LIMITS[model].items():
-        assert bench.roofline(model, work[name], name, 4.3e12, 790e12) == pytest.approx(
-            limit, rel=0.01
-        )
+        assert roofline(model, work[name], name, 4.3e12, 790e12) == pytest.approx(limit, rel=0.01)
 
 
 def test_a_model_of_unknown_shape_has_no_roofline(work):
-    assert bench.roofline("tiny", work["latency"], "latency", 1.0, 1.0) is None
+    assert roofline("tiny", work["latency"], "latency", 1.0, 1.0) is None
 
 
 def test_a_shape_with_experts_is_the_model_of_its_name():
-    folder, dummy = bench.model_folder("qwen3-30b-a3b")
+    folder, dummy = model_folder("qwen3-30b-a3b")
     with torch.device("meta"):
         model = build_model(load_hf_config(folder), ParallelGroup())
     assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
@@ -152,14 +165,21 @@ def test_a_shape_with_experts_is_the_model_of_its_name():
     )
 
 
-def run(monkeypatch, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.py", *args])
-    bench.main()
+def test_a_start_counts_the_import_of_its_own_engine_alone(monkeypatch):
+    class Ready:
+        def __init__(self, *args, **options):
+            self.run = lambda work, sampling: None
+
+    monkeypatch.setattr(engines, "uncounted_import_seconds", lambda: 1000.0)
+    for name, counted in (("nanovllm", 1000), ("vllm", 0)):
+        monkeypatch.setitem(engines.ENGINES, name, Ready)
+        _, seconds = engines.start(name, "tiny")
+        assert counted <= seconds < counted + 1000
 
 
 def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
     small = [([1, 2, 3], 5), (list(range(40)), 3)]
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
+    use_work(monkeypatch, small)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
     args = [
         "--engine",
@@ -197,23 +217,23 @@ def test_a_measurement_is_printed_and_written(monkeypatch, capsys, tmp_path):
 
 
 def test_a_part_of_a_workload_is_run(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], i) for i in (2, 3, 4)])
+    use_work(monkeypatch, [([1, 2, 3], i) for i in (2, 3, 4)])
     few = ["--model", "tiny", "--workload", "small", "--requests", "2", "--repeat", "1"]
     run(monkeypatch, *few, "--json", f"{tmp_path}/out")
     (row,) = json.loads((tmp_path / "out").read_text())
     assert (row["requests"], row["output_tokens"]) == (2, 5)
     served = []
-    serve = bench.serve
-    monkeypatch.setattr(bench, "serve", lambda *args: served.append(args[2]) or serve(*args))
+    serve = policies.serve
+    monkeypatch.setattr(policies, "serve", lambda *args: served.append(args[2]) or serve(*args))
     run(monkeypatch, *few, "--policy", "fcfs")
     assert [len(work) for work in served] == [2]
 
 
 def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 5)])
+    use_work(monkeypatch, [([1, 2, 3], 5)])
     made = []
     monkeypatch.setattr(
-        nanovllm, "LLM", lambda *args, **options: made.append(options) or LLM(*args, **options)
+        engines, "LLM", lambda *args, **options: made.append(options) or LLM(*args, **options)
     )
     run(monkeypatch, "--model", "tiny", "--workload", "small", "--repeat", "1")
     assert made == [dict(load_format="auto", max_model_len=4096, tensor_parallel_size=1)]
@@ -236,7 +256,7 @@ def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, ca
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(bench.subprocess, "run", run_bench)
-    monkeypatch.setattr(bench, "find_spec", lambda name: True)  # as if vLLM were installed
+    monkeypatch.setattr(checks, "find_spec", lambda name: True)  # as if vLLM were installed
     run(monkeypatch, "--model", "qwen3-0.6b", "--workload", "many", "--compare", "vllm")
     out = capsys.readouterr().out
     assert "| many | 2.000, 1.000 | 3.000, 1.500 | 1.50, 1.50 | 50% |" in out
@@ -250,13 +270,14 @@ class LastFirst(SchedulingPolicy):
 
 
 def test_policies_are_compared_on_one_load(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: [([1, 2, 3], 6), ([4], 3)] * 6)
+    use_work(monkeypatch, [([1, 2, 3], 6), ([4], 3)] * 6)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16, "max_num_seqs": 2})
     names = ["throughput", "fcfs", "priority", "test_bench:LastFirst"]
     args = ["--model", "tiny", "--workload", "small", "--policy", ",".join(names)]
     made = []
-    find = bench.find_policy
-    monkeypatch.setattr(bench, "find_policy", lambda name: made.append(name) or find(name))
+    find = policies.find_policy
+    for module in (checks, policies):
+        monkeypatch.setattr(module, "find_policy", lambda name: made.append(name) or find(name))
     run(monkeypatch, *args, "--options", options, "--repeat", "3", "--json", f"{tmp_path}/out")
     assert made == names + names * 3, "checked, then by turns"
     rows = json.loads((tmp_path / "out").read_text())
@@ -282,18 +303,18 @@ def test_a_load_for_policies_is_a_batch_and_people_who_come_later(monkeypatch):
 
     work = [([i], 2) for i in range(1, 5)]
     arrivals = [0.0, 0.02, 0.0, 0.01]
-    monkeypatch.setattr(bench, "find_policy", lambda name: Seen())
+    monkeypatch.setattr(policies, "find_policy", lambda name: Seen())
     with LLM(TINY_MODEL, device="cpu", kvcache_block_size=16, num_kvcache_blocks=9) as llm:
-        found = bench.serve(llm, "seen", work, arrivals, "small")
+        found = policies.serve(llm, "seen", work, arrivals, "small")
     assert seen == [([1], False, 1), ([3], False, 1), ([4], True, 0), ([2], True, 0)]
     assert found["seconds"] > 0.02
 
 
 def test_tokens_a_second_add_up():
     times, counts = [0.0, 0.5, 1.0, 3.9, 4.0], [10, 20, 0, 7, 5]
-    rates, edges = bench.tokens_a_second(times, counts, num_spans=4)
+    rates, edges = report.tokens_a_second(times, counts, num_spans=4)
     assert edges == [0, 1, 2, 3, 4] and rates == [30, 0, 0, 12]
-    rates, edges = bench.tokens_a_second([0.0], [3])
+    rates, edges = report.tokens_a_second([0.0], [3])
     assert (
         len(rates) == 60
         and sum(rate * (end - begin) for rate, begin, end in zip(rates, edges, edges[1:])) > 0
@@ -301,39 +322,39 @@ def test_tokens_a_second_add_up():
 
 
 def test_the_host_alone_is_measured(monkeypatch, capsys):
-    monkeypatch.setattr(bench.host_cost, "__defaults__", ((4, 8), 20))
+    monkeypatch.setattr(host.host_cost, "__defaults__", ((4, 8), 20))
     run(monkeypatch, "--host")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["4", "8"] and all(
-        "ms a step" in line for line in lines
+        "ms per step" in line for line in lines
     )
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["--workload", "nope"], "the workloads are"),
+        (["--workload", "nope"], "use one of bench, "),
         (["--repeat", "0"], "--repeat is 0"),
         (["--requests", "0"], "--requests is 0"),
-        (["--policy", "fcfs,lifo"], "--policy lifo: the policies are throughput, fcfs, "),
-        (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: the policies are"),
-        (["--policy", "os:path"], "--policy os:path: the policies are"),
+        (["--policy", "fcfs,lifo"], "--policy lifo: use one of throughput, fcfs, "),
+        (["--policy", "test_bench:Missing"], "--policy test_bench:Missing: use one of"),
+        (["--policy", "os:path"], "--policy os:path: use one of"),
         (["--policy", "json:JSONDecoder"], "which has no method"),
         (["--json", "."], ". is a folder: name a file in it"),
         (
             ["--policy", "fcfs", "--compare", "vllm"],
-            "--policy compares nanovllm with itself: leave",
+            "--policy compares policies of nanovllm alone: leave",
         ),
-        (["--compare", "vllm"], "vllm is not installed: install it first"),
-        (["--policy", "fcfs", "--workload", "latency"], "workload latency has one request"),
+        (["--compare", "vllm"], "vllm is not installed: install it, or"),
+        (["--policy", "fcfs", "--workload", "latency"], "workload latency has a single request"),
     ],
 )
 def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
-    monkeypatch.setattr(bench, "find_spec", lambda name: None if name == "vllm" else True)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "vllm" else True)
     with pytest.raises(SystemExit) as error:
         run(monkeypatch, "--model", "tiny", "--workload", "laptop", *args)
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_tiny_is_the_model_in_the_package():
-    assert bench.model_folder("tiny") == (str(TINY_MODEL), False)
+    assert model_folder("tiny") == (str(TINY_MODEL), False)

@@ -2,8 +2,12 @@
 
 import os
 import random
+import struct
+import subprocess
+import sys
 
 import pytest
+import xxhash
 from engine_helpers import VOCAB, assert_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,20 +23,15 @@ from simulated_device import output_alone
 from test_scheduler import Server, make_scheduler, streams
 
 from nanovllm.engine import block_manager
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager, Prefix
 
 TOKENS = st.lists(st.integers(0, 1), max_size=14)
 
 
 def weaken_hashes(monkeypatch, bits: int) -> None:
-    """Let the keys of blocks have hashes of so many bits, so that most collide."""
-
-    class WeakKey(bytes):
-        def __hash__(self):
-            return super().__hash__() % 2**bits
-
-    key = BlockManager._key
-    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda *args: WeakKey(key(*args))))
+    """Let blocks have content hashes of so many bits, so that most collide."""
+    whole = block_manager.chained_hash
+    monkeypatch.setattr(block_manager, "chained_hash", lambda *args: whole(*args) % 2**bits)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -51,10 +50,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks = BlockManager(num_blocks, block_size, caching)
         self.blocks.min_run = min(min_run, block_size)
         self.caching = caching
-        # The table of each sequence, its tokens, and the prefix id of its last full block.
-        self.held: list[tuple[list[int], list[int], int]] = []
+        # The table of each sequence, its tokens, and the prefix that ends with its last full block.
+        self.held: list[tuple[list[int], list[int], Prefix]] = []
         self.known: dict[tuple[int, ...], int] = {}  # contents -> block that should be found
-        self.prefix_ids: dict[tuple[int, ...], int] = {}  # of full ones
+        self.prefixes: dict[tuple[int, ...], Prefix] = {}  # of full ones
         self.computed: set[tuple[int, ...]] = set()  # those that an earlier step computes
 
     @rule(tokens=TOKENS)
@@ -67,7 +66,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 break
             expected.append(self.known[tuple(tokens[:end])])
         assert shared == expected
-        parent = blocks.prefix_id(shared[-1]) if shared else 0
+        parent = blocks.prefix(shared[-1]) if shared else NO_PREFIX
         self.check_run(tokens, len(shared) * size, parent)
         count = -(-len(tokens) // size) - len(shared)
         idle = set(range(blocks.num_blocks)) - {
@@ -121,15 +120,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for index in range(start // size, len(table)):
             block, contents = table[index], tuple(tokens[: (index + 1) * size])
             before, own = contents[: index * size], contents[index * size :]
-            own_id = self.blocks.register(block, parent, list(own))
+            prefix = self.blocks.register(block, parent, list(own))
             if self.caching and len(own) >= self.blocks.min_run:
                 self._forget(block)
                 # Behind a block that was evicted since, nothing is found.
-                if not before or self.prefix_ids.get(before) == parent:
+                if not before or self.prefixes.get(before) == parent:
                     self.known.setdefault(contents, block)
                     if len(own) == size:
-                        self.prefix_ids.setdefault(contents, own_id)
-            parent = own_id if len(own) == size else parent
+                        self.prefixes.setdefault(contents, prefix)
+            parent = prefix if len(own) == size else parent
         self.held[i] = table, tokens, parent
 
     @rule()
@@ -151,7 +150,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 is_full = len(contents) % self.blocks.block_size == 0
                 if other == contents or is_full and other[: len(contents)] == contents:
                     del self.known[other]
-                    self.prefix_ids.pop(other, None)
+                    self.prefixes.pop(other, None)
                     self.computed.discard(other)
 
     @invariant()
@@ -168,8 +167,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_known_is_in_order(self):
         if hasattr(self, "blocks"):
-            ordered, new = self.blocks._ordered_keys, self.blocks._new_keys
-            assert ordered == sorted(set(self.blocks._known) - new)
+            blocks = self.blocks
+            known = {block: key for block, key in enumerate(blocks._keys) if key is not None}
+            assert blocks._ordered == sorted(
+                (key, block) for block, key in known.items() if block not in blocks._new
+            )
+            found = [block for same_hash in blocks._known.values() for block in same_hash]
+            assert sorted(found) == sorted(known) and all(blocks._known.values())
 
 
 TestBlockManager = BlockManagerMachine.TestCase
@@ -186,10 +190,39 @@ def hold(blocks: BlockManager, tokens: list[int]) -> list[int]:
     """Take and register blocks for `tokens`, sharing nothing."""
     size = blocks.block_size
     table = blocks.allocate(-(-len(tokens) // size))
-    parent = 0
+    parent = NO_PREFIX
     for index in range(len(tokens) // size):
         parent = blocks.register(table[index], parent, tokens[index * size : (index + 1) * size])
     return table
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random"])
+def test_the_content_hash_is_that_of_its_definition_in_every_process(seed):
+    """xxh3_64 of a block's token ids, 32 bits each, seeded with the hash of the block before it."""
+    expected, tokens = 0, [*range(10), 2**31 - 1, 7]
+    for begin in range(0, 12, 4):
+        own = struct.pack("<4i", *tokens[begin : begin + 4])
+        expected = xxhash.xxh3_64(own, seed=expected).intdigest()
+    assert expected == 0xE3BE45CBFC918B38
+    code = f"""
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
+blocks, tokens, prefix = BlockManager(8, 4), {tokens}, NO_PREFIX
+for begin, block in zip(range(0, 12, 4), blocks.allocate(3)):
+    prefix = blocks.register(block, prefix, tokens[begin : begin + 4])
+print(prefix.hash)
+"""
+    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(answer.stdout) == expected
+
+
+def test_a_block_is_found_by_its_hash_and_by_nothing_else(monkeypatch):
+    blocks = BlockManager(8, 2)
+    first = hold(blocks, [1, 2])
+    assert blocks.match([1, 2]) == first
+    monkeypatch.setattr(block_manager, "chained_hash", lambda *args: 5)
+    assert blocks.match([1, 2]) == []
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2])
@@ -212,9 +245,9 @@ def test_what_followed_an_evicted_block_is_not_found_behind_the_next_one_in_its_
     blocks.release(known)
     (spare, evicted) = blocks.allocate(2)
     assert evicted == known[0] and blocks.match([1, 2, 3, 4]) == []
-    blocks.register(evicted, 0, [5, 6])
+    blocks.register(evicted, NO_PREFIX, [5, 6])
     assert blocks.match([5, 6, 3, 4]) == known
-    blocks.register(spare, 0, [1, 2])
+    blocks.register(spare, NO_PREFIX, [1, 2])
     assert blocks.match([1, 2, 3, 4]) == [spare], "its prefix id is another than before"
     blocks.release(twin)
     blocks.allocate(2)
@@ -240,7 +273,7 @@ def runs_of(blocks: BlockManager, *contents: list[int]) -> list[int]:
     """Blocks known to begin a prompt, each with its own tokens, and computed."""
     table = blocks.allocate(len(contents))
     for block, tokens in zip(table, contents):
-        blocks.register(block, 0, tokens)
+        blocks.register(block, NO_PREFIX, tokens)
     blocks.begin_step()
     return table
 
@@ -249,28 +282,35 @@ def test_the_longest_run_is_found_among_full_blocks_and_partly_filled_ones():
     blocks = BlockManager(8, 4)
     blocks.min_run = 1
     full, part, other = runs_of(blocks, [1, 2, 3, 4], [1, 2, 5], [6])
-    assert blocks.match_run(0, [1, 2, 3, 9]) == (full, 3)
-    assert blocks.match_run(0, [1, 2, 5, 1]) == (part, 3)
-    assert blocks.match_run(0, [6]) == blocks.match_run(0, [6, 1, 2, 5]) == (other, 1)
-    assert blocks.match_run(0, [1, 9])[1] == 1
-    assert blocks.match_run(0, [7]) is blocks.match_run(0, []) is blocks.match_run(1, [1]) is None
+    assert blocks.match_run(NO_PREFIX, [1, 2, 3, 9]) == (full, 3)
+    assert blocks.match_run(NO_PREFIX, [1, 2, 5, 1]) == (part, 3)
+    assert (
+        blocks.match_run(NO_PREFIX, [6]) == blocks.match_run(NO_PREFIX, [6, 1, 2, 5]) == (other, 1)
+    )
+    assert blocks.match_run(NO_PREFIX, [1, 9])[1] == 1
+    assert (
+        blocks.match_run(NO_PREFIX, [7])
+        is blocks.match_run(NO_PREFIX, [])
+        is blocks.match_run(Prefix(9, 0), [1])
+        is None
+    )
 
 
 def test_a_short_run_is_not_worth_a_copy():
     blocks = BlockManager(8, 64)
     (block,) = runs_of(blocks, [1] * 40)
-    assert blocks.match_run(0, [1] * 15 + [2]) is None
-    assert blocks.match_run(0, [1] * 16 + [2]) == (block, 16)
+    assert blocks.match_run(NO_PREFIX, [1] * 15 + [2]) is None
+    assert blocks.match_run(NO_PREFIX, [1] * 16 + [2]) == (block, 16)
 
 
 def test_a_block_that_holds_more_is_known_for_that():
     blocks = BlockManager(2, 4)
     blocks.min_run = 1
     (block,) = runs_of(blocks, [1, 2])
-    assert blocks.register(block, 0, [1, 2, 3, 4]) == blocks.prefix_id(block)
-    assert blocks.match([1, 2, 3, 4]) == [block] and blocks.match_run(0, [1, 2]) is None
+    assert blocks.register(block, NO_PREFIX, [1, 2, 3, 4]) == blocks.prefix(block)
+    assert blocks.match([1, 2, 3, 4]) == [block] and blocks.match_run(NO_PREFIX, [1, 2]) is None
     blocks.begin_step()
-    assert blocks.match_run(0, [1, 2, 3]) == (block, 3) and len(blocks._known) == 1
+    assert blocks.match_run(NO_PREFIX, [1, 2, 3]) == (block, 3) and len(blocks._known) == 1
 
 
 @pytest.mark.parametrize("common", [0, 5, 100])
@@ -282,13 +322,13 @@ def test_among_thousands_of_siblings_two_comparisons_of_tokens_find_the_longest_
     system, count = [r.randrange(9) for _ in range(common)], 10_000
     compared, ordered = [], []
 
-    class CountedKey(bytes):
+    class Counted(tuple):
         def __lt__(self, other):
             ordered.append(1)
-            return bytes(self) < bytes(other)
+            return tuple(self) < tuple(other)
 
-    key, count_common = BlockManager._key, block_manager.count_common
-    monkeypatch.setattr(BlockManager, "_key", staticmethod(lambda *args: CountedKey(key(*args))))
+    make_key, count_common = block_manager.make_key, block_manager.count_common
+    monkeypatch.setattr(block_manager, "make_key", lambda *args: Counted(make_key(*args)))
     monkeypatch.setattr(
         block_manager, "count_common", lambda *keys: compared.append(1) or count_common(*keys)
     )
@@ -297,7 +337,7 @@ def test_among_thousands_of_siblings_two_comparisons_of_tokens_find_the_longest_
     table = runs_of(blocks, *contents)
     ordered.clear()
     for block, tokens in list(zip(table, contents))[::500]:
-        assert blocks.match_run(0, tokens + [1, 2, 3]) == (block, common + 120)
+        assert blocks.match_run(NO_PREFIX, tokens + [1, 2, 3]) == (block, common + 120)
     assert len(compared) <= 2 * 20 and len(ordered) <= 20 * 14
     ordered.clear()
     blocks.release(table[:1])

@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams
 from nanovllm.engine.metrics import percentiles
-from nanovllm.text.detokenizer import TextStream, extend_texts
-from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.frontend.detokenizer import TextStream, extend_texts
+from nanovllm.frontend.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("empty_afterwards")
 TEXT = "the naïve 你好, in 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 🙂🙃 <|user|>the end"
@@ -579,6 +579,19 @@ def test_a_messages_parts_of_text_are_put_together(llm):
     assert split[0]["content"] == parts  # the caller's
 
 
+@pytest.mark.parametrize("content", [dict(content=None), dict()], ids=["none", "left-out"])
+def test_an_assistant_that_calls_a_tool_needs_no_content(llm, content):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}], **content}
+    chat = [{"role": "user", "content": "in"}, call]
+    adds = "{% for m in messages %}{{ m.role + ':' + m['content'] + ' ' }}{% endfor %}"
+    writes = "{% for m in messages %}{{ m.content | trim }} {% endfor %}"
+    for template, text in {adds: "user:in assistant: ", writes: "in  "}.items():
+        written = llm.encode_chat(chat, {"chat_template": template})
+        assert written == llm.encode([text])
+    assert llm.encode_chat(chat) == llm.encode(["<|user|>in<|assistant|><|assistant|>"])
+    assert chat[1] is call and call.get("content") is None  # the caller's
+
+
 @pytest.mark.parametrize("options", [["enable_thinking"], "no thinking", 5, True])
 def test_chat_template_kwargs_that_are_no_dict_are_refused_by_name(llm, options):
     for call in (llm.chat, llm.stream_chat, llm.encode_chat):
@@ -720,5 +733,5 @@ def test_an_llm_that_is_to_be_pickled_or_copied_says_what_to_do(llm):
     for of in (copy.copy, copy.deepcopy, pickle.dumps):
         for what in (llm, llm.generate):
             if (of, what) != (copy.copy, llm.generate):  # which is itself
-                with pytest.raises(TypeError, match="an LLM cannot be pickled or copied.*make one"):
+                with pytest.raises(TypeError, match="cannot be pickled or copied.*make an LLM"):
                     of(what)

@@ -17,9 +17,9 @@ from engine_helpers import PROMPTS, assert_greedy, greedy
 from process_helpers import SECONDS, alarms, in_thread, no_process_left, said
 from rank_faults import EchoRunner, set_fault
 
-from nanovllm import LLM
-from nanovllm.distributed import rank_process
-from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
+from nanovllm import LLM, RankError
+from nanovllm.backends.tensor_parallel import rank_process
+from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 
 OPTIONS = dict(device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=96)
 TESTS = Path(__file__).parent
@@ -41,7 +41,7 @@ def make(checkpoint, request):
 @pytest.fixture
 def echo_ranks(monkeypatch):
     """Ranks without a model."""
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", EchoRunner)
 
 
 def in_threads(calls) -> list:
@@ -234,7 +234,7 @@ def test_ranks_whose_end_was_interrupted_before_it_began_are_ended_later(
         with monkeypatch.context() as patch:
             for name in ("end_ranks", "kill_ranks"):
                 interrupt = Interrupts(None, 1)
-                patch.setattr(f"nanovllm.distributed.tensor_parallel.{name}", interrupt)
+                patch.setattr(f"nanovllm.backends.tensor_parallel.runner.{name}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 llm.close()
         del llm
@@ -314,11 +314,12 @@ sys.path[:0] = {[str(TESTS), str(TESTS.parent)]!r}
 from types import SimpleNamespace
 from rank_faults import FlagsRunner
 from nanovllm.config import Config
-from nanovllm.distributed import tensor_parallel
+from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 from nanovllm.weights.hf_config import load_hf_config
-tensor_parallel.build_runner = FlagsRunner
 config = Config({str(checkpoint.folder)!r}, tensor_parallel_size=2, device="cpu")
-runner = tensor_parallel.TensorParallelRunner(config, load_hf_config(config.model), config.model)
+runner = TensorParallelRunner(
+    config, load_hf_config(config.model), config.model, FlagsRunner
+)
 print(runner.info.attention == str(sys.flags), sys.flags.isolated, sys.flags.utf8_mode)
 runner.close()
 """

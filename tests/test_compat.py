@@ -19,14 +19,24 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.compat import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
-from nanovllm.compat.names import DEFAULTS as SAME_AS_LEFT_OUT
-from nanovllm.compat.names import FOREIGN
+from nanovllm import (
+    LLM,
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+    foreign_names,
+)
+from nanovllm.apps.jobs.formats import Defaults, NativeFormat, Request
+from nanovllm.apps.jobs.openai_batch import OWN as OWN_FIELDS
+from nanovllm.apps.jobs.openai_batch import OpenAIFormat
+from nanovllm.apps.jobs.worker import Worker
 from nanovllm.config import Config
-from nanovllm.jobs.formats import Defaults, NativeFormat, Request
-from nanovllm.jobs.openai_batch import OpenAIFormat
-from nanovllm.jobs.worker import Worker
+from nanovllm.options import options_of
+from nanovllm.sampling_params import OF_SAMPLING_PARAMS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 CHAT = [{"role": "user", "content": "in the end"}]
@@ -57,7 +67,8 @@ sampling_params = SamplingParams(temperature=0.0, top_p=0.95, max_tokens=12)
 def main():
     llm = LLM(
         model=MODEL,
-        trust_remote_code=False,
+        trust_remote_code=True,
+        disable_custom_all_reduce=True,
         tensor_parallel_size=1,
         dtype="float32",
         gpu_memory_utilization=0.9,
@@ -312,19 +323,10 @@ def test_logprobs_have_transformers_values_ranks_and_texts(llm, plain, tokenizer
 def test_special_tokens_have_a_text_in_logprobs(llm, tokenizer):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
     (output,) = llm.generate(["the"], params, use_tqdm=False)
-    view = RequestOutput({**output, "logprobs": [{257: -1.0}]}, make_request(llm), output._texts)
-    assert view.outputs[0].logprobs[0][257].decoded_token == "<|user|>" == tokenizer.decode([257])
+    assert output._texts[257] == "<|user|>" == tokenizer.decode([257])
 
 
-def make_request(llm, **values):
-    """A sequence, with what views read of one."""
-    request = llm.engine._make_sequence([7], SamplingParams(logprobs=1), 0, False)
-    for name, value in values.items():
-        setattr(request, name, value)
-    return request
-
-
-def test_what_only_some_dicts_have_is_an_attribute_too(llm):
+def test_what_only_some_dicts_have_is_an_attribute_too():
     values = {
         "prompt_token_ids": [7, 8],
         "num_cached_tokens": 0,
@@ -336,8 +338,14 @@ def test_what_only_some_dicts_have_is_an_attribute_too(llm):
         "cumulative_logprob": -0.25,
         "logprobs": [{4: -0.25}],
     }
-    output = RequestOutput(values, make_request(llm), {token: str(token) for token in range(20)})
-    output._counts = {"logprobs": 1, "prompt_logprobs": 1}
+    output = RequestOutput(
+        values,
+        request_id="3",
+        prompt=None,
+        texts={token: str(token) for token in range(20)},
+        logprobs=1,
+        prompt_logprobs=1,
+    )
     (one,) = output.outputs
     assert (one.stop_reason, one.cumulative_logprob) == (4, -0.25)
     assert one.logprobs == [{4: Logprob(-0.25, 1, "4")}]
@@ -382,20 +390,28 @@ CALLS = {
     ),
 }
 DEFAULTS = Defaults(SamplingParams(), seed=0)
-NAMES = [
-    (owner, name)
-    for owner, names in FOREIGN.items()
-    for name in names
-    if (owner, name) != ("LLM", "seed")  # it has one
-]
+FOREIGN = {
+    "LLM": OF_SAMPLING_PARAMS | foreign_names.OPTIONS,
+    "SamplingParams": foreign_names.PARAMETERS,
+    "generate": OF_SAMPLING_PARAMS | foreign_names.IN_GENERATE,
+    "chat": OF_SAMPLING_PARAMS | foreign_names.IN_CHAT,
+    "prompt": foreign_names.IN_PROMPT,
+    "StructuredOutputsParams": foreign_names.IN_FORM,
+    "wake_up": foreign_names.IN_WAKE_UP,
+    "a line": foreign_names.IN_LINE,
+    "body": foreign_names.IN_LINE,
+}
+ATTRIBUTES = {"LLM": foreign_names.OF_LLM, "RequestOutput": foreign_names.OF_OUTPUT}
+# Some names have a meaning of their own in one of the places.
+OWN = [("LLM", "seed"), *[("body", name) for name in ("best_of", "tools", *OWN_FIELDS)]]
+NAMES = [(owner, name) for owner, names in FOREIGN.items() for name in names]
+NAMES = [pair for pair in NAMES if pair not in OWN]
 
 
 @pytest.mark.parametrize("owner, name", NAMES)
 def test_a_name_of_others_that_is_not_here_is_refused_with_a_remedy(llm, owner, name):
     value, remedy = object(), FOREIGN[owner][name].remedy
     place = "prompts[0]" if owner == "prompt" else owner
-    if owner == "body" and name in ("best_of", "tools"):
-        return  # OpenAI's, too
     message = rf"^{re.escape(place)} has no \w+ '{name}', given <object .*>: {re.escape(remedy)}$"
     with pytest.raises(TypeError, match=message):
         CALLS[owner](llm, **{name: value})
@@ -414,8 +430,7 @@ def test_values_that_ask_for_what_is_done_anyway_change_nothing(llm, owner):
 
 
 def test_a_value_that_another_name_has_too_changes_nothing(llm):
-    asked = {"tokenizer": "a folder", "served_model_name": "a folder"}
-    asked |= {"max_model_len": 100, "max_seq_len_to_capture": 100}
+    asked = {"tokenizer": "a folder", "max_model_len": 100, "max_seq_len_to_capture": 100}
     assert Config.from_options("a folder", asked) == Config("a folder", max_model_len=100)
     assert SamplingParams(n=3, best_of=3) == SamplingParams(n=3)
     with pytest.raises(TypeError, match="'best_of', given 4: use n"):
@@ -426,11 +441,15 @@ def test_a_value_that_another_name_has_too_changes_nothing(llm):
         Config.from_options("a folder", {"tokenizer": "b"})
 
 
-def test_a_default_of_vllm_is_the_default_here():
+def test_none_is_the_default_of_an_option_that_has_no_none_of_its_own():
+    """As vLLM takes it."""
     usual = Config("a folder")
-    for name, values in SAME_AS_LEFT_OUT["LLM"].items():
-        for value in values:
-            assert Config.from_options("a folder", {name: value}) == usual
+    for name, declared in options_of(Config).items():
+        if name != "model":
+            config = Config.from_options("a folder", {name: None})
+            expected = None if declared.takes_none else getattr(usual, name)
+            assert getattr(config, name) == expected
+    assert Config.from_options("a folder", {"load_format": "safetensors"}) == usual
     with pytest.raises(TypeError, match="max_num_seqs is 'None': use an integer"):
         Config.from_options("a folder", {"max_num_seqs": "None"})
 
@@ -463,6 +482,18 @@ def test_a_harmless_value_is_told_from_one_that_equals_it():
             Config.from_options("a folder", {"trust_remote_code": value})
 
 
+def test_disable_custom_all_reduce_stands_for_symmetric_memory():
+    for own in ({}, {"symmetric_memory": False}):
+        given = {"disable_custom_all_reduce": True, **own}
+        assert Config.from_options("a", given) == Config("a", symmetric_memory=False)
+        given = dict(reversed(given.items()))
+        assert Config.from_options("a", given) == Config("a", symmetric_memory=False)
+    for value in (1, "True", True):
+        given = {"disable_custom_all_reduce": value, "symmetric_memory": True}
+        with pytest.raises(TypeError, match="'disable_custom_all_reduce', given .*: use symmetr"):
+            Config.from_options("a", given)
+
+
 OWN_NAMES = {
     "LLM": {field.name for field in fields(Config)},
     "SamplingParams": {field.name for field in fields(SamplingParams)},
@@ -470,6 +501,24 @@ OWN_NAMES = {
     "chat": set(inspect.signature(LLM.chat).parameters),
     "prompt": {"prompt", "prompt_token_ids"},
 }
+
+
+def test_a_size_of_the_batch_is_said_to_be_max_num_seqs():
+    for name in ("max_batch_size", "batch_size", "max_running_requests"):
+        with pytest.raises(TypeError, match=f"no option '{name}', given 8: use max_num_seqs"):
+            Config.from_options("a folder", {name: 8})
+
+
+@pytest.mark.parametrize("kind", ["json", "json_object", "regex", "choice", "grammar"])
+def test_a_form_in_older_or_shorter_words_hears_of_structured_outputs(llm, kind):
+    remedy = re.escape(f"use structured_outputs={{'{kind}': ...}}")
+    for name in (f"guided_{kind}", kind):
+        with pytest.raises(TypeError, match=f"^SamplingParams has no parameter.*: {remedy}$"):
+            SamplingParams(**{name: "a"})
+    with pytest.raises(TypeError, match=f"^generate has no.*: in SamplingParams, {remedy}$"):
+        llm.generate("the", **{f"guided_{kind}": "a"})
+    with pytest.raises(TypeError, match=f"^a line has no.*: {remedy}$"):
+        NativeFormat(DEFAULTS).parse(1, {"prompt": "a", f"guided_{kind}": "a"})
 
 
 def test_what_a_remedy_tells_to_use_is_there():
@@ -511,10 +560,48 @@ def test_an_unknown_argument_names_the_nearest(llm, call):
         getattr(llm, call)("the", use_tdqm=False)
 
 
+def test_attributes_of_vllm_that_mean_something_here_are_there(llm):
+    (output,) = llm.generate("the", RICH, use_tqdm=False)
+    assert output.lora_request is None and output.outputs[0].lora_request is None
+    assert all([completion.finished() is True for completion in output.outputs])
+    assert GREEDY.clone() == GREEDY
+    # What is forgotten is computed again.
+    prompt = [7] * 40
+    held = [llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
+    assert held[1] > 0 and llm.reset_prefix_cache() is True
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    request = llm.add_request("the", GREEDY)
+    with pytest.raises(ValueError, match="reset_prefix_cache was called while requests are unfin"):
+        llm.reset_prefix_cache()
+    llm.abort(request)
+    llm.sleep()
+    assert llm.reset_prefix_cache()
+    llm.wake_up()
+
+
+@pytest.mark.parametrize(
+    "owner, name", [(owner, name) for owner, names in ATTRIBUTES.items() for name in names]
+)
+def test_attributes_of_vllm_that_are_not_here_say_what_to_do_instead(llm, owner, name):
+    (output,) = llm.generate("the", GREEDY, use_tqdm=False)
+    one = {"LLM": llm, "RequestOutput": output}[owner]
+    with pytest.raises(AttributeError) as raised:
+        getattr(one, name)
+    assert str(raised.value) == f"{owner} has no attribute '{name}': {ATTRIBUTES[owner][name]}"
+    assert not hasattr(one, name) and getattr(one, name, 5) == 5
+
+
+def test_an_unknown_attribute_is_an_attribute_error(llm):
+    (output,) = llm.generate("the", GREEDY, use_tqdm=False)
+    for one, name in ((llm, "LLM"), (output, "RequestOutput"), (output.outputs[0], "Completion")):
+        with pytest.raises(AttributeError, match=f"^{name}.* has no attribute 'other'$"):
+            getattr(one, "other")  # noqa: B009
+
+
 # The table of the guide
 
-GUIDE = (Path(nanovllm.__file__).parent / "GUIDE.md").read_text()
-TABLE = GUIDE.split("| of vLLM | here | refused, with what to do instead |\n")[1].split("\n\n")[0]
+GUIDE = (Path(nanovllm.__file__).parent / "docs" / "guide.md").read_text()
+TABLE = GUIDE.split("| of vLLM | works here |")[1].split("\n", 1)[1].split("\n\n")[0]
 ROWS = {
     name: [re.findall(r"`(\w+)`", cell) for cell in cells]
     for name, *cells in (line.strip("| ").split(" | ") for line in TABLE.splitlines()[1:])
@@ -543,11 +630,13 @@ def test_the_attributes_and_methods_that_the_table_names_are_there(llm):
     owners = {"outputs": output, "of these `outputs`": output.outputs[0], "methods": llm}
     assert ROWS.keys() == OWNERS.keys() | owners.keys()
     for row, owner in owners.items():
-        names = ROWS[row][0]
+        names, *others = ROWS[row]
+        refused = [name for cell in others for name in cell]
         assert len(names) > 2 and all(hasattr(owner, name) for name in names)
+        assert set(refused) <= ATTRIBUTES.get(type(owner).__name__, {}).keys()
 
 
 @pytest.mark.parametrize("name", ["beam_search", "embed", "classify", "reward", "collective_rpc"])
 def test_methods_that_are_said_not_to_be_here_are_not(name):
-    assert f"`{name}`" in GUIDE.split("pairs of\n  name and tensor. ")[1].split("are not here")[0]
+    assert f"`{name}`" in GUIDE.split(" There is no ")[1].split("\n\n")[0]
     assert not hasattr(LLM, name)

@@ -1,6 +1,7 @@
 """n completions of a prompt that is computed once."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from call_helpers import check_empty, completed, generate, make_llm, random_prompts
@@ -70,6 +71,10 @@ def expected(folder):
         ),  # forks are preempted, before and after they go their own way
         dict(num_kvcache_blocks=8, max_num_batched_tokens=20, enable_prefix_caching=False),
         dict(max_num_seqs=5, overlap=True),
+        dict(max_num_seqs=3),  # some of five wait
+        dict(max_num_seqs=1, overlap=True, enable_prefix_caching=False),
+        dict(max_num_batched_tokens=2, overlap=True),
+        dict(num_kvcache_blocks=5),  # too few for five to begin together
         dict(tensor_parallel_size=2, device="cpu"),
     ],
     ids=lambda options: "-".join(options) or "default",
@@ -135,20 +140,47 @@ def test_a_request_of_several_completions_may_be_stepped_and_aborted(folder):
         assert completed(outputs) == [{"id": kept, **expected[0]}]
 
 
-def test_too_many_completions_are_refused(folder):
-    with make_llm(folder, num_kvcache_blocks=4) as llm:
-        with pytest.raises(
-            ValueError,
-            match=r"n is 9 for prompts\[1\], max_num_seqs is 8: lower the one or raise the other",
-        ):
-            generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(n=9)])
-        with pytest.raises(
-            ValueError, match=r"n is 4 for prompts\[0\], which takes 5 KV blocks.*there are 4"
-        ):
-            generate(llm, [[1] * 20], SamplingParams(n=4, max_tokens=9))
-        assert (
-            len(generate(llm, [[1] * 32], SamplingParams(n=8, max_tokens=3))[0]["completions"]) == 8
-        )
+@pytest.mark.parametrize("prompt", [[1], [1] * 20, [1] * 32, [1] * 60], ids=len)
+def test_completions_that_cannot_begin_together_wait_for_those_that_do(folder, prompt):
+    """By batch slots, which are eight here, or by KV blocks. The prompt is computed once."""
+    params = SamplingParams(n=30, seed=3, max_tokens=5, ignore_eos=True)
+    with make_llm(folder) as llm:
+        alone = [replace(params, n=1, seed=3 + i) for i in range(30)]
+        expected = [output["token_ids"] for output in generate(llm, [prompt] * 30, alone)]
+    with make_llm(folder, num_kvcache_blocks=5, overlap=True) as llm:
+        most = []
+        llm.on_step(lambda step: most.append(step.running))
+        (output,) = generate(llm, [prompt], params)
+        assert [one["token_ids"] for one in output["completions"]] == expected
+        assert min(8, 5 - len(prompt) // 16) <= max(most) <= 8
+        # Of a prompt that is cached, each computes the last token, and up to fifteen before it.
+        assert llm.engine.num_prefill_tokens <= len(prompt) + 29 * 16
+        check_empty(llm)
+
+
+def test_completions_that_wait_can_be_aborted_and_paused(folder):
+    params = SamplingParams(n=7, seed=1, max_tokens=6, ignore_eos=True)
+    with make_llm(folder, max_num_seqs=3) as llm:
+        expected = generate(llm, [[1] * 40], params)
+        for steps in range(5):
+            dropped, kept = (llm.add_request([1] * 40, params) for _ in range(2))
+            for _ in range(steps):
+                assert llm.step() == []
+            llm.abort(dropped)
+            llm.pause(kept)
+            assert llm.step() == []
+            llm.resume(kept)
+            outputs = []
+            while llm.has_unfinished():
+                outputs += llm.step()
+            for output in (*outputs, *expected):
+                output.pop("num_cached_tokens", None)
+            assert completed(outputs) == [{"id": kept, **expected[0]}]
+            check_empty(llm)
+
+
+def test_a_stream_of_several_completions_is_refused(folder):
+    with make_llm(folder) as llm:
         with pytest.raises(ValueError, match=r"sampling_params\[0\].n is 2: stream one"):
             llm.stream([[1]], SamplingParams(n=2))
         check_empty(llm)

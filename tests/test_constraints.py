@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
 import torch
 from call_helpers import (
+    BYTES,
     END,
     check_empty,
     completed,
@@ -21,13 +23,13 @@ from call_helpers import (
 )
 from sampling_helpers import Draws, process, random_params
 
-from nanovllm import SamplingParams, compose
+from nanovllm import SamplingParams
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.errors import InvalidLogitsError
+from nanovllm.features.sampling.constraints import BadWords, SequenceConstraint
+from nanovllm.features.sampling.logits_edits import static_mask
+from nanovllm.features.sampling.resampler import Resampler
 from nanovllm.layers.sampler import sample
-from nanovllm.sampling.constraints import BadWords, SequenceConstraint
-from nanovllm.sampling.logits_edits import static_mask
-from nanovllm.sampling.resampler import Resampler
 from nanovllm.sampling_params import SamplingMetadata
 
 pytestmark = pytest.mark.usefixtures("empty_afterwards")
@@ -171,7 +173,7 @@ def test_steps_without_a_constraint_that_follows_the_output_never_wait(llm, monk
     engine = llm.engine
     params = SamplingParams(max_tokens=5, bad_words=[[1, 2]], ignore_eos=True)
     generate(llm, [[1]], params)
-    monkeypatch.setattr(engine.runner, "constrain", None)  # would raise
+    monkeypatch.setattr(engine.runner, "sample_constrained", None)  # would raise
     monkeypatch.setattr(engine.constraints, "edits", None)
     static = dict(logit_bias={5: 3.0}, allowed_token_ids=[1, 2, 5, 9], bad_words=[[9]])
     outputs = generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(**static)])
@@ -383,14 +385,18 @@ def test_a_function_that_fails_fails_the_call_and_leaves_the_llm_usable(folder, 
     ids=lambda rules: "-".join(rules),
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_request_with_no_token_left_fails_and_says_so(llm, rules, temperature):
+def test_a_request_with_no_token_left_ends_alone_and_says_so(llm, rules, temperature):
     params = SamplingParams(max_tokens=9, temperature=temperature, **rules)
-    with pytest.raises(
-        InvalidLogitsError, match=r"request \d+ .*no token to go on with .*constraints.*loosen"
-    ) as raised:
-        generate(llm, [[5, 6], [7]], [params, SamplingParams(max_tokens=3)])
-    assert len(raised.value.request_ids) == 1
-    assert len(generate(llm, [[5]], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+    other = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    (expected,) = generate(llm, [[7]], other)
+    bad, good = generate(llm, [[5, 6], [7]], [params, other])
+    assert good == expected
+    barred = rules.get("bad_words") is not None
+    assert bad["finish_reason"] == "error" and len(bad["token_ids"]) == barred
+    assert re.search("no token can come next after . tokens.*constraints.*loosen", bad["error"])
+    with pytest.raises(InvalidLogitsError, match=r"request \d+ \(prompt \[5, 6\]\): there is no"):
+        generate(llm, [[5, 6]], params)
+    assert generate(llm, [[7]], other) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -486,8 +492,8 @@ class Waiting:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_kernels_and_the_plain_sampler_agree_on_edited_and_waiting_rows():
     pytest.importorskip("triton")
-    from nanovllm.gpu.resampler import CUDAResampler
-    from nanovllm.kernels.triton.sampling import sample as kernel
+    from nanovllm.backends.cuda.resampler import CUDAResampler
+    from nanovllm.backends.cuda.triton.sampling import sample as kernel
 
     r, rows, vocab = random.Random(2), 24, 300
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
@@ -601,6 +607,40 @@ def test_a_stop_token_is_told_and_end_of_sequence_is_not(llm, letters):
     assert [one["stop_reason"] for one in output["completions"]] == [None, None]
 
 
+@pytest.mark.parametrize("stop", ["zz", ()], ids=["read-as-it-grows", "decoded-at-the-end"])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_ended_an_output_is_in_its_text_only_if_that_is_asked_for(
+    llm, letters, include, stop
+):
+    def check(params):
+        params = dataclasses.replace(params, include_stop_str_in_output=include, stop=stop)
+        (output,) = generate(llm, [[1]], params)
+        ids = output["token_ids"]
+        assert output["finish_reason"] == "stop" and len(ids) > 1
+        text_ids = ids if include else ids[:-1]
+        skip = params.skip_special_tokens
+        text = llm.tokenizer.decode(text_ids, skip_special_tokens=skip)
+        assert output["text"] == text
+        pieces, streamed, reason = stream_of(llm, [1], params)
+        assert ("".join(pieces), streamed, reason) == (text, ids, "stop")
+
+    params = SamplingParams(max_tokens=90, seed=5, min_tokens=1, skip_special_tokens=False)
+    allowed = dataclasses.replace(params, allowed_token_ids=letters)
+    check(dataclasses.replace(allowed, stop_token_ids=letters[3:5]))
+    check(dataclasses.replace(allowed, stop_token_ids=letters[3:5], skip_special_tokens=True))
+    check(dataclasses.replace(params, allowed_token_ids=[*letters[:4], END]))
+    # The last byte of a character ends the output: the bytes before it are none.
+    first, last = [BYTES.index(chr(byte)) for byte in (0xC3, 0xA9)]
+    bytewise = dict(allowed_token_ids=[first, last], stop_token_ids=[last])
+    check(dataclasses.replace(params, **bytewise))
+
+
+def test_a_token_that_fills_max_tokens_and_ends_nothing_is_in_the_text(llm, letters):
+    params = SamplingParams(max_tokens=2, allowed_token_ids=letters, stop_token_ids=[END])
+    (output,) = generate(llm, [[1]], params)
+    assert output["text"] == llm.tokenizer.decode(output["token_ids"]) and len(output["text"]) == 2
+
+
 def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
     allowed = [*letters[:2], 256, 257, 258]
     params = SamplingParams(max_tokens=30, seed=6, allowed_token_ids=allowed, ignore_eos=True)
@@ -632,14 +672,22 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
         (ValueError, dict(logit_bias={3: math.nan}), r"logit_bias\[3\] is nan: use a number from"),
         (ValueError, dict(logit_bias={3: -101}), r"logit_bias\[3\] is -101: use .*-100 to 100"),
         (TypeError, dict(allowed_token_ids=3), "allowed_token_ids is 3: use a list"),
-        (TypeError, dict(allowed_token_ids=["3"]), r"allowed_token_ids is \['3'\]: use a list"),
+        (
+            TypeError,
+            dict(allowed_token_ids=["3"]),
+            "allowed_token_ids holds '3': token ids are integers",
+        ),
         (ValueError, dict(allowed_token_ids=[]), "allowed_token_ids is empty.*: name a token"),
         (TypeError, dict(bad_words="the"), "bad_words is 'the': use a list of strings"),
         (TypeError, dict(bad_words=[3]), "bad_words is 3: use a list"),
         (TypeError, dict(bad_words=np.array(["a", "b"])), r"bad_words is array.*: use a list"),
-        (TypeError, dict(allowed_token_ids=np.arange(3)), "allowed_token_ids is array.*: use a l"),
-        (ValueError, dict(bad_words=[""]), "bad_words holds an empty one.*: leave it out"),
-        (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty one"),
+        (
+            TypeError,
+            dict(allowed_token_ids=np.arange(3.0)),
+            "allowed_token_ids is array.*: use a l",
+        ),
+        (ValueError, dict(bad_words=[""]), "bad_words holds an empty entry.*: leave it out"),
+        (ValueError, dict(bad_words=["a", []]), "bad_words holds an empty entry"),
         (TypeError, dict(logits_processors=len), "logits_processors is .*: use a list of func"),
         (TypeError, dict(logits_processors=[3]), r"logits_processors is \[3\]: use a list of func"),
         (
@@ -698,33 +746,3 @@ def test_what_constrains_is_frozen_hashable_and_read_from_json():
     assert again == params and hash(again) == hash(params)
     nothing = dict(logit_bias={}, bad_words=[], logits_processors=None, skip_special_tokens=False)
     assert SamplingParams(**nothing).is_plain
-
-
-def test_without_its_room_what_it_would_serve_is_refused_before_anything_is_queued(
-    folder, monkeypatch
-):
-    """And without a word to the requests that run, which are served."""
-    room = compose.room
-    monkeypatch.setattr(
-        compose, "room", lambda name: None if name.startswith("sampling") else room(name)
-    )
-    served = dict(temperature=0.5, seed=1, n=2, max_tokens=3, stop=["q"], stop_token_ids=[7])
-    served |= dict(ignore_eos=True, skip_special_tokens=False, include_stop_str_in_output=True)
-    refused = dict(top_k=2, top_p=0.5, min_p=0.1, min_tokens=1, logprobs=0, prompt_logprobs=0)
-    refused |= dict(repetition_penalty=2, presence_penalty=1, frequency_penalty=1)
-    refused |= dict(logit_bias={1: 1}, allowed_token_ids=[1], bad_words=["a"])
-    refused |= dict(logits_processors=[lambda ids, logits: logits])
-    refused |= dict(structured_outputs={"choice": ["a"]})
-    assert not {*served} & {*refused}
-    others = {"temperature", "priority"}
-    assert {*served} | {*refused} | others == {*SamplingParams.__dataclass_fields__} - {"_"}
-    with make_llm(folder) as llm:
-        llm.add_request([1], SamplingParams(**served))
-        said = "asks for what needs nanovllm/sampling, which is not there"
-        for name, value in refused.items():
-            with pytest.raises(ValueError, match=rf"sampling_params\[1\] {said}"):
-                generate(llm, [[1], [2]], [SamplingParams(), SamplingParams(**{name: value})])
-        with pytest.raises(ValueError, match=f"score {said}"):
-            llm.score([[1]], [[2]])
-        outputs = [output for _ in range(3) for output in llm.step()]
-        assert len(outputs) == 1 and len(outputs[0]["completions"]) == 2

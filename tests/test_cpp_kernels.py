@@ -2,16 +2,23 @@
 transformers.
 """
 
+import ctypes
+import hashlib
+import io
+import logging
 import os
+import stat
 import subprocess
+from pathlib import Path
 
 import plain_layers as plain
 import pytest
 import torch
 from engine_helpers import PROMPTS, assert_greedy, greedy
+from process_helpers import in_fork
 
 from nanovllm import LLM
-from nanovllm.cpu import cpp_ops, layers
+from nanovllm.backends.cpu import cpp_ops, layers, library_cache
 from nanovllm.layers.attention import AttentionOptions
 
 KERNELS = ["auto", "plain"]
@@ -108,6 +115,19 @@ def commands(monkeypatch):
     return seen
 
 
+@pytest.fixture(scope="module")
+def library():
+    return cpp_ops.compile_library([*cpp_ops.find_compiler(), *cpp_ops.FLAGS])
+
+
+@pytest.fixture
+def compiled(library, monkeypatch):
+    """Lists the commands that would have compiled; what they would make is there already."""
+    seen = []
+    monkeypatch.setattr(cpp_ops, "compile_library", lambda to: seen.append(to) or library)
+    return seen
+
+
 @needs_compiler
 def test_only_the_first_start_compiles(fresh, commands):
     assert cpp_ops.load()
@@ -120,13 +140,13 @@ def test_only_the_first_start_compiles(fresh, commands):
 
 @needs_compiler
 def test_what_is_kept_is_for_one_source_one_command_and_one_cpu(fresh, monkeypatch, tmp_path):
-    places = [cpp_ops.cached_library(["g++", "-O1"]), cpp_ops.cached_library(["g++", "-O2"])]
+    names = [cpp_ops.file_name(["g++", "-O1"]), cpp_ops.file_name(["g++", "-O2"])]
     monkeypatch.setattr(cpp_ops, "this_cpu", lambda: "another one")
-    places.append(cpp_ops.cached_library(["g++", "-O2"]))
+    names.append(cpp_ops.file_name(["g++", "-O2"]))
     monkeypatch.setattr(cpp_ops, "SOURCE", tmp_path / "newer.cpp")
     (tmp_path / "newer.cpp").write_text("// another version")
-    places.append(cpp_ops.cached_library(["g++", "-O2"]))
-    assert len({*places}) == 4
+    names.append(cpp_ops.file_name(["g++", "-O2"]))
+    assert len({*names}) == 4
 
 
 @needs_compiler
@@ -139,11 +159,202 @@ def test_where_nothing_can_be_kept_each_start_compiles(fresh, commands):
 
 
 @needs_compiler
-def test_a_cache_of_another_user_is_not_used(fresh, monkeypatch):
-    user = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:5000],  # mapped, it ends the process with SIGBUS
+        lambda data: data[:-1],
+        lambda data: data[:9000] + bytes([data[9000] ^ 1]) + data[9001:],
+        lambda data: bytes(len(data)),  # a length without contents, as after a power loss
+        lambda data: data[:-32],  # as versions without a checksum kept it
+    ],
+    ids=["empty", "cut off", "a byte short", "altered", "zeros", "without checksum"],
+)
+def test_a_damaged_library_is_not_loaded_and_is_compiled_again(fresh, compiled, damage):
+    assert cpp_ops.load()
+    (kept,) = fresh.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(damage(whole))
+    assert start_anew() == ""
+    assert kept.read_bytes()[-32:] == hashlib.sha256(kept.read_bytes()[:-32]).digest()
+    compiled.clear()
+    cpp_ops.load.cache_clear()
+    assert cpp_ops.load() and not compiled, "the new one was kept"
+
+
+def start_anew() -> str:
+    """Load the kernels in a process of its own, which must live; returns what it logs."""
+
+    def start() -> str:
+        log = io.StringIO()
+        logging.getLogger("nanovllm").addHandler(logging.StreamHandler(log))
+        cpp_ops.load.cache_clear()
+        assert cpp_ops.load()
+        return log.getvalue()
+
+    return in_fork(start)
+
+
+@needs_compiler
+def test_a_whole_library_that_cannot_be_loaded_here_is_compiled_again(fresh, compiled):
+    with library_cache.open_cache() as cache:
+        cache.keep(cpp_ops.file_name([*cpp_ops.find_compiler(), *cpp_ops.FLAGS]), b"of elsewhere")
+    assert cpp_ops.load() and compiled
+    compiled.clear()
+    cpp_ops.load.cache_clear()
+    assert cpp_ops.load() and not compiled
+
+
+@needs_compiler
+def test_a_library_gets_its_name_once_its_bytes_are_on_the_disk(fresh, compiled, monkeypatch):
+    done = []
+
+    def spy(name, call):
+        def spied(*args, **options):
+            if name != "fsync":
+                done.append(name)
+            else:
+                is_folder = stat.S_ISDIR(os.fstat(args[0]).st_mode)
+                size = os.fstat(args[0]).st_size
+                done.append("fsync folder" if is_folder else f"fsync {size} bytes")
+            return call(*args, **options)
+
+        return spied
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, spy(name, getattr(os, name)))
+    assert cpp_ops.load()
+    (kept,) = fresh.iterdir()
+    assert done == [f"fsync {kept.stat().st_size} bytes", "replace", "fsync folder"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_library_that_cannot_be_kept_leaves_nothing_and_computes(
+    fresh, compiled, monkeypatch, fails
+):
+    def fail(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, fails, fail)
     assert cpp_ops.load()
     assert not list(fresh.iterdir())
+
+
+# Ends the process that loads it.
+EVIL = """
+#include <unistd.h>
+__attribute__((constructor)) static void run() { _exit(99); }
+"""
+
+
+@pytest.fixture(scope="module")
+def evil(tmp_path_factory):
+    """A library that ends the process that loads it, with the checksum that belongs to it."""
+    folder = tmp_path_factory.mktemp("evil")
+    (folder / "evil.cpp").write_text(EVIL)
+    command = ["g++", "-shared", "-fPIC", str(folder / "evil.cpp"), "-o", str(folder / "evil.so")]
+    subprocess.run(command, check=True)
+    library = (folder / "evil.so").read_bytes()
+    with pytest.raises(AssertionError, match=f"wait status {99 << 8}"):
+        in_fork(lambda: ctypes.CDLL(str(folder / "evil.so")))
+    return library + hashlib.sha256(library).digest()
+
+
+def plant(folder: Path, library: bytes) -> Path:
+    """Put a library where the next start looks for its own."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / cpp_ops.file_name([*cpp_ops.find_compiler(), *cpp_ops.FLAGS])
+    path.write_bytes(library)
+    path.chmod(0o600)
+    return path
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(fresh, compiled, evil, mode):
+    path = plant(fresh, evil)
+    fresh.chmod(mode)
+    said = start_anew()
+    assert f"{fresh} may be written to by other users: " in said
+    assert f"run chmod go-w {fresh}, or set XDG_CACHE_HOME to a folder of your own" in said
+    assert path.read_bytes() == evil and list(fresh.iterdir()) == [path], "nothing is kept there"
+
+
+@needs_compiler
+@pytest.mark.parametrize("mode", [0o622, 0o660])
+def test_a_library_that_others_may_write_to_is_not_loaded_and_is_replaced(
+    fresh, compiled, evil, mode
+):
+    path = plant(fresh, evil)
+    path.chmod(mode)
+    said = start_anew()
+    assert f"{path} may be written to by other users: it is not loaded" in said
+    assert path.read_bytes() != evil and path.stat().st_mode & 0o777 == 0o600
+
+
+@needs_compiler
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give files away")
+@pytest.mark.parametrize("owned", ["folder", "library", "folder behind a link"])
+def test_what_another_user_owns_is_not_loaded(fresh, compiled, evil, tmp_path, owned):
+    if owned == "folder behind a link":
+        fresh.parent.mkdir()
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        fresh.symlink_to(tmp_path / "theirs")
+    path = plant(fresh, evil)
+    os.chown(path if owned == "library" else fresh, 12345, 12345)
+    said = start_anew()
+    assert "belongs to another user, number 12345" in said
+    assert (path.read_bytes() == evil) == (owned != "library"), "that one is replaced"
+    assert "set XDG_CACHE_HOME" in said or owned == "library"
+
+
+@needs_compiler
+def test_a_link_in_the_librarys_place_is_not_followed(fresh, compiled, evil, tmp_path):
+    path = plant(fresh, evil)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    start_anew()
+    assert path.is_file() and not path.is_symlink(), "the compiled one takes the link's place"
+    assert (tmp_path / "elsewhere").read_bytes() == evil
+
+
+@needs_compiler
+def test_a_folder_of_ones_own_may_lie_behind_a_link(fresh, compiled, tmp_path):
+    fresh.parent.mkdir()
+    (tmp_path / "large disk").mkdir(mode=0o700)
+    fresh.symlink_to(tmp_path / "large disk")
+    for _ in range(2):
+        assert cpp_ops.load()
+        cpp_ops.load.cache_clear()
+    assert len(compiled) == 1
+
+
+@needs_compiler
+def test_what_was_checked_is_what_runs(fresh, compiled, evil, monkeypatch):
+    """A file that changes after it was read changes nothing, as does another folder's name."""
+    assert cpp_ops.load()
+    (kept,) = fresh.iterdir()
+    load_library = library_cache.load_library
+
+    def late(library):
+        kept.write_bytes(evil)
+        return load_library(library)
+
+    monkeypatch.setattr(cpp_ops, "load_library", late)
+    cpp_ops.load.cache_clear()
+    assert cpp_ops.load()
+    assert kept.read_bytes() == evil
+
+
+@needs_compiler
+def test_where_nothing_can_run_from_memory_a_temporary_file_serves(fresh, compiled, monkeypatch):
+    def refuse(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    assert cpp_ops.load()
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "g++ '", "false", "true"])

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.triton import dispatch as launching
+from nanovllm.backends.cuda.triton import dispatch as launching
 
 
 class Kernel:

@@ -28,7 +28,7 @@ READ_ALL = """
 import sys
 from pathlib import Path
 from nanovllm.models import find_model
-from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.frontend.tokenizer import load_tokenizer
 from nanovllm.weights.hf_config import load_eos_ids
 from nanovllm.weights.hf_config import load_hf_config
 for name in sys.argv[1:]:

@@ -201,7 +201,7 @@ print(tokens, os.waitpid(child, 0)[1])
 def make_echoing_llm(folder: Path) -> LLM:
     """Its two ranks have no model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
+        patch.setattr("nanovllm.build.build_runner", EchoRunner)
         return LLM(folder, tensor_parallel_size=2, **OPTIONS)
 
 

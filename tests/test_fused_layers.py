@@ -32,12 +32,13 @@ from transformers import (
 
 pytest.importorskip("triton")
 
-from nanovllm.cpu.layers import speed_up
-from nanovllm.gpu import fused_layers, overlapped_decoder
-from nanovllm.gpu.fused_layers import FUSED, FusedDecoder, fuse
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND, AttentionBackend
-from nanovllm.kernels.compile import compile_layers
-from nanovllm.kernels.triton import attention
+from nanovllm.backends.compile import compile_layers
+from nanovllm.backends.cpu.layers import use_cpu_layers
+from nanovllm.backends.cuda import fused_layers, overlapped_decoder
+from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
+from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, fuse
+from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
@@ -87,7 +88,7 @@ CONFIGS = {
     "gemma2": Gemma2Config(**GEMMA, layer_types=MIXED, attn_logit_softcapping=2.0),
     "granite": GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0),
 }
-TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
+TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
 
 
 def run(model) -> torch.Tensor:
@@ -146,7 +147,7 @@ def test_a_fused_layer_runs_by_itself_in_a_decoder_that_is_not_fused(folder):
 
 def test_a_model_sped_up_for_the_cpu_computes_what_the_plain_one_does(folder):
     plain, fast = load(folder), load(folder)
-    speed_up(fast)
+    use_cpu_layers(fast)
     torch.testing.assert_close(run(fast), run(plain), rtol=1e-4, atol=1e-4)
 
 
@@ -232,7 +233,7 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
         # The interpreter knows no threads.
         monkeypatch.setattr(fused_layers, name, getattr(plain, name))
     monkeypatch.setattr(
-        fused_layers, "linear", lambda x, weight, bias, spare=None: F.linear(x, weight, bias)
+        fused_layers, "linear", lambda x, weight, bias, out=None: F.linear(x, weight, bias)
     )
     monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)

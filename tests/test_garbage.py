@@ -7,7 +7,7 @@ import pytest
 from process_helpers import SECONDS, in_thread
 
 from nanovllm import SamplingParams
-from nanovllm.cpu.garbage import TIMES_RARER, full_collections_are_rare
+from nanovllm.backends.cpu.garbage import TIMES_RARER, full_collections_are_rare
 
 
 @pytest.fixture(autouse=True)

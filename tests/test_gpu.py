@@ -14,7 +14,7 @@ from engine_helpers import assert_greedy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.attention_backends import select_attention_backend
+from nanovllm.backends.cuda.attention_backends import select_attention_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -292,6 +292,25 @@ def test_experts_decode_in_graphs(get_checkpoint, eager):
     ) as llm:
         assert (llm.engine.runner.graphs is None) == eager
         assert_greedy(llm, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["gqa-2", "experts"])
+def test_what_lies_in_memory_changes_no_output(get_checkpoint, name, monkeypatch):
+    """Graphs fill it with NaN: steps with prompts have rows of padding, which attention leaves as
+    they are.
+    """
+    empty = torch.empty
+
+    def poisoned(*args, **options):
+        new = empty(*args, **options)
+        return new.fill_(torch.nan) if new.is_cuda and new.is_floating_point() else new
+
+    checkpoint = get_checkpoint(name)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    options = dict(dtype="float32", max_model_len=256, num_kvcache_blocks=32)
+    with LLM(checkpoint.folder, **options) as llm:
+        assert_greedy(llm, checkpoint)
+        assert any(key[0] == "forward" for key in llm.engine.runner.graphs._graphs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

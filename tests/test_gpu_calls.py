@@ -13,7 +13,6 @@ from test_failures import GREEDY, POISON, SOUND, poison
 from test_sampling import draw, random_params
 
 from nanovllm import SamplingParams
-from nanovllm.engine.errors import InvalidLogitsError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,6 +93,7 @@ def test_nan_stays_with_the_request_that_computes_it(folder, tmp_path, backend, 
     size = 256 if backend == "flash-attn" else 16
     options = dict(attention_backend=backend, dtype=dtype, kvcache_block_size=size)
     options |= dict(enforce_eager=eager, num_kvcache_blocks=40, max_num_seqs=64)
+    options["enable_prefix_caching"] = False  # in bfloat16 what is cached may change tokens
     with make_llm(folder, **options) as llm:
         expected = generate(llm, SOUND, GREEDY)
     with make_llm(poisoned, **options) as llm:
@@ -102,10 +102,11 @@ def test_nan_stays_with_the_request_that_computes_it(folder, tmp_path, backend, 
                 llm.add_request(prompt, GREEDY)
             llm.step()
             bad = llm.add_request([7] * at + [POISON] + [7] * (39 - at), GREEDY)
-            with pytest.raises(InvalidLogitsError, match=f"request {bad} ") as caught:
-                while llm.has_unfinished():
-                    llm.step()
-            assert caught.value.request_ids == {bad}
+            outputs = {}
+            while llm.has_unfinished():
+                outputs |= {output.pop("id"): output for output in llm.step()}
+            assert outputs.pop(bad)["finish_reason"] == "error"
+            assert {one["finish_reason"] for one in outputs.values()} == {"length"}
             check_empty(llm)
             assert generate(llm, SOUND, GREEDY) == expected
 

@@ -2,9 +2,15 @@
 grammar.
 """
 
+import ctypes
+import gc
 import json
+import os
 import random
 import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +19,10 @@ pytest.importorskip("llguidance", reason='pip install -e ".[structured]"')
 
 from tokenizers import Tokenizer, decoders, models
 
-from nanovllm import TINY_MODEL
-from nanovllm.structured import grammars
-from nanovllm.structured.grammars import Grammars, Matcher
-from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.text import load_tokenizer
+from nanovllm import TINY_MODEL, SamplingParams, StructuredOutputsParams
+from nanovllm.features.sampling import grammars
+from nanovllm.features.sampling.grammars import Grammars, Matcher
+from nanovllm.frontend.tokenizer import load_tokenizer
 
 TOKENIZER = load_tokenizer(TINY_MODEL)
 EOS, LAST = 0, 4095  # of the tiny model's vocabulary
@@ -28,6 +33,13 @@ POINT = {
     "required": ["x", "name"],
     "additionalProperties": False,
 }
+
+
+NAMED = {"x": 1, "name": "ab"}
+
+
+def own(**guidance) -> dict:
+    return {**POINT, "x-guidance": guidance}
 
 
 def make_grammars(**options) -> Grammars:
@@ -131,15 +143,149 @@ def test_masks_made_side_by_side_are_those_of_each_row_alone(monkeypatch, num_th
 
 
 def test_a_grammar_is_compiled_once_for_all_who_ask_for_the_same(monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_KEPT", 3)
-    compiled = make_grammars()
-    matchers = [compiled.matcher(as_params(json=given)) for given in (POINT, json.dumps(POINT))]
-    assert compiled.compile.cache_info().misses == 1
+    compiled, makes = make_grammars(), []
+    start = compiled._start
+    monkeypatch.setattr(compiled, "_start", lambda *asked: makes.append(asked) or start(*asked))
+    forms = [compiled.compile(as_params(json=given)) for given in (POINT, json.dumps(POINT))]
+    assert forms[0] is forms[1] and len(makes) == 1
     # Each has a state of its own.
+    matchers = [compiled.matcher(as_params(json=POINT)) for _ in range(2)]
     assert allowed(matchers[0], TOKENIZER.encode("text", ["{"])[0]) != allowed(matchers[1], [])
-    for i in range(9):
-        compiled.matcher(as_params(regex=f"a{{{i}}}"))
-    assert compiled.compile.cache_info().currsize == 3
+
+
+def test_forms_that_no_request_uses_take_no_more_than_their_bound(monkeypatch):
+    """Whatever their number and size, and however many completions asked for one at once."""
+    monkeypatch.setattr(grammars, "NUM_THREADS", 8)
+    monkeypatch.setattr(grammars, "FIRST_STATES", grammars.MOST_STATES)
+    compiled, rng = make_grammars(), random.Random(0)
+    size = grammars.MOST_STATES * grammars.STATE_BYTES
+    monkeypatch.setattr(grammars, "MOST_KEPT", 5 * size)
+    alive: weakref.WeakSet = weakref.WeakSet()
+    most = 0
+    for i in range(40):
+        choices = [f"{i} {j}" for j in range(rng.choice([1, 10, 2000]))]
+        asked = as_params(choice=choices)
+        alive.add(compiled.compile(asked))
+        matchers = [begun(compiled, asked) for _ in range(rng.randint(0, 12))]
+        assert compiled.num_bytes <= 5 * size and asked in compiled._kept
+        del matchers
+        assert sum(starts.num_bytes for starts in alive) == compiled.num_bytes
+        most = max(most, len(compiled._kept))
+    assert most > 2
+
+
+def test_hundreds_of_usual_forms_are_kept():
+    compiled = make_grammars()
+    asked = [as_params(json={**POINT, "title": str(i)}) for i in range(256)]
+    for params in asked:
+        fill_lexer(compiled, params, most=9)
+    assert [*compiled._kept] == asked
+
+
+def test_a_form_whose_first_mask_needs_many_states_is_compiled(monkeypatch):
+    monkeypatch.setattr(grammars, "FIRST_STATES", 4)
+    compiled = make_grammars()
+    asked = as_params(regex="(a|b|[a-z ])*a(a|b|[a-z ]){15}")
+    assert len(allowed(compiled.matcher(asked), [])) > 1000
+    assert compiled.compile(asked)._limits[0] > 4
+
+
+def test_forms_that_have_learned_more_leave_others_less_room(monkeypatch):
+    monkeypatch.setattr(grammars, "NUM_THREADS", 1)
+    monkeypatch.setattr(grammars, "FIRST_STATES", 100)
+    monkeypatch.setattr(grammars, "MOST_STATES", 1600)
+    monkeypatch.setattr(grammars, "MOST_KEPT", 10 * 1600 * grammars.STATE_BYTES)
+    compiled = make_grammars()
+    for i in range(40):
+        compiled.compile(as_params(regex=rf"[\w ]{{1,{500 + i}}}"))
+    assert len(compiled._kept) == 40
+    for i in range(39, -1, -1):
+        fill_lexer(compiled, as_params(regex=rf"[\w ]{{1,{500 + i}}}"))
+        assert compiled.num_bytes <= grammars.MOST_KEPT
+    assert 5 < len(compiled._kept) < 40
+
+
+def test_completions_that_have_yet_to_begin_hold_no_form(monkeypatch):
+    monkeypatch.setattr(grammars, "MOST_KEPT", 1)
+    compiled = make_grammars()
+    waiting = [compiled.matcher(as_params(regex=f"a{{{i}}}")) for i in range(5)]
+    assert len(compiled._known) == 0
+    for i, matcher in enumerate(waiting):
+        matcher.read([])
+        assert len(compiled._known) == i + 1
+    assert compiled.matcher(as_params(regex="a{3}")).read([]) is None
+    assert len(compiled._known) == 5  # it shares one
+
+
+FULL = {
+    "words": dict(regex=r"[\w ]{1,300}"),
+    "strings": dict(
+        json={"type": "array", "items": {"type": "string", "maxLength": 200}, "minItems": 40}
+    ),
+    "mail": dict(regex=r"(\w{1,50}@\w{2,60}\.[a-z]{2,9} ){50}"),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_lexer_that_has_learned_all_it_may_changes_no_mask(monkeypatch, name):
+    """Nor does it end a completion: it goes on with a new one."""
+    monkeypatch.setattr(grammars, "NUM_THREADS", 1)
+    masks = []
+    for first_states, most_states in ((10**5, 10**5), (100, 700)):
+        monkeypatch.setattr(grammars, "FIRST_STATES", first_states)
+        monkeypatch.setattr(grammars, "MOST_STATES", most_states)
+        compiled, rng, made = make_grammars(), random.Random(name), []
+        matchers = [compiled.matcher(as_params(**FULL[name])) for _ in range(6)]
+        outputs: list[list[int]] = [[] for _ in matchers]
+        compiled.fill([(0, matchers[0], [])], np.zeros((1, -(-PADDED // 32)), dtype=np.int32))
+        first = matchers[0]._source
+        for _ in range(40):
+            for matcher, output in zip(matchers, outputs):
+                tokens = allowed(matcher, output)
+                made.append(tokens)
+                output.append(rng.choice([token for token in tokens if token != EOS]))
+                assert not matcher.is_complete(output)
+        masks.append(made)
+        assert (matchers[0]._source is first) == (most_states > 700)
+    assert masks[0] == masks[1] and all(masks[0])
+
+
+def test_a_full_lexer_takes_no_more_bytes_than_are_counted(monkeypatch):
+    """By the process's memory, of lexers that were filled and are kept."""
+    monkeypatch.setattr(grammars, "NUM_THREADS", 1)
+    monkeypatch.setattr(grammars, "FIRST_STATES", 2000)
+    monkeypatch.setattr(grammars, "MOST_STATES", 2000)
+    compiled = make_grammars()
+    fill_lexer(compiled, as_params(regex=r"[\w -]{1,900}"))  # what is allocated but once
+    before, count = resident_bytes(), 16
+    for i in range(count):
+        fill_lexer(compiled, as_params(regex=rf"[\w ]{{1,{900 + i}}}"))
+    assert len(compiled._kept) == 1 + count
+    grown = resident_bytes() - before
+    assert count * 2000 * 500 < grown < compiled.num_bytes
+
+
+def fill_lexer(compiled: Grammars, params: StructuredOutputsParams, most: int = 0) -> None:
+    """Make masks until a lexer is full, or as many as this."""
+    rng = random.Random(0)
+    while True:
+        matcher, output = compiled.matcher(params), list[int]()
+        matcher.read(output)
+        first = matcher._source
+        for i in range(200):
+            if most and i == most:
+                return
+            output.append(rng.choice([token for token in allowed(matcher, output) if token != EOS]))
+            if matcher._source is not first:
+                matcher._starts._starts[0] = first  # the full one
+                return
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_completions_of_one_grammar_share_a_lexer_only_where_they_outnumber_the_threads(
@@ -148,9 +294,15 @@ def test_completions_of_one_grammar_share_a_lexer_only_where_they_outnumber_the_
     monkeypatch.setattr(grammars, "NUM_THREADS", 3)
     compiled = make_grammars()
     first, second = as_params(json=POINT), as_params(regex="a+")
-    numbers = [compiled.matcher(first).number for _ in range(14)]
+    numbers = [begun(compiled, first).number for _ in range(14)]
     assert numbers == [*range(6), *range(6), 0, 1]
-    assert [compiled.matcher(second).number for _ in range(2)] == [0, 1]
+    assert [begun(compiled, second).number for _ in range(2)] == [0, 1]
+
+
+def begun(compiled: Grammars, params: StructuredOutputsParams) -> Matcher:
+    matcher = compiled.matcher(params)
+    matcher.read([])
+    return matcher
 
 
 def test_a_call_of_another_thread_while_a_lexer_is_made_keeps_no_later_one_from_being_made(
@@ -160,14 +312,14 @@ def test_a_call_of_another_thread_while_a_lexer_is_made_keeps_no_later_one_from_
     compiled, params, makes = make_grammars(), as_params(json=POINT), []
     start = compiled._start
 
-    def make(asked):
+    def make(*asked):
         makes.append(asked)
         if len(makes) == 2:
-            compiled.matcher(params)  # what another thread may do at this moment
-        return start(asked)
+            begun(compiled, params)  # what another thread may do at this moment
+        return start(*asked)
 
     monkeypatch.setattr(compiled, "_start", make)
-    assert {compiled.matcher(params).number for _ in range(12)} == {0, 1, 2, 3}
+    assert {begun(compiled, params).number for _ in range(12)} == {0, 1, 2, 3}
 
 
 class Serialized:
@@ -218,11 +370,13 @@ UNSUITED = {
 def test_a_model_that_cannot_be_held_to_a_form_is_refused(name):
     options, message = UNSUITED[name]
     with pytest.raises(ValueError, match=f"^structured_outputs needs .*{message}"):
-        make_grammars(**options).matcher(as_params(regex="a"))
+        make_grammars(**options).compile(as_params(regex="a"))
 
 
 GRAMMARS = {
     "lark": 'start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]{1,3}/',
+    "lark-inlined": '?start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]{1,3}/',
+    "lark-kept": '// a ::= b\n!start: sum\nsum: NUMBER | "(" sum "+" sum ")"\nNUMBER: /[0-9]+/',
     "gbnf": 'root ::= sum\nsum ::= [0-9]+ | "(" sum "+" sum ")"',
 }
 
@@ -242,17 +396,96 @@ def test_a_grammar_may_be_written_for_lark_or_as_gbnf(notation, text, fits):
     assert (EOS in allowed(matcher, output)) == fits
 
 
+def takes(text: str, **given) -> bool:
+    """Whether an output may be this text."""
+    matcher, output = make_grammars().matcher(as_params(**given)), list[int]()
+    for token in TOKENIZER.encode("text", [text])[0]:
+        if token not in allowed(matcher, output):
+            return False
+        output.append(token)
+    return EOS in allowed(matcher, output)
+
+
+def test_any_json_object_has_bounded_whitespace_too():
+    given = dict(json_object=True)
+    assert takes('{"a": [1,\n  2]}', **given) and not takes('{"a":\n\n1}', **given)
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
+# Schemas, with texts that close_objects leaves out or keeps.
+CLOSED = {
+    "plain": (OBJECT, ['{"a":1,"b":2}', '{"b":2}'], ['{"a":1}', "{}"]),
+    "nested": (
+        {"type": "array", "items": {"anyOf": [OBJECT, {"type": "null"}]}},
+        ['[{"b":2}]'],
+        ['[{"a":1},null]'],
+    ),
+    "referred-to": (
+        {"$defs": {"one": OBJECT}, "type": "object", "properties": {"o": {"$ref": "#/$defs/one"}}},
+        ['{"o":{"b":2}}', '{"p":1}'],
+        ['{"o":{"a":1}}'],
+    ),
+    "patterns": (
+        {"type": "object", "patternProperties": {"^x": {"type": "integer"}}},
+        ['{"b":2}'],
+        ['{"x1":2}'],
+    ),
+    "says-itself": ({**OBJECT, "additionalProperties": {"type": "integer"}}, [], ['{"b":2}']),
+    "lists-nothing": ({"type": "object"}, [], ['{"b":2}']),
+    "named-properties": (
+        {"type": "object", "properties": {"properties": {"type": "integer"}}},
+        ['{"additionalProperties":1}', '{"a":1}'],
+        ['{"properties":1}'],
+    ),
+    "data": ({"const": {"properties": {"a": 1}}}, [], ['{"properties":{"a":1}}']),
+    "one-of-allOf": ({"allOf": [OBJECT, {"required": ["a"]}]}, ['{"a":1,"b":2}'], ['{"a":1}']),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_disable_additional_properties_leaves_out_what_is_not_listed(name):
+    schema, out, kept = CLOSED[name]
+    options = dict(json=schema, disable_any_whitespace=True)
+    for text in out + kept:
+        assert takes(text, **options)
+        assert takes(text, **options, disable_additional_properties=True) == (text in kept)
+
+
+def test_properties_of_one_object_that_are_listed_in_parts_cannot_be_closed():
+    other = {"properties": {"b": {"type": "integer"}}}
+    for parts in ({"allOf": [OBJECT, other]}, {**OBJECT, "anyOf": [other, {"minProperties": 1}]}):
+        asked = as_params(json={"items": parts}, disable_additional_properties=True)
+        with pytest.raises(ValueError, match="several parts of a schema.*: put them into one list"):
+            make_grammars().compile(asked)
+
+
 @pytest.mark.parametrize(
     "options, accepted, refused",
     [
-        ({}, ['{"x":1,"name":""}', '{ "x" :\n1, "name": ""}'], []),
+        (
+            {},
+            ['{"x":1,"name":""}', '{ "x" :\n1, "name": ""}', json.dumps(NAMED, indent=20)]
+            + ['{\r\n\t"x":1,"name":""}', '{"x":' + 20 * " " + '1,"name":""}'],
+            ['{"x":\n\n1,"name":""}', '{"x":' + 21 * " " + '1,"name":""}']
+            + [json.dumps(NAMED, indent=21), '{"x":\n \n1,"name":""}', '{"x":1,"name":""\n\n}'],
+        ),
         (dict(disable_any_whitespace=True), ['{"x":1,"name":""}'], ['{"x": 1,"name":""}']),
         (dict(whitespace_pattern=" ?"), ['{"x": 1, "name":""}'], ['{"x":  1,"name":""}']),
+        (dict(whitespace_pattern=r"\s*"), ['{"x":\n \n1,"name":""}', '{"x":1,"name":""}'], []),
+        (dict(json=own(whitespace_pattern=r"\n*")), ['{"x":\n\n1,"name":""}'], []),
+        (dict(json=own(whitespace_flexible=False)), [], ['{"x": 1,"name":""}']),
+        (dict(json=own(lenient=True)), ['{"x": 1,"name":""}'], ['{"x":\n\n1,"name":""}']),
+        (
+            dict(json=own(whitespace_pattern=" *"), disable_any_whitespace=True),
+            ['{"x":1,"name":""}'],
+            ['{"x": 1,"name":""}'],
+        ),
     ],
 )
 def test_whitespace_is_what_the_options_say(options, accepted, refused):
+    """By default up to one line break, and after it up to 20 blanks."""
     for text in accepted + refused:
-        matcher = make_grammars().matcher(as_params(json=POINT, **options))
+        matcher = make_grammars().matcher(as_params(**dict(json=POINT) | options))
         output: list[int] = []
         for token in TOKENIZER.encode("text", [text])[0]:
             if token not in allowed(matcher, output):
@@ -261,15 +494,40 @@ def test_whitespace_is_what_the_options_say(options, accepted, refused):
         assert (text_of(output) == text and EOS in allowed(matcher, output)) == (text in accepted)
 
 
+class Point:
+    """As pydantic's classes are."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict:
+        return POINT
+
+
+def test_a_class_of_pydantics_stands_for_its_schema():
+    assert as_params(json=Point) == as_params(json=POINT)
+    pydantic = pytest.importorskip("pydantic")
+    with pytest.raises(ValueError, match="json is .*, of which pydantic makes no JSON schema"):
+        as_params(json=pydantic.create_model("Bad", f=(Callable[[int], int], ...)))
+    with pytest.raises(TypeError, match="json is .*int.*: use a JSON schema"):
+        as_params(json=int)
+    made = pydantic.create_model("Made", x=(int, ...), name=(str | None, None))
+    assert as_params(json=made) == as_params(json=made.model_json_schema())
+    assert takes('{"x":1,"name":null}', json=made)
+    assert not takes('{"name":null}', json=made)
+
+
 WRONG = {
     "nothing": ({}, ValueError, "nothing is given: use exactly one of json, regex"),
     "two": (dict(regex="a", choice=["b"]), ValueError, "regex and choice is given: use exactly"),
     "unknown": (dict(jsn={}), TypeError, "no parameter 'jsn': did you mean json"),
-    "structural_tag": (dict(structural_tag={}), ValueError, "structural_tag is {}, which is not"),
+    "structural_tag": (
+        dict(structural_tag={}),
+        TypeError,
+        "'structural_tag', given {}: write a grammar of the text with its tags",
+    ),
     "no-more-properties": (
-        dict(json=POINT, disable_additional_properties=True),
-        ValueError,
-        'not supported: write "additionalProperties": false',
+        dict(json=POINT, disable_additional_properties=1),
+        TypeError,
+        "disable_additional_properties is 1: use True or False",
     ),
     "json-type": (dict(json=[1]), TypeError, r"json is \[1\]: use a JSON schema as a dict or"),
     "json-text": (dict(json='{"a'), ValueError, "json is '{\"a', which is not JSON"),
@@ -293,7 +551,7 @@ WRONG = {
 def test_wrong_parameters_are_refused(name):
     given, error, message = WRONG[name]
     with pytest.raises(error, match=f"^structured_outputs: .*{message}"):
-        StructuredOutputsParams.of(given)
+        SamplingParams(structured_outputs=given)
 
 
 def test_a_schema_may_leave_unheeded_what_cannot_be_held_to():
@@ -331,7 +589,7 @@ CANNOT = {
 @pytest.mark.parametrize("name", CANNOT)
 def test_what_cannot_be_compiled_is_refused_with_the_reason(name):
     given, message = CANNOT[name]
-    params = StructuredOutputsParams.of(given)
+    params = StructuredOutputsParams(**given)
     with pytest.raises(ValueError, match=rf"^structured_outputs\.{message}") as raised:
         make_grammars().compile(params)
     assert len(str(raised.value)) < 700

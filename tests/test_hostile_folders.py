@@ -68,6 +68,8 @@ def use(folder: Path) -> tuple[str, str]:
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         except (ValueError, FloatingPointError) as error:
             return "refused", str(error)
+        if problems := [output["error"] for output in outputs if "error" in output]:
+            return "refused", problems[0]
         check_tokens(folder, outputs)
         said = check_texts(llm, folder, outputs)
     return "served", said

@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 from call_helpers import END, Plain, completed, make_folder, make_llm, make_tokenizer
-from job_helpers import arguments, as_job, journal_of, read_lines, run_stub, stop_after, write_lines
+from job_helpers import (
+    StubEngine,
+    arguments,
+    as_job,
+    journal_of,
+    read_lines,
+    run_stub,
+    stop_after,
+    write_lines,
+)
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.jobs.formats import RESULT, seed_of
+from nanovllm.apps.jobs.errors import JobError
+from nanovllm.apps.jobs.formats import RESULT, seed_of
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
 TALK = [{"role": "user", "content": "the in the"}]
@@ -140,7 +150,10 @@ def test_a_field_that_is_null_is_not_there_or_none_where_that_says_something(run
 def test_what_a_result_says_itself_cannot_be_kept_of_a_line(model, tmp_path, capsys):
     source = write_lines(tmp_path / "in.jsonl", [{"prompt": "the", "text": "mine"}])
     assert main(arguments(source, tmp_path / "out.jsonl", model, "--keep", "text")) == 2
-    assert "--keep is text, which is a field of the results: rename it" in capsys.readouterr().err
+    assert (
+        "--keep is text, which is a field of every result: rename the field"
+        in capsys.readouterr().err
+    )
 
 
 # OpenAI's.
@@ -222,7 +235,7 @@ def test_parts_of_a_message_are_put_together(run):
 
 
 BAD_BATCH = {
-    "is no JSON": "{",
+    "is not valid JSON": "{",
     "custom_id is None": {"url": CHAT, "body": {}},
     "no field 'methods'": {**batch_line(CHAT), "methods": 1},
     "use 'POST'": {**batch_line(CHAT, messages=TALK), "method": "GET"},
@@ -240,13 +253,13 @@ BAD_BATCH = {
     "did you mean temperature": batch_line(CHAT, messages=TALK, temprature=1),
     "logprobs is 2": batch_line(CHAT, messages=TALK, logprobs=2),
     "prompt_logprobs is 0": batch_line(COMPLETIONS, prompt="the", prompt_logprobs=0),
-    "max_tokens is 0, and an answer in this format says nothing of the prompt": batch_line(
+    "max_tokens is 0, but responses in this format have no field about the prompt": batch_line(
         COMPLETIONS, prompt="the", max_tokens=0
     ),
-    "use 1 or more; or, for prompt_logprobs, write lines of the library's own": batch_line(
+    "use 1 or more; or, for prompt_logprobs, write the input in the library's own": batch_line(
         CHAT, messages=TALK, max_completion_tokens=0
     ),
-    "needs logprobs=true": batch_line(CHAT, messages=TALK, top_logprobs=2),
+    "set logprobs to true": batch_line(CHAT, messages=TALK, top_logprobs=2),
     "use text, or parts of type 'text'": batch_line(
         CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]
     ),
@@ -295,7 +308,7 @@ def test_what_answers_of_a_batch_cannot_say_is_refused_and_not_left_out(
 ):
     source = write_lines(tmp_path / "in.jsonl", [batch_line(CHAT, messages=TALK)])
     assert main(arguments(source, tmp_path / "out.jsonl", model, *flags)) == 2
-    assert f"{flags[0]} is given, but answers in OpenAI's" in capsys.readouterr().err
+    assert f"{flags[0]} is given, but results in OpenAI's" in capsys.readouterr().err
 
 
 # Parquet.
@@ -375,8 +388,31 @@ def test_a_job_on_parquet_goes_on_where_it_was_stopped(parquet, table, model, tm
     assert parquet.read_table(job.output)["id"].to_pylist() == list(range(3000))
 
 
+def test_parquet_that_is_edited_in_place_during_a_job_is_noticed(
+    parquet, table, model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 512)
+    source = tmp_path / "in.parquet"
+    parquet.write_table(table, source, row_group_size=100)
+    before = source.read_bytes()
+    job = as_job(source, tmp_path / "out.parquet", model, keep=("source",))
+
+    class Editing(StubEngine):
+        def step(self):
+            place = len(before) // 2
+            source.write_bytes(before[:place] + b"#" + before[place + 1 :])
+            return super().step()
+
+    with pytest.raises(JobError, match="has changed while the job ran"):
+        run_stub(job, Editing())
+    assert not job.output.exists()
+    source.write_bytes(before)
+    run_stub(job)
+    assert parquet.read_table(job.output).num_rows == table.num_rows
+
+
 def test_parquet_has_a_column_for_each_field_of_a_result(parquet):
-    from nanovllm.jobs import parquet as rows
+    from nanovllm.apps.jobs import parquet as rows
 
     assert {"line", *(name for name, _ in rows.RESULT)} == {*RESULT}
 
@@ -421,15 +457,15 @@ def test_what_parquet_cannot_be_is_refused(parquet, table, model, tmp_path, caps
     parquet.write_table(table, source)
     refused(source, output, "--keep source")
     source.write_text("nonsense")
-    refused(source, output, "is no Parquet file")
+    refused(source, output, "is not a Parquet file")
     write_lines(lines, [batch_line(CHAT, messages=TALK)])
     refused(lines, output, "are JSON Lines")
 
 
 def test_without_pyarrow_it_says_what_to_install(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.jobs.parquet", raising=False)
-    monkeypatch.delattr("nanovllm.jobs.parquet", raising=False)
+    monkeypatch.delitem(sys.modules, "nanovllm.apps.jobs.parquet", raising=False)
+    monkeypatch.delattr("nanovllm.apps.jobs.parquet", raising=False)
     (tmp_path / "in.parquet").write_text("x")
     assert main(arguments(tmp_path / "in.parquet", tmp_path / "out.jsonl", model)) == 2
     assert "nanovllm[parquet]" in capsys.readouterr().err

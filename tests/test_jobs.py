@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 import os
+import random
 import resource
 import shutil
 import signal
@@ -15,7 +16,7 @@ import time
 import tracemalloc
 import zipfile
 from contextlib import closing, nullcontext, redirect_stderr, suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import StringIO
 from pathlib import Path
 
@@ -41,10 +42,11 @@ from tqdm.auto import tqdm
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
+from nanovllm.apps.jobs.errors import JobError, RefusedError
+from nanovllm.apps.jobs.job import FREE, run_job
+from nanovllm.apps.jobs.journal import MOST_LOGGED, Journal, Result, files_of
 from nanovllm.config import Config
-from nanovllm.jobs.errors import JobError
-from nanovllm.jobs.job import FREE, run_job
-from nanovllm.jobs.journal import Journal, Result
+from nanovllm.whole_files import part_of
 
 TESTS = Path(__file__).parent
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
@@ -98,7 +100,24 @@ def test_it_runs_as_a_module_and_ends_with_a_line_of_totals(model, tmp_path):
     assert done.stdout.startswith("2 lines done: 1 failed, 1 prompt tokens, 8 output tokens; ")
     assert done.stdout.count("\n") == 1
     bar = done.stderr.split("\r")[-1]
-    assert "2/2" in bar and "1 failed" in bar and "tokens/s" in bar
+    assert "2/2" in bar and "1 failed" in bar and "tokens, prefill" in bar
+
+
+def test_the_bar_shows_tokens_before_any_line_is_done(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanovllm.frontend.progress.REFRESH_SECONDS", 0)
+    monkeypatch.setattr(sys, "stderr", shown := StringIO())
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 3)
+
+    class Slow(StubEngine):
+        def step(self):
+            if self.num_decode_tokens == 20:
+                assert "0/3" in shown.getvalue() and "0 failed, 1,020 tokens" in shown.getvalue()
+                return super().step()
+            self.num_prefill_tokens, self.num_decode_tokens = 1000, self.num_decode_tokens + 10
+            return []
+
+    run_stub(replace(as_job(source, tmp_path / "out.jsonl", model), show_progress=True), Slow())
+    assert "3/3" in shown.getvalue()
 
 
 def test_without_stderr_it_shows_no_progress_and_ends(model, tmp_path, monkeypatch):
@@ -145,7 +164,7 @@ def test_every_option_and_sampling_field_is_a_flag(capsys):
 
 def test_flags_reach_the_classes_that_check_them(run, monkeypatch):
     made = {}
-    monkeypatch.setattr("nanovllm.jobs.command.run_job", lambda job, *_: made.update(job=job))
+    monkeypatch.setattr("nanovllm.apps.jobs.command.run_job", lambda job, *_: made.update(job=job))
     flags = "--max_num_seqs 9 --no-enable-prefix-caching --num-kvcache-blocks none --overlap"
     flags += " --dtype float32 --start-timeout 3 --top-k 4 --top_p 0.5 --max-tokens none"
     flags += " --stop a --stop b --stop-token-ids 7 --ignore-eos --seed 3"
@@ -185,8 +204,36 @@ def test_a_wrong_option_is_said_before_anything_is_written(run, capsys, flags, w
     assert not output.exists() and not journal_of(output).exists()
 
 
+@pytest.mark.parametrize(
+    "flag, advice",
+    [
+        ("--modle", "did you mean --model?"),  # rather than: --model is required
+        ("--max-token", "did you mean --max-tokens?"),
+        ("--max_token", "did you mean --max-tokens?"),
+        ("--no-enforce-eage", "did you mean --no-enforce-eager?"),
+        ("--max-new-tokens", "use max_tokens"),
+        ("--max-batch-size", "use max_num_seqs"),
+        ("--zzz", "see python -m nanovllm run --help"),
+    ],
+)
+@pytest.mark.parametrize("value", [["=8"], ["", "8"]], ids=["joined", "apart"])
+def test_an_unknown_flag_is_answered_with_the_one_to_use(capsys, flag, advice, value):
+    joined, *apart = value
+    with pytest.raises(SystemExit) as end:
+        main(["run", "in.jsonl", "-o", "out.jsonl", flag + joined, *apart])
+    assert end.value.code == 2
+    assert f"there is no flag {flag}: {advice}" in capsys.readouterr().err
+
+
+def test_what_looks_like_a_flag_and_is_a_value_is_taken(run):
+    status, _ = run([{"prompt": "the"}], "--stop", "--no flag, for it has spaces")
+    assert status == 0
+
+
 @pytest.mark.parametrize("flag", ["--logit-bias", "--structured-outputs", "--chat-template-kwargs"])
-@pytest.mark.parametrize("value, word", [("{", "'{' is no JSON: "), ("[1]", "is no JSON object")])
+@pytest.mark.parametrize(
+    "value, word", [("{", "'{' is not valid JSON: "), ("[1]", "not a JSON object")]
+)
 def test_a_flag_that_takes_an_object_says_what_is_wrong_with_another(
     run, capsys, flag, value, word
 ):
@@ -210,7 +257,7 @@ def test_the_engine_is_kept_full_with_a_bounded_queue(model, tmp_path):
 def test_memory_does_not_grow_with_the_number_of_lines(model, tmp_path, monkeypatch):
     """Bytes a line at the peak: of a million lines less than 100 MB."""
 
-    monkeypatch.setattr("nanovllm.jobs.journal.MOST_QUEUED", 64)
+    monkeypatch.setattr("nanovllm.apps.jobs.journal.MOST_QUEUED", 64)
 
     def peak(count: int) -> int:
         source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * count)
@@ -240,15 +287,15 @@ def test_a_job_starts_its_requests_as_generate_does_unless_it_is_told_otherwise(
 # Bad lines.
 
 BAD = {
-    "": "it is empty",
-    "   ": "it is empty",
-    "nonsense": "it is no JSON",
-    '{"prompt": "the"': "it is no JSON",
+    "": "the line is empty",
+    "   ": "the line is empty",
+    "nonsense": "the line is not valid JSON",
+    '{"prompt": "the"': "the line is not valid JSON",
     '{"prompt": "the", "temperature": NaN}': "NaN",
-    "[1, 2]": "it is a JSON list",
-    "[" * 100_000: "it is no JSON",
-    '{"id": 3}': "it has no prompt",
-    '{"prompt": "the", "messages": []}': "it has prompt and messages",
+    "[1, 2]": "the line is a JSON list",
+    "[" * 100_000: "the line is not valid JSON",
+    '{"id": 3}': "the request has no prompt",
+    '{"prompt": "the", "messages": []}': "the request has prompt and messages",
     '{"prompt": ["the"]}': "prompt is ['the']",
     '{"prompt": ""}': "is empty",
     '{"prompt": "\\ud800"}': "half a character",
@@ -283,7 +330,7 @@ def test_strict_stops_at_a_bad_line_and_keeps_what_was_done(run, capsys):
     status, output = run(lines, "--strict", *GREEDY)
     assert status == 1 and not output.exists()
     said = capsys.readouterr().err
-    assert "line 10: it is no JSON" in said and "Without --strict" in said
+    assert "line 10: the line is not valid JSON" in said and "Without --strict" in said
     assert 10 not in kept_lines(output)
     status, _ = run(None, *GREEDY)
     assert status == 0 and "error" in read_lines(output)[9]
@@ -294,12 +341,12 @@ def test_strict_after_a_run_that_was_not_sees_its_errors(model, tmp_path):
     job = as_job(source, tmp_path / "out.jsonl", model)
     stop_after(job, 5)
     strict = as_job(source, tmp_path / "out.jsonl", model, strict=True)
-    with pytest.raises(JobError, match="line 1 could not be done in an earlier run"):
+    with pytest.raises(JobError, match="line 1 failed in an earlier run"):
         run_stub(strict)
     run_stub(job)
-    with pytest.raises(JobError, match="line 1 could not be done .* or begin anew with another ou"):
+    with pytest.raises(JobError, match="line 1 failed .* or start over with another output"):
         run_stub(strict)
-    assert "complete already" in run_stub(job)
+    assert "already complete" in run_stub(job)
 
 
 def test_files_of_other_systems_are_read(model, tmp_path):
@@ -316,9 +363,15 @@ def test_an_empty_input_gives_an_empty_output(run):
     assert status == 0 and output.read_bytes() == b""
 
 
+def test_a_byte_order_mark_alone_is_an_empty_input(model, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf")
+    run_stub(as_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model))
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
 def test_a_line_that_would_fill_the_memory_is_an_error(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanovllm.jobs.files.LONGEST_LINE", 1000)
-    monkeypatch.setattr("nanovllm.jobs.files.PIECE", 64)
+    monkeypatch.setattr("nanovllm.apps.jobs.files.LONGEST_LINE", 1000)
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 64)
     lines = [{"prompt": "x" * length} for length in (3, 985, 986, 5000, 3)]
     source = write_lines(tmp_path / "in.jsonl", lines)
     assert [len(line) for line in source.read_text().splitlines()][1] == 999
@@ -428,6 +481,42 @@ def test_what_was_written_a_second_ago_survives_a_loss_of_power(tmp_path):
     with_journal.close()
 
 
+def single_results(count: int, size: int):
+    lines = list(range(1, count + 1))
+    random.Random(1).shuffle(lines)
+    return [Result(line, False, 1, 1, {"text": "x" * size}) for line in lines]
+
+
+def log_bytes(journal: Journal) -> int:
+    return files_of(journal.path)[1].stat().st_size
+
+
+def test_the_log_of_a_journal_stays_small_however_much_is_written(tmp_path):
+    """Each commit writes whole pages to it: 2,000 small results, one by one, are 25 MB."""
+    with closing(Journal(tmp_path / "journal")) as journal:
+        most = 0
+        for result in single_results(2000, 300):
+            journal._insert([result])
+            most = max(most, log_bytes(journal))
+        assert most < 2 * MOST_LOGGED
+        journal._insert([one._replace(line=10_000 + one.line) for one in single_results(900, 9000)])
+        assert log_bytes(journal) < 2 * MOST_LOGGED, "nor by many results at once"
+        assert journal.totals().done == 2900
+        journal.finish({})
+        assert log_bytes(journal) < 2 * MOST_LOGGED, "nor by what drops the results"
+
+
+def test_what_a_killed_run_has_left_in_the_log_is_moved_out_of_it_first(tmp_path):
+    path = tmp_path / "journal"
+    with closing(Journal(path)) as journal:
+        journal.begin({"identity": {}})
+        journal._insert(single_results(50, 300))
+        for source in files_of(path)[:2]:
+            shutil.copy(source, tmp_path / source.name.replace("journal", "copy"))
+    with closing(Journal(tmp_path / "copy")) as copy:
+        assert copy.totals().done == 50 and log_bytes(copy) == 0
+
+
 def signalled_main(argv: list[str], log: Path, number: int) -> tuple[int, str]:
     """A job's exit code and what it said, of which a few steps let the signal be sent."""
 
@@ -446,7 +535,7 @@ def test_a_signal_ends_a_job_cleanly_and_says_how_to_go_on(fresh, model, tmp_pat
     argv = arguments(source, tmp_path / "out.jsonl", model, *GREEDY)
     log = tmp_path / "log"
     ended_with, said = fresh(signalled_main, argv, log, number)
-    assert ended_with == status and "The same command goes on" in said
+    assert ended_with == status and "Run the same command again to resume" in said
     # What was computed is kept: the step was not broken off.
     assert {int(line) for line in log.read_text().split()} <= kept_lines(tmp_path / "out.jsonl")
     assert main(argv) == 0
@@ -456,9 +545,9 @@ def test_a_signal_ends_a_job_cleanly_and_says_how_to_go_on(fresh, model, tmp_pat
 def test_a_job_that_is_done_is_not_done_again(run, capsys, monkeypatch):
     _, output = run([{"prompt": "the", "id": "x" * 50_000}], *GREEDY)
     before = output.read_bytes()
-    monkeypatch.setattr("nanovllm.jobs.command.LLM", None)
+    monkeypatch.setattr("nanovllm.apps.jobs.command.LLM", None)
     assert run(None, *GREEDY)[0] == 0
-    assert "complete already" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     assert output.read_bytes() == before
     assert journal_of(output).stat().st_size < 40_000
 
@@ -476,7 +565,7 @@ def test_the_last_pass_alone_is_repeated_if_it_was_cut_off(model, tmp_path, monk
     job = as_job(source, tmp_path / "out.jsonl", model)
     for name in ("os.replace", "os.fsync"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"nanovllm.jobs.files.{name}", raise_stopped)
+            patch.setattr(f"nanovllm.whole_files.{name}", raise_stopped)
             with pytest.raises(Stopped):
                 run_stub(job)
         assert not job.output.exists()
@@ -515,7 +604,7 @@ def test_a_job_goes_on_only_as_it_was_begun(run, capsys, model, tmp_path, finish
         assert 0 < len(kept_lines(output)) < 100
         lines = None
     before = kept_lines(output), output.exists() and output.read_bytes()
-    words = ["was begun otherwise", "out.jsonl.journal", "choose another output"]
+    words = ["was started differently", "out.jsonl.journal", "choose another output"]
     changes = {
         "--max-tokens was 8 and is 9": ["--max-tokens", "9"],
         "--temperature was 0.0 and is 0.5": ["--temperature", "0.5"],
@@ -550,7 +639,7 @@ def test_what_may_change_are_options():
 
 
 def test_a_run_that_computed_nothing_binds_nobody(run, monkeypatch):
-    monkeypatch.setattr("nanovllm.jobs.job.compute", raise_stopped)
+    monkeypatch.setattr("nanovllm.apps.jobs.job.compute", raise_stopped)
     with pytest.raises(Stopped):
         run([{"prompt": "the"}], "--max-tokens", "9")
     monkeypatch.undo()
@@ -579,21 +668,113 @@ def test_two_runs_on_one_output_say_so(run, capsys, tmp_path):
 def test_files_of_others_are_left_alone(run, capsys, tmp_path):
     output = tmp_path / "out.jsonl"
     output.write_text("precious")
-    refused(run, capsys, "is there already", lines=[{"prompt": "the"}])
+    refused(run, capsys, "already exists", lines=[{"prompt": "the"}])
     assert output.read_text() == "precious"
     output.unlink()
     journal_of(output).write_text("precious " * 100)
-    refused(run, capsys, "is no journal of a job", lines=[{"prompt": "the"}])
+    refused(run, capsys, "is not the journal of a job", lines=[{"prompt": "the"}])
     assert journal_of(output).read_text() == "precious " * 100
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_the_name_that_outputs_once_had_until_complete_is_left_alone(
+    model, tmp_path, is_link
+):
+    part = tmp_path / "out.jsonl.part"
+    source = write_lines(tmp_path / "in.jsonl" if is_link else part, [{"prompt": "x"}] * 20)
+    before = source.read_bytes()
+    if is_link:
+        part.symlink_to(source)
+    run_stub(as_job(part, tmp_path / "out.jsonl", model))
+    assert source.read_bytes() == before and part.is_symlink() == is_link
+    assert len(read_lines(tmp_path / "out.jsonl")) == 20
+
+
+def test_what_a_kill_has_left_of_the_output_is_removed(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 20)
+    job = as_job(source, tmp_path / "out.jsonl", model)
+    stop_after(job, 3)
+    with closing(Journal(job.journal)) as journal:
+        left = part_of(job.output, journal.state["mark"])
+    left.write_text("half")
+    run_stub(job)
+    assert len(read_lines(job.output)) == 20 and not left.exists()
+
+
+@pytest.mark.parametrize("end", ["", "-wal", "-journal"])
+def test_an_input_that_is_called_as_the_journal_is_refused(model, tmp_path, end):
+    source = write_lines(tmp_path / f"out.jsonl.journal{end}", [{"prompt": "x"}])
+    before = source.read_bytes()
+    with pytest.raises(RefusedError, match="the name of this job's journal: rename the input"):
+        run_stub(as_job(source, tmp_path / "out.jsonl", model))
+    assert source.read_bytes() == before
+
+
+def test_a_link_in_the_journals_place_is_refused(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    (tmp_path / "out.jsonl.journal").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        RefusedError, match="is a symbolic link, but a job writes only to its own files"
+    ):
+        run_stub(as_job(source, tmp_path / "out.jsonl", model))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("columns", ["photos (name)", "job (name, salary)", "job (key, value)"])
+def test_a_database_of_others_is_left_alone(model, tmp_path, columns):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    job = as_job(source, tmp_path / "out.jsonl", model)
+    with closing(sqlite3.connect(job.journal)) as db:
+        db.execute(f"CREATE TABLE {columns}")
+        db.execute("CREATE TABLE more (x)")
+        db.commit()
+    before = job.journal.read_bytes()
+    with pytest.raises(
+        RefusedError, match="is not the journal of a job .*'more'.*move the file away"
+    ):
+        run_stub(job)
+    assert job.journal.read_bytes() == before
+    job.journal.rename(tmp_path / "moved")
+    run_stub(job)
+    assert len(read_lines(job.output)) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut off", "cut short", "overwritten"])
+def test_for_a_damaged_journal_the_advice_helps(model, tmp_path, damage):
+    lines = [{"prompt": "x" * 1000}] * 100
+    job = as_job(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", model)
+    stop_after(job, 10)
+    data = job.journal.read_bytes()
+    half = len(data) // 2 // 4096 * 4096
+    assert half > 4096
+    shutil.copy(job.journal, tmp_path / "whole")
+    rest = {"cut off": b"", "cut short": b"", "overwritten": bytes(len(data) - half)}[damage]
+    job.journal.write_bytes(data[: 60 if damage == "cut short" else half] + rest)
+    for _ in range(2):
+        with pytest.raises(
+            RefusedError, match="damaged.* complete copy.* remove the journal, and out.jsonl"
+        ):
+            run_stub(job)
+    if damage == "overwritten":  # results alone: what reads them says so, too
+        with closing(Journal(job.journal)) as journal, pytest.raises(RefusedError, match="damaged"):
+            list(journal.records())
+    # One piece of the advice, then the other.
+    shutil.copy(tmp_path / "whole", job.journal)
+    run_stub(job)
+    expected = job.output.read_bytes()
+    job.journal.unlink()
+    job.output.unlink()
+    run_stub(job)
+    assert job.output.read_bytes() == expected and len(read_lines(job.output)) == 100
 
 
 @pytest.mark.parametrize(
     "name, word",
     [
-        ("no/out.jsonl", "its folder"),
+        ("no/out.jsonl", "the folder exists"),
         (".", "is a folder"),
         ("in.jsonl", "input"),
-        ("out.jsonl.gz", "nothing is compressed here: leave out the .gz"),
+        ("out.jsonl.gz", "a job writes no compressed files: leave out the .gz"),
     ],
 )
 def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
@@ -603,7 +784,7 @@ def test_an_output_that_cannot_be_is_refused(run, capsys, name, word):
 
 def test_stdin_as_the_input_is_refused(model, tmp_path, capsys):
     assert main(arguments(Path("-"), tmp_path / "out.jsonl", model)) == 2
-    assert "the input is -: name a file, as it is read more than once" in capsys.readouterr().err
+    assert "the input is -: name a file, because the input is read" in capsys.readouterr().err
 
 
 def test_stdout_as_the_output_is_refused(model, tmp_path, monkeypatch, capsys):
@@ -618,7 +799,7 @@ def test_stdout_as_the_output_is_refused(model, tmp_path, monkeypatch, capsys):
 def test_an_input_that_cannot_be_read_is_refused(model, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "utf16").write_text('{"prompt": "x"}', encoding="utf-16")
-    words = {"none": "No such file", "pipe": "no regular", "utf16": "is UTF-16: convert it"}
+    words = {"none": "No such file", "pipe": "not a regular file", "utf16": "is UTF-16: convert it"}
     for module in (gzip, bz2, lzma):
         name = f"packed.{module.__name__}"
         (tmp_path / name).write_bytes(module.compress(b'{"prompt": "x"}'))
@@ -645,6 +826,45 @@ def test_an_input_that_changes_during_a_job_ends_it(model, tmp_path):
     assert not job.output.exists()
 
 
+@pytest.mark.parametrize("line", [3, 250], ids=["after it was read", "before it is read"])
+def test_an_input_that_is_edited_in_place_during_a_job_is_noticed(
+    model, tmp_path, monkeypatch, line
+):
+    """And no result is of what was written in its place."""
+    monkeypatch.setattr("nanovllm.apps.jobs.files.PIECE", 512)
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": f"old {i}"} for i in range(300)])
+    text = source.read_text()
+    job = as_job(source, tmp_path / "out.jsonl", model)
+
+    class Editing(StubEngine):
+        def step(self):
+            changed = text.replace(f'"old {line}"', f'"new {line}"')
+            with open(source, "r+") as file:
+                file.write(changed)
+            return super().step()
+
+    with pytest.raises(JobError, match="has changed while the job ran.* restore that version"):
+        run_stub(job, Editing())
+    assert not job.output.exists()
+    source.write_text(text)
+    run_stub(job)
+    texts = [record["text"] for record in read_lines(job.output)]
+    assert texts == [f"answer to old {i}" for i in range(300)]
+
+
+def test_an_input_that_is_removed_once_it_was_read_is_not_missed(model, tmp_path):
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}] * 20)
+    job = as_job(source, tmp_path / "out.jsonl", model)
+
+    class Removing(StubEngine):
+        def step(self):
+            source.unlink(missing_ok=True)
+            return super().step()
+
+    run_stub(job, Removing())
+    assert len(read_lines(job.output)) == 20
+
+
 def test_an_engine_that_fails_ends_the_job_and_what_was_done_is_kept(run, capsys, monkeypatch):
     count = 0
 
@@ -658,7 +878,7 @@ def test_an_engine_that_fails_ends_the_job_and_what_was_done_is_kept(run, capsys
         watch(patch.setattr, Path(os.devnull), fail)
         status, output = run([{"prompt": "the", "max_tokens": 1 + i % 5} for i in range(40)])
     said = capsys.readouterr().err
-    assert status == 1 and "NaN somewhere" in said and "What is done is kept" in said
+    assert status == 1 and "NaN somewhere" in said and "All finished results are kept" in said
     assert 0 < len(kept_lines(output)) < 40
     assert run(None)[0] == 0 and len(read_lines(output)) == 40
 

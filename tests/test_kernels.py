@@ -10,14 +10,24 @@ pytest.importorskip("triton")
 
 import plain_layers as plain
 
-from nanovllm.kernels import attention_backends, flash_attention
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND, select_attention_backend
-from nanovllm.kernels.triton import attention as triton_attention
-from nanovllm.kernels.triton import decode_gemm, elementwise, gemv, prefill_gemm
-from nanovllm.kernels.triton import moe as triton_moe
-from nanovllm.kernels.triton import sampling as triton_sampling
-from nanovllm.kernels.triton.dispatch import TensorDescriptor, arrivals, has_large_shared_memory
-from nanovllm.kernels.triton.linear import gated_linear, linear, rehearse_gated_linear
+from nanovllm.backends.cuda import attention_backends, flash_attention
+from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
+from nanovllm.backends.cuda.triton import (
+    decode_attention,
+    decode_gemm,
+    elementwise,
+    gemv,
+    prefill_attention,
+    prefill_gemm,
+)
+from nanovllm.backends.cuda.triton import moe as triton_moe
+from nanovllm.backends.cuda.triton import sampling as triton_sampling
+from nanovllm.backends.cuda.triton.dispatch import (
+    TensorDescriptor,
+    arrivals,
+    has_large_shared_memory,
+)
+from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionOptions
 from nanovllm.layers.context import PrefillMetadata
@@ -227,6 +237,50 @@ def test_moe_of_what_is_no_number_stays_in_bounds():
     args = moe_inputs(3, 5, 16, 16, torch.float32)
     args[1][:] = torch.nan
     assert triton_moe.moe(*args, 2, True).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(
+    "num_experts, top_k", [(16, 4), (5, 3), pytest.param(128, 8, marks=pytest.mark.gpu)]
+)
+def test_a_row_that_is_no_number_changes_no_other_rows_experts(
+    num_experts, top_k, renormalize, dtype
+):
+    """On a GPU, the threads that compare a row's NaN disagree on which is the greatest: see
+    _route_kernel.
+    """
+    x, logits, *weights = moe_inputs(21, num_experts, 32, 16, dtype)
+    expected = triton_moe.moe(x, logits, *weights, top_k, renormalize)
+    nan, partly = [0, *range(3, 12), 20], 15
+    x[nan] = logits[nan] = logits[partly, 1::3] = torch.nan
+    result = triton_moe.moe(x, logits, *weights, top_k, renormalize)
+    assert result[[*nan, partly]].isnan().all()
+    others = [row for row in range(21) if row not in (*nan, partly)]
+    assert torch.equal(result[others], expected[others])
+
+
+@pytest.mark.skipif(HAS_GPU, reason="looks into the interpreter")
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 3)])
+def test_no_expert_is_picked_by_comparing_nan(rows, monkeypatch):
+    """The interpreter picks one expert whatever it compares; the threads of a GPU would not."""
+    from triton.runtime.interpreter import ReduceOps
+
+    compared, find = [], ReduceOps.min_max
+
+    def min_max(self, input, *args, **options):
+        values = input[0] if isinstance(input, tuple) else input
+        compared.append(bool((values.handle.data != values.handle.data).any()))
+        return find(self, input, *args, **options)
+
+    monkeypatch.setattr(ReduceOps, "min_max", min_max)
+    logits = moe_inputs(9, 16, 8, 8, torch.float32)[1]
+    logits[rows, ::2] = torch.nan
+    _, order, _, _ = triton_moe.sort_by_expert(logits, 4, True, 16, logits)
+    assert sorted(order.tolist()) == list(range(36))
+    # Each of two programs finds its rows' peaks, then four times their best expert and its score.
+    # Only the peaks may be of NaN.
+    assert len(compared) >= 2 * (1 + 4 * 2) and sum(compared) <= 2
 
 
 @pytest.mark.parametrize("width", [3, 1500])
@@ -528,16 +582,16 @@ def test_what_the_kernel_of_many_rows_does_not_know_is_done_by_two(case, launche
 @on_cpu
 @needs_tiles
 @pytest.mark.parametrize("bias, gelu", [(False, False), (False, True), (True, False)])
-def test_a_rehearsal_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
+def test_warmup_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
     x, weight = gated_inputs()
     b = randn(len(weight), dtype=weight.dtype) if bias else None
-    rehearse_gated_linear(weight, b, gelu)
-    rehearsed = set(launched)
+    warmup_gated_linear(weight, b, gelu)
+    warmed_up = set(launched)
     launched.clear()
     for min_tiles in (1, 100):
         monkeypatch.setattr(prefill_gemm, "MIN_TILES", min_tiles)
         gated_linear(x, weight, b, gelu)
-    assert len(launched) == 2 and set(launched) <= rehearsed
+    assert len(launched) == 2 and set(launched) <= warmed_up
 
 
 @pytest.mark.gpu
@@ -607,7 +661,7 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size,
     q = randn(4, heads + 2, head_dim, dtype=dtype)[:, :heads]  # a view, as the layer passes it
     expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
     caches = poison_unused(caches, lens, tables, block_size)
-    assert_close(triton_attention.decode_attention(q, *caches, lens, tables, SCALED), expected)
+    assert_close(decode_attention.decode_attention(q, *caches, lens, tables, SCALED), expected)
 
 
 def behind(lens, window, block_size=1):
@@ -624,7 +678,7 @@ def behind(lens, window, block_size=1):
 def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
     head_dim, block_size, window, softcap, sinks, splits, monkeypatch
 ):
-    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
     lens = torch.tensor([1, 41, 260, 64, 128], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
     q = randn(5, 6, head_dim)
@@ -633,7 +687,7 @@ def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
     caches = poison_unused(caches, lens, tables, block_size, behind(lens, window or 1000))
     shared = torch.tensor([block_size], dtype=torch.int32, device=DEVICE)
     for prefix in (None, shared)[: 1 if window is None else 2]:  # which a window does not see
-        mine = triton_attention.decode_attention(q, *caches, lens, tables, options, prefix)
+        mine = decode_attention.decode_attention(q, *caches, lens, tables, options, prefix)
         assert_close(mine, expected)
 
 
@@ -642,14 +696,14 @@ def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
 def test_decode_attention_that_shares_a_prefix_caps_scores_there_and_counts_sinks_once(
     softcap, sinks, splits, monkeypatch
 ):
-    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
     lens = torch.tensor([40, 33, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
     tables[:, :2] = tables[0, :2]
     q, shared = randn(3, 4, 32), torch.tensor([32], dtype=torch.int32, device=DEVICE)
     options = AttentionOptions(0.5, None, softcap, some_sinks(sinks))
     expected = plain.decode_attention(q, *caches, lens, tables, options)
-    mine = triton_attention.decode_attention(q, *caches, lens, tables, options, shared)
+    mine = decode_attention.decode_attention(q, *caches, lens, tables, options, shared)
     assert_close(mine, expected)
 
 
@@ -670,7 +724,7 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(
     q = randn(5, heads, head_dim)
     expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
     shared = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
-    mine = triton_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
+    mine = decode_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
     assert_close(mine[:4], expected[:4])
 
 
@@ -682,13 +736,13 @@ def test_the_parts_of_a_shared_prefix_are_written_before_they_are_merged(batch):
     caches, tables = paged_cache(batch, 700, 8, 128, 256, torch.bfloat16)
     tables[:, :2] = tables[0, :2]
     q, shared = randn(batch, 32, 128, dtype=torch.bfloat16), torch.tensor([512]).int().to(DEVICE)
-    expected = triton_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    expected = decode_attention.decode_attention(q, *caches, lens, tables, SCALED)
     torch.cuda.empty_cache()
     for _ in range(50):
         # The memory that the parts get next: a part that is read too early is NaN.
         poison = torch.full((2**26,), torch.nan, device=DEVICE)
         del poison
-        mine = triton_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
+        mine = decode_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
         assert_close(mine, expected)
 
 
@@ -703,12 +757,12 @@ def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
     caches = poison_unused(caches, lens, tables, block_size)
     for large_tiles in (False, True):
         monkeypatch.setattr(
-            triton_attention, "has_large_shared_memory", lambda device, large=large_tiles: large
+            decode_attention, "has_large_shared_memory", lambda device, large=large_tiles: large
         )
         for splits in (1, 4, 32):
-            monkeypatch.setattr(triton_attention, "_num_splits", lambda *_, splits=splits: splits)
+            monkeypatch.setattr(decode_attention, "_num_splits", lambda *_, splits=splits: splits)
             assert_close(
-                triton_attention.decode_attention(q, *caches, lens, tables, SCALED), expected
+                decode_attention.decode_attention(q, *caches, lens, tables, SCALED), expected
             )
 
 
@@ -719,10 +773,10 @@ def test_decode_attention_that_is_repeated_gives_the_same_bits():
     lens = torch.tensor([300, 5, 64], dtype=torch.int32, device=DEVICE)
     caches, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
     q = randn(3, 4, 32)
-    first = triton_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    first = decode_attention.decode_attention(q, *caches, lens, tables, SCALED)
     for _ in range(20 if HAS_GPU else 2):
         assert torch.equal(
-            triton_attention.decode_attention(q, *caches, lens, tables, SCALED), first
+            decode_attention.decode_attention(q, *caches, lens, tables, SCALED), first
         )
     assert not arrivals(q.device).any()
 
@@ -731,7 +785,7 @@ def test_rows_that_programs_share_have_a_counter_each():
     counters = len(arrivals(torch.device(DEVICE)))
     for rows in range(1, 4 * counters):
         assert (
-            rows <= counters or triton_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
+            rows <= counters or decode_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
         )
 
 
@@ -742,7 +796,7 @@ def test_decode_attention_of_padding_rows_is_harmless():
     tables[1:] = 0
     caches[0][0], caches[1][0] = float("nan"), float("nan")
     q = randn(3, 4, 32)
-    mine = triton_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    mine = decode_attention.decode_attention(q, *caches, lens, tables, SCALED)
     assert_close(mine[:1], plain.decode_attention(q[:1], *caches, lens[:1], tables[:1], SCALED))
 
 
@@ -760,7 +814,7 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
     expected = plain.prefill_attention(q, k, v, *caches, meta, SCALED)
     caches = poison_unused(caches, lens_k, tables, block_size)
-    assert_close(triton_attention.prefill_attention(q, k, v, *caches, meta, SCALED), expected)
+    assert_close(prefill_attention.prefill_attention(q, k, v, *caches, meta, SCALED), expected)
 
 
 @pytest.mark.parametrize("cached", [0, 70])
@@ -782,7 +836,7 @@ def test_prefill_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
     expected = plain.prefill_attention(q, k, v, *caches, *args)
     given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
     caches = poison_unused(caches, lens_k, tables, block_size, given_back)
-    for one in (plain, triton_attention):
+    for one in (plain, prefill_attention):
         assert_close(one.prefill_attention(q, k, v, *caches, *args), expected)
 
 
@@ -805,9 +859,10 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows. Heads of
     128 come by tiles, where a device or the interpreter knows them.
     """
-    monkeypatch.setattr(triton_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
     if not HAS_GPU:
-        monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device: True)
+        for module in (decode_attention, prefill_attention):
+            monkeypatch.setattr(module, "has_large_shared_memory", lambda device: True)
     lens = torch.tensor([260, 3, 0, 0, 0], dtype=torch.int32, device=DEVICE)
     lens_q = torch.tensor([1, 17, 150])
     lens_k = lens_q + torch.tensor([70, 0, 128])
@@ -829,21 +884,21 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
 
     padded_q, padded_k = (F.pad(x, (0, 3)) for x in (starts_q + 2, starts_k))
     padded_q[4:] = padded_q[3]
-    query_tiles = triton_attention.tile_queries(padded_q, 9)
-    padded = triton_attention.TiledPrefill(
+    query_tiles = prefill_attention.tile_queries(padded_q, 9)
+    padded = prefill_attention.TiledPrefill(
         padded_q, padded_k, 0, 0, F.pad(tables[5:], (0, 0, 0, 3)), query_tiles
     )
     out = torch.full_like(q, 7.0)
     rows = q[:5], *caches, lens, tables[:5]
-    triton_attention.decode_attention(*rows, options, out=out[:5])
-    triton_attention.prefill_attention(q, k, v, *caches, padded, options, out=out)
+    decode_attention.decode_attention(*rows, options, out=out[:5])
+    prefill_attention.prefill_attention(q, k, v, *caches, padded, options, out=out)
     assert_close(out[:170], torch.cat((decoded, prefilled)))
     assert (out[170:] == 7.0).all()
 
 
 def test_query_tiles_are_all_that_chunks_have_and_the_others_lie_behind_the_end():
     lens = torch.tensor([64, 1, 0, 129, 0])
-    tiles = triton_attention.tile_queries(F.pad(lens.cumsum(0), (1, 0)).int() + 7, 8).tolist()
+    tiles = prefill_attention.tile_queries(F.pad(lens.cumsum(0), (1, 0)).int() + 7, 8).tolist()
     assert tiles[:5] == [[0, 0], [1, 0], [3, 0], [3, 64], [3, 128]]
     assert all(first >= lens[chunk] for chunk, first in tiles[5:])
 
@@ -861,8 +916,8 @@ def test_prefill_attention_by_tiles_equals_its_twin(
     does not see the first tile's last key, and in windows of 127 the last query of each 64 does not
     see the first key of the tile before, which all others do.
     """
-    monkeypatch.setattr(triton_attention, "TILED_KEYS", 0)
-    monkeypatch.setattr(triton_attention, "has_large_shared_memory", lambda device: True)
+    monkeypatch.setattr(prefill_attention, "TILED_KEYS", 0)
+    monkeypatch.setattr(prefill_attention, "has_large_shared_memory", lambda device: True)
     lens_q = torch.tensor([1, 63, 200])
     lens_k = lens_q + cached
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
@@ -872,14 +927,14 @@ def test_prefill_attention_by_tiles_equals_its_twin(
     meta = PrefillMetadata(starts_q, starts_k, 200, 200 + cached, tables if cached else None)
     args = meta, AttentionOptions(0.1, window, softcap, some_sinks(sinks, torch.float16))
     fetched = []
-    make = triton_attention._tiles
+    make = prefill_attention._tiles
     monkeypatch.setattr(
-        triton_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
+        prefill_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
     )
     expected = plain.prefill_attention(q[:264], k, v, *caches, *args)
     given_back = behind(lens_k - lens_q + 1, window or 1000, 64)
     caches = poison_unused(caches, lens_k, tables, 64, given_back)
-    assert_close(triton_attention.prefill_attention(q[:264], k, v, *caches, *args), expected)
+    assert_close(prefill_attention.prefill_attention(q[:264], k, v, *caches, *args), expected)
     assert fetched == [64, 64]
 
 
@@ -888,31 +943,6 @@ def test_the_cpu_takes_plain_pytorch():
         select_attention_backend("auto", torch.device("cpu"), torch.float32, 64, 16)
         is PLAIN_BACKEND
     )
-
-
-def test_an_unknown_backend_raises():
-    with pytest.raises(
-        ValueError,
-        match="attention_backend is 'xformers': choose auto, flash-attn, triton or torch",
-    ):
-        select_attention_backend("xformers", torch.device("cpu"), torch.float32, 64, 16)
-
-
-def test_flash_attn_on_a_cpu_raises():
-    with pytest.raises(ValueError, match="attention_backend is 'flash-attn', but device cpu"):
-        select_attention_backend("flash-attn", torch.device("cpu"), torch.bfloat16, 64, 256)
-
-
-def test_triton_on_a_cpu_raises():
-    with pytest.raises(
-        ValueError, match="attention_backend is 'triton', but device cpu is no GPU: take"
-    ):
-        select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 16)
-
-
-def test_a_block_size_triton_cannot_take_raises():
-    with pytest.raises(ValueError, match="kvcache_block_size is 24"):
-        select_attention_backend("triton", torch.device("cpu"), torch.float32, 64, 24)
 
 
 def test_flash_attn_leaves_sinks_to_triton_or_is_refused(monkeypatch):

@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub.errors
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
@@ -264,7 +266,9 @@ def test_a_dtype_of_the_checkpoint_that_is_none_is_refused(name):
     assert resolve_dtype("auto", SimpleNamespace(dtype="float16"), cuda) == torch.float16
     for config in (SimpleNamespace(dtype=name), SimpleNamespace(torch_dtype=name)):
         assert resolve_dtype("bfloat16", config, cuda) == torch.bfloat16
-        with pytest.raises(ValueError, match="config.json: dtype is .*: it must be one such as"):
+        with pytest.raises(
+            ValueError, match="config.json: dtype is .*: it must be a floating-point dtype"
+        ):
             resolve_dtype("auto", config, cuda)
 
 
@@ -282,12 +286,54 @@ def test_missing_folder_and_unknown_model_say_so(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="no such folder"):
             hub.resolve_model_folder(name)
 
-    def offline(*args, **kwargs):
-        raise FileNotFoundError("no network")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
-    with pytest.raises(ValueError, match="'some/model', neither a folder here nor .* no network"):
+OF_THE_HUB = {
+    "GatedRepoError": "request access on https://huggingface.co/some/model, and set .* HF_TOKEN",
+    "RepositoryNotFoundError": "no such model on the Hugging Face hub.* check the name",
+    "HFValidationError": "no such folder, and it is not a hub id like Qwen/Qwen3-0.6B",
+    "LocalEntryNotFoundError": "cannot be reached .*: check the network, .*TINY_MODEL",
+    "HfHubHTTPError": "its download .* failed .*: try again, or give a folder",
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_HUB)
+def test_each_failure_of_the_hub_is_one_line_with_its_remedy(name, monkeypatch):
+    error_class = getattr(huggingface_hub.errors, name)
+
+    def fail(*args, **kwargs):
+        raise error_class.__new__(error_class)  # what else it is made of differs by release
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ValueError, match="^model is 'some/model': .*" + OF_THE_HUB[name]) as raised:
         hub.resolve_model_folder("some/model")
+    assert "\n" not in str(raised.value) and raised.value.__suppress_context__
+
+
+def test_a_connection_that_breaks_is_a_value_error_whatever_the_http_client_raises(monkeypatch):
+    class ReadError(Exception):
+        """As httpx's, which is no OSError."""
+
+    def fail(*args, **kwargs):
+        raise ReadError("connection reset\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ValueError, match=r"failed \(ReadError: connection reset\): try again"):
+        hub.resolve_model_folder("some/model")
+
+
+def test_without_a_network_the_quick_start_ends_in_one_error_that_names_the_tiny_model(tmp_path):
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}  # nothing listens
+    done = subprocess.run(
+        [sys.executable, "-c", "from nanovllm import LLM; LLM('Qwen/Qwen3-0.6B')"],
+        env=os.environ | nobody,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert "exception" not in done.stderr  # which joins the tracebacks of a chain
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("ValueError: model is 'Qwen/Qwen3-0.6B'")
+    assert "nanovllm.TINY_MODEL" in last and len(last) < 300
 
 
 def test_config_errors_name_the_folder(tmp_path):
@@ -506,9 +552,68 @@ def test_values_nested_too_deep_are_an_error_that_names_the_file_and_a_remedy(fo
         LLM(folder, device="cpu")
 
 
+def name_in_index(folder: Path, old: str, new: str) -> None:
+    """Let the index name a file otherwise."""
+    path = folder / INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"] = {
+        tensor: new if file == old else file for tensor, file in index["weight_map"].items()
+    }
+    path.write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
-    "names", [["x" * 5000], ["a\0b"], [5], [None], ["/dev/zero"], ["."]], ids=repr
+    "name",
+    ["../other/it.safetensors", "a/../it.safetensors", "a/../../other/it.safetensors", "/it"],
 )
+def test_an_index_that_names_a_file_outside_of_the_folder_is_refused(folder, tmp_path, name):
+    """Also where the path would lead back, and although the file is the right one."""
+    path = max(folder.glob("*.safetensors"))
+    (tmp_path / "other").mkdir()
+    (folder / "a").mkdir()
+    shutil.copy(path, tmp_path / "other" / "it.safetensors")
+    path.rename(folder / "it.safetensors")
+    if name.startswith("/"):
+        name = str(tmp_path / "other" / "it.safetensors")
+    name_in_index(folder, path.name, name)
+    message = f"{INDEX}: weight_map names '{name[:60]}.* outside of the folder: put the file into "
+    with pytest.raises(ValueError, match=message):
+        load(folder)
+
+
+def test_an_index_leads_nowhere_through_a_linked_folder(folder, tmp_path):
+    path = max(folder.glob("*.safetensors"))
+    (tmp_path / "other").mkdir()
+    path.rename(tmp_path / "other" / path.name)
+    (folder / "part").symlink_to(tmp_path / "other")
+    name_in_index(folder, path.name, f"part/{path.name}")
+    with pytest.raises(ValueError, match=f"names 'part/{path.name}', which lies outside of"):
+        load(folder)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["", "the folder is a link"])
+def test_an_index_may_name_a_file_in_a_folder_of_the_folder(folder, tmp_path, linked):
+    path = max(folder.glob("*.safetensors"))
+    (folder / "part").mkdir()
+    path.rename(folder / "part" / path.name)
+    name_in_index(folder, path.name, f"part/{path.name}")
+    (tmp_path / "link").symlink_to(folder)
+    load(tmp_path / "link" if linked else folder)
+
+
+def test_files_of_the_hubs_cache_are_links_out_of_the_folder(folder, tmp_path):
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for i, path in enumerate(sorted(folder.iterdir())):
+        shutil.copy(path, blobs / str(i))
+        (snapshot / path.name).symlink_to(f"../../blobs/{i}")
+    assert hub.resolve_model_folder(str(snapshot)) == snapshot
+    load(snapshot)
+
+
+@pytest.mark.parametrize("names", [["x" * 5000], ["a\0b"], [5], [None], ["."], [""]], ids=repr)
 def test_an_index_that_names_no_file_is_refused(folder, names):
     (folder / INDEX).write_text(
         json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}})

@@ -11,12 +11,12 @@ import sys
 import pytest
 
 from nanovllm import TINY_MODEL
-from nanovllm.log import parameters
+from nanovllm.frontend.log import parameters
 
 LINE = (
     r"nanovllm: tiny-qwen3, 3\.8 M parameters, float32 on the CPU, attention: (?:plain|C\+\+), "
-    r"4 KV blocks of 256 tokens \(0\.0 GiB\), sequences of up to 2,048 tokens, "
-    r"ready in (\d+\.\d) s\n"
+    r"4 KV blocks of 256 tokens \(0\.0 GiB reserved, none used yet\), "
+    r"sequences of up to 2,048 tokens, ready in (\d+\.\d) s\n"
 )
 MAKE = (
     "from nanovllm import LLM\n"

@@ -1,16 +1,17 @@
-"""`LLM.on_step`: what its records say, and that a callback may do what it likes."""
+"""`LLM.on_step`: what its records say, and what a callback may do."""
 
 import threading
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from engine_helpers import PROMPTS, assert_empty, assert_greedy, greedy
 from process_helpers import SECONDS, in_thread
-from test_bench import bench
 from tqdm.auto import tqdm
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.engine.metrics import StepRecord
+from nanovllm import LLM, StepRecord
+from nanovllm.apps.bench.report import plot
+from nanovllm.frontend.progress import Tokens, show_bar
 
 
 @pytest.fixture(params=[False, True], ids=["", "overlap"])
@@ -136,58 +137,53 @@ def test_a_callback_may_use_the_llm(llm, checkpoint):
     assert_empty(llm)
 
 
-@pytest.mark.parametrize("outer", ["generate", "score"])
-def test_calls_of_a_callback_may_end_the_requests_of_the_call_around_them(llm, checkpoint, outer):
-    """Steps are everybody's: what ends in one of the callback's is not lost to the other call."""
-    seen: list[int] = []
+RUN_STEPS = {
+    "generate": lambda llm, stream: llm.generate([[1]], use_tqdm=False),
+    "stream": lambda llm, stream: list(llm.stream([[1]])),
+    "stream that has begun": lambda llm, stream: next(stream),
+    "score": lambda llm, stream: llm.score([[1]], [[2]], use_tqdm=False),
+    "step": lambda llm, stream: llm.step(),
+    "sleep": lambda llm, stream: llm.sleep(),
+    "update_weights": lambda llm, stream: llm.update_weights([]),
+}
 
-    def call(step: StepRecord) -> None:
-        seen.extend(step.finished)
-        if not calls:
-            calls.append(step)  # the calls below have steps, too
-            (output,) = llm.generate([PROMPTS[5]], greedy(20), use_tqdm=False)
-            assert output["token_ids"] == checkpoint.expected(PROMPTS[5], 20)
 
-    calls: list[StepRecord] = []
-    llm.on_step(call)
-    if outer == "generate":
+@pytest.mark.parametrize("call", RUN_STEPS.values(), ids=RUN_STEPS)
+@pytest.mark.parametrize("catches", [True, False], ids=["caught", ""])
+def test_a_callback_that_would_run_steps_is_refused(llm, checkpoint, call, catches):
+    """Where the callback catches the error, the call around it goes on undisturbed."""
+    stream = llm.stream([PROMPTS[3]], greedy(30))
+    next(stream)
+    refused = []
+
+    def disturb(step: StepRecord) -> None:
+        if refused:
+            return
+        try:
+            call(llm, stream)
+        except RuntimeError as error:
+            refused.append(str(error))
+            if not catches:
+                raise
+
+    remove = llm.on_step(disturb)
+    if catches:
         (output,) = llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
         assert output["token_ids"] == checkpoint.expected(PROMPTS[0], 3)
+        assert len(refused) == 1
     else:
-        scores = llm.score(PROMPTS[6:8], [[[3], [4]], [[5], [6]]], use_tqdm=False)
-        assert [[len(one["logprobs"]) for one in row] for row in scores] == [[1, 1], [1, 1]]
-    assert len(calls) == 1 and sorted(seen) == sorted(set(seen))  # each request is told once
+        with pytest.raises(RuntimeError, match="in a callback use add_request"):
+            llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+    remove()
+    stream.close()
     assert_empty(llm)
+    assert_greedy(llm, checkpoint)
 
 
 def test_a_callback_may_close_the_llm(llm):
     llm.on_step(lambda step: llm.close())
     with pytest.raises(ValueError, match="closed"):
         llm.generate(PROMPTS, greedy(9), use_tqdm=False)
-
-
-def test_a_call_says_that_an_error_in_a_callback_has_dropped_its_requests(llm, checkpoint):
-    """The callback has caught it: without a word of it the call would wait for them forever."""
-
-    def fail(output, logits):
-        raise KeyError("mine")
-
-    def call(step: StepRecord) -> None:
-        remove()
-        with pytest.raises(KeyError):
-            llm.generate([[1]], SamplingParams(logits_processors=[fail]), use_tqdm=False)
-
-    calls = [
-        lambda: llm.generate(PROMPTS, greedy(9), use_tqdm=False),
-        lambda: llm.score(PROMPTS[:1], [[5]], use_tqdm=False),
-        lambda: list(llm.stream(PROMPTS, greedy(9))),
-    ]
-    for outer in calls:
-        remove = llm.on_step(call)
-        with pytest.raises(RuntimeError, match="caught the error .* dropped all requests"):
-            outer()
-        assert_empty(llm)
-    assert_greedy(llm, checkpoint)
 
 
 def test_a_callback_runs_in_the_thread_of_the_step(llm):
@@ -229,6 +225,44 @@ def test_progress_counts_the_requests_of_its_call_alone(llm, capfd):
     assert [output["id"] for output in llm.step()] == [other]
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set, as clock.now."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("nanovllm.frontend.progress.perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_bars_rates_are_those_of_the_last_seconds(clock):
+    tokens = Tokens()
+    clock.now += 1
+    tokens.add(4000, 0)
+    assert str(tokens) == "4,000 tokens, prefill 4,000 tok/s, decode 0 tok/s"
+    for _ in range(100):
+        clock.now += 0.5
+        tokens.add(0, 50)
+    assert str(tokens) == "9,000 tokens, prefill 0 tok/s, decode 100 tok/s"
+    clock.now += 20  # one long step
+    tokens.add(10000, 50)
+    assert str(tokens).endswith("prefill 500 tok/s, decode 2 tok/s")
+
+
+def test_a_bar_shows_tokens_before_any_request_has_finished(clock, monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream := StringIO())
+    bar = show_bar(True, total=3)
+    bar._time = lambda: clock.now
+    bar.start_t = bar.last_print_t = clock.now
+    clock.now += 1
+    bar.set_postfix_str("7 tokens", refresh=False)
+    bar.update(2)
+    for _ in range(5):
+        clock.now += 1
+        bar.set_postfix_str(f"{clock.now:.0f} tokens", refresh=False)
+        bar.update(0)
+        assert f"{clock.now:.0f} tokens" in stream.getvalue()
+    bar.close()
+
+
 class Failing(StringIO):
     """A stream on which so many writes succeed."""
 
@@ -265,5 +299,5 @@ def test_a_bar_that_cannot_be_written_costs_no_results(
 
 def test_bench_draws_the_steps_of_a_run(llm, tmp_path):
     pytest.importorskip("matplotlib")
-    bench.plot(recorded(llm), tmp_path / "run.png", "a run")
+    plot(recorded(llm), tmp_path / "run.png", "a run")
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

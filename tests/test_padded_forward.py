@@ -9,16 +9,17 @@ import torch
 from model_helpers import BLOCK_SIZE, load, make_checkpoint
 from test_fused_layers import SIZES
 from torch import nn
-from transformers import Gemma2Config, Qwen3Config
+from transformers import Gemma2Config, Qwen3Config, Qwen3MoeConfig
 
 pytest.importorskip("triton")
 
+from nanovllm.backends.cuda import padded_forward
+from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse, layers_of_dry_run
+from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
+from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.engine.batch_state import BatchState
-from nanovllm.gpu import padded_forward
-from nanovllm.gpu.fused_layers import FusedDecoder, fuse, outlined
-from nanovllm.gpu.padded_forward import PaddedInputs, sizes_for
-from nanovllm.kernels.attention_backends import AttentionBackend
-from nanovllm.kernels.triton import attention
 from nanovllm.layers.attention import AttentionOptions, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-TRITON = AttentionBackend("Triton", attention.prefill_attention, attention.decode_attention)
+TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
 SLOTS, WIDTH = 12, 12  # batch slots; blocks of a sequence
 WINDOWS_AND_CAPS = dict(
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
@@ -47,6 +48,14 @@ def folder(tmp_path_factory):
 def gemma(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma")
     make_checkpoint(folder, Gemma2Config(**SIZES, **WINDOWS_AND_CAPS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    sizes = SIZES | dict(moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    make_checkpoint(folder, Qwen3MoeConfig(**sizes))
     return folder
 
 
@@ -122,6 +131,21 @@ def test_a_padded_step_keeps_to_windows_and_caps(gemma, monkeypatch):
     compare(gemma, [20, 3, 15, 0], 2, [11, 9], monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["folder", "experts"])
+def test_what_lies_in_the_memory_of_padding_changes_no_result(name, request, monkeypatch):
+    """No kernel of attention writes rows of padding. Experts are the one layer that looks at all
+    rows at once.
+    """
+    empty = torch.empty
+
+    def poisoned(*args, **options):
+        new = empty(*args, **options)
+        return new.fill_(torch.nan) if new.is_floating_point() else new
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    compare(request.getfixturevalue(name), [3, 20, 12, 0, 6], 3, [11, 2], monkeypatch)
+
+
 def compare(folder, cached, decodes, chunks, monkeypatch):
     monkeypatch.setattr(padded_forward, "FEW_DECODES", 4)
     plain_model = load(folder)
@@ -187,7 +211,7 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     def found(*kinds):
         """Of layers whose attention has a window or sinks, or which have another kind of MLP."""
         layers = [Layer(*kind) for kind in kinds]
-        return [layers.index(layer) for layer in outlined(layers)]
+        return [layers.index(layer) for layer in layers_of_dry_run(layers)]
 
     dense, sparse, local = (None, 1), (None, "experts"), (8, 1)
     assert found(dense, dense, dense) == [0, 2]
@@ -199,7 +223,7 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     assert found(dense, with_sinks, with_sinks, dense) == [0, 1, 3]
 
 
-def test_an_outlined_model_runs_only_that(folder):
+def test_a_dry_run_runs_one_layer_of_each_kind_and_the_last(folder):
     model = load(folder)
     fuse(model, TRITON)
     assert type(model.model) is FusedDecoder
@@ -207,6 +231,6 @@ def test_an_outlined_model_runs_only_that(folder):
     ran = []
     for layer in model.model.layers:
         layer.self_attn.qkv_proj.register_forward_hook(lambda *_: ran.append(1))
-    model.model.outline = True
+    model.model.dry_run = True
     hidden = run(model, step.token_ids, step.positions, step.metadata)
     assert hidden.shape == (2, 32) and len(ran) == 2

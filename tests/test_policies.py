@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
 from test_scheduler import Server, make_scheduler, make_sequence, streams
 
-from nanovllm import LLM, SamplingParams, compose
+from nanovllm import LLM, SamplingParams
 from nanovllm.config import SCHEDULING_POLICIES
 from nanovllm.engine.policy import SchedulingPolicy
-from nanovllm.policies import POLICIES
-from nanovllm.policies.rolling import RollingPolicy
-from nanovllm.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
-from nanovllm.policies.throughput import GROUP_TOKENS, ThroughputPolicy
+from nanovllm.features.policies import POLICIES
+from nanovllm.features.policies.rolling import RollingPolicy
+from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy, count_common_blocks
+from nanovllm.features.policies.throughput import GROUP_TOKENS, ThroughputPolicy
 
 
 def make_server(min_running: int = 8, group_tokens: int = GROUP_TOKENS, **sizes) -> Server:
@@ -215,6 +215,31 @@ def test_a_job_is_paced_when_its_last_request_has_come():
         server.run()
 
 
+def test_no_more_requests_of_a_job_run_than_are_enough_for_the_device():
+    policy = RollingPolicy(window=100)
+    server = Server(make_scheduler(policy=policy, num_blocks=400, max_num_seqs=64, enough_seqs=4))
+    requests = [server.add(id, [id % VOCABULARY], 10 + id % 3) for id in range(20)]
+    first_end = None
+    while server.scheduler.has_unfinished():
+        server.step()
+        if first_end is None and any(seq.finish_reason for seq in requests):
+            first_end = len(server.batches)
+    running = [len(batch.decode_slots) for batch in server.batches]
+    assert max(running) == 4 and sum(running) / len(running) > 3.5, "nor fewer"
+    assert first_end <= len(server.batches) / 4, "the first do not wait for the last"
+
+
+def test_requests_of_a_call_run_beyond_what_is_enough():
+    """Their outputs come all at once: what counts is when the last one ends."""
+    policy = ThroughputPolicy(min_running=64)
+    server = Server(make_scheduler(policy=policy, num_blocks=400, max_num_seqs=64, enough_seqs=4))
+    for id in range(20):
+        server.add(id, [id % VOCABULARY], 10)
+    server.step()
+    assert server.scheduler.num_running == 20
+    server.run()
+
+
 # By name, or by an object of the user's own
 
 
@@ -325,7 +350,6 @@ class Lacking:
     "policy, error, message",
     [
         ("lifo", ValueError, "'lifo': use one of 'throughput', 'fcfs', .* or an object with the"),
-        (None, TypeError, "None, which has no method key: derive its class from nanovllm.engine"),
         (7, TypeError, "scheduling_policy is 7, which has no method key"),
         (Lacking(), TypeError, "which has no method shared_prefix_blocks: derive its class from"),
         (SchedulingPolicy, TypeError, r"the class SchedulingPolicy: .*, such as SchedulingPolicy"),
@@ -335,14 +359,6 @@ class Lacking:
 def test_a_wrong_policy_is_refused_before_a_model_is_looked_for(policy, error, message):
     with pytest.raises(error, match=message):
         LLM("no/such/model", scheduling_policy=policy)
-
-
-def test_without_its_room_the_default_is_first_come_first_served(monkeypatch):
-    monkeypatch.setattr(compose, "room", lambda name: None)
-    for name in ("throughput", "fcfs"):
-        assert type(compose.choose_policy(name)) is SchedulingPolicy
-    with pytest.raises(ValueError, match="'priority', but nanovllm/policies is not there: use"):
-        compose.choose_policy("priority")
 
 
 def test_a_policy_that_fails_leaves_an_empty_usable_llm(make_llm, checkpoint):

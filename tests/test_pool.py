@@ -7,10 +7,10 @@ import pytest
 from job_helpers import StubEngine, as_job, read_lines, write_lines
 
 from nanovllm import SamplingParams
-from nanovllm.jobs.errors import JobError, RefusedError
-from nanovllm.jobs.formats import Request
-from nanovllm.jobs.job import run_job
-from nanovllm.jobs.pool import CALLS, MOST_STARTS, TOGETHER, Pool, ReplicaLostError
+from nanovllm.apps.jobs.errors import JobError, RefusedError
+from nanovllm.apps.jobs.formats import Request
+from nanovllm.apps.jobs.job import run_job
+from nanovllm.apps.jobs.pool import CALLS, MOST_STARTS, TOGETHER, Pool, ReplicaLostError
 
 
 class Life:
@@ -111,7 +111,7 @@ def clocked(monkeypatch):
     """A function: a simulation -> itself, whose time is the pool's."""
 
     def clock(simulation: Simulation) -> Simulation:
-        monkeypatch.setattr("nanovllm.jobs.pool.monotonic", lambda: simulation.time)
+        monkeypatch.setattr("nanovllm.apps.jobs.pool.monotonic", lambda: simulation.time)
         return simulation
 
     return clock
@@ -252,14 +252,14 @@ def test_a_job_does_not_wait_for_ever_for_a_replica_that_has_no_place_any_more(c
             hangs=lambda life, held: life.number > 0,
         )
     )
-    with pytest.raises(JobError, match="has not answered for 3. s. What is done is kept"):
+    with pytest.raises(JobError, match="has not answered for 3. s. All finished results are kept"):
         serve_all(simulation, requests_of(9), num_replicas=1, start_timeout=30, answer_timeout=9)
     assert len(simulation.lives) == 1 + MOST_STARTS
 
 
 def test_replicas_that_always_die_end_the_job_with_what_they_died_of():
     simulation = Simulation(dies=lambda life, held: bool(held))
-    with pytest.raises(JobError, match=r"replica \d+ died\. What is done is kept"):
+    with pytest.raises(JobError, match=r"replica \d+ died\. All finished results are kept"):
         serve_all(simulation, requests_of(100))
     assert len(simulation.lives) < 20
 

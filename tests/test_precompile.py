@@ -14,10 +14,10 @@ triton = pytest.importorskip("triton")
 if not hasattr(triton, "AsyncCompileMode"):
     pytest.skip("this release of Triton does not compile in threads", allow_module_level=True)
 
-from nanovllm.gpu.fused_layers import FusedGatedMLP, fuse
-from nanovllm.gpu.precompile import find_uncompiled
-from nanovllm.gpu.runner import CUDAModelRunner
-from nanovllm.kernels.attention_backends import PLAIN_BACKEND
+from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND
+from nanovllm.backends.cuda.fused_layers import FusedGatedMLP, fuse
+from nanovllm.backends.cuda.precompile import find_uncompiled
+from nanovllm.backends.cuda.runner import CUDAModelRunner
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import ParallelGroup
 
@@ -89,10 +89,10 @@ def test_an_error_takes_the_hook_back():
 def test_a_start_runs_what_mlps_launch_for_prompts_once_for_each_size(monkeypatch):
     model = nn.ModuleList(GatedMLP(8, size, ParallelGroup()) for size in (16, 24, 16))
     fuse(model, PLAIN_BACKEND)
-    rehearsed = []
-    monkeypatch.setattr(FusedGatedMLP, "rehearse", lambda mlp: rehearsed.append(mlp))
+    warmed_up = []
+    monkeypatch.setattr(FusedGatedMLP, "warmup", lambda mlp: warmed_up.append(mlp))
     runner = MagicMock(model=model, max_num_seqs=1, resampler=None)
     runner.decode_sizes = runner.attention_layers = ()
     CUDAModelRunner._run_small_steps(runner)
-    sizes = [mlp.down_proj.weight.shape[1] for mlp in rehearsed]
+    sizes = [mlp.down_proj.weight.shape[1] for mlp in warmed_up]
     assert sorted(sizes) == [16, 24]

@@ -21,10 +21,10 @@ from test_readme import GUIDE, ROOT, code_blocks
 
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
+from nanovllm.apps.jobs.errors import RefusedError
+from nanovllm.apps.jobs.pool import ReplicaLostError
+from nanovllm.apps.ray_replicas import STEP_TIMEOUTS, RayCluster, resources_of
 from nanovllm.config import Config
-from nanovllm.integrations.ray_replicas import STEP_TIMEOUTS, RayCluster, resources_of
-from nanovllm.jobs.errors import RefusedError
-from nanovllm.jobs.pool import ReplicaLostError
 
 TESTS = Path(__file__).parent
 ENV = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -58,7 +58,7 @@ def test_one_replica_imports_nothing_of_ray(model, tmp_path):
     code = (
         f"import sys; from nanovllm.__main__ import main; assert main({argv}) == 0; "
         "print([name for name in sys.modules if name.split('.')[0] == 'ray' or "
-        "name.startswith(('nanovllm.integrations', 'nanovllm.jobs.pool'))])"
+        "name.startswith(('nanovllm.apps.ray', 'nanovllm.apps.jobs.pool'))])"
     )
     run = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True)
     assert run.stdout.splitlines()[-1] == "[]", run.stderr
@@ -293,7 +293,7 @@ def test_nothing_of_a_session_outlives_a_driver_that_is_killed(job):
 @pytest.fixture(scope="module")
 def generate(model):
     pytest.importorskip("pyarrow")
-    from nanovllm.integrations.ray import Generate
+    from nanovllm.apps.ray import Generate
 
     params = SamplingParams(temperature=0, max_tokens=6)
     return Generate(model, params, keep=["note"], device="cpu", max_model_len=256)
@@ -349,9 +349,11 @@ def test_every_batch_has_the_same_columns(generate):
 def test_what_is_wrong_with_a_whole_dataset_is_said_and_not_put_into_each_row(generate, model):
     with pytest.raises(TypeError, match="batch_format='pyarrow'"):
         generate({"prompt": ["the"]})
-    with pytest.raises(ValueError, match=r"'max_token', which is no field.*keep=\['max_token'\]"):
+    with pytest.raises(
+        ValueError, match=r"'max_token', which is not a field.*keep=\['max_token'\]"
+    ):
         generate(batch_of([{"prompt": "the", "note": "", "max_token": 3}]))
-    with pytest.raises(ValueError, match="'note', which is no column"):
+    with pytest.raises(ValueError, match="'note', which is not a column"):
         generate(batch_of([{"prompt": "the"}]))
     with pytest.raises(ValueError, match="'text', which is a column of the results"):
         type(generate)(model, keep=["text"])
@@ -377,7 +379,7 @@ def pipeline(model, tmp_path_factory) -> dict:
     for old, new in {
         "ray.init()": "ray.init(address='local', num_cpus=4, include_dashboard=False, "
         "object_store_memory=2**27)",
-        "nanovllm.integrations.ray import Generate": "ray_faults import DyingGenerate as Generate",
+        "nanovllm.apps.ray import Generate": "ray_faults import DyingGenerate as Generate",
         "batch_size=4096": "batch_size=8",
         "num_gpus=1": "num_cpus=1",
         '"keep"': '"device": "cpu", "max_model_len": 256, "keep"',

@@ -15,10 +15,10 @@ import triton.language as tl
 from sampling_helpers import Draws, random_params
 
 from nanovllm import SamplingParams
+from nanovllm.backends.cuda.resampler import CUDAResampler
+from nanovllm.backends.cuda.triton import resampling as kernels
+from nanovllm.backends.cuda.triton.sampling import sample, scale_of
 from nanovllm.engine.model_runner import StepOutput
-from nanovllm.gpu.resampler import CUDAResampler
-from nanovllm.kernels.triton import resampling as kernels
-from nanovllm.kernels.triton.sampling import sample, scale_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -207,7 +207,8 @@ def least_kept(logits, params):
 def exact_least(x, params):
     """In float64: the least logit that is kept, and how near top_p comes to another."""
     best = x.double().sort(descending=True).values
-    best = best[: params.top_k or None]
+    if params.top_k > 0:
+        best = best[best >= best[min(params.top_k, len(best)) - 1]]
     if params.min_p > 0:
         best = best[best >= best[0] + params.temperature * math.log(params.min_p)]
     near = 1.0
@@ -263,6 +264,13 @@ def test_the_kept_tokens_are_those_that_sorting_finds(kind, vocab, dtype):
         assert num_open[-2] > 128
 
 
+def test_top_p_is_a_part_of_all_tokens_as_likely_as_the_kth():
+    probs = torch.tensor([[0.4, 0.3, 0.1, 0.1, 0.1]], device=DEVICE)
+    for p, expected in ((0.85, 0.1), (0.71, 0.1), (0.69, 0.3)):  # of three tokens, 0.875 are two
+        found, _ = least_kept(probs.log(), [SamplingParams(top_k=3, top_p=p)])
+        assert found[0].exp().item() == pytest.approx(expected)
+
+
 def test_what_many_chunks_hold_is_found_by_a_sample(monkeypatch):
     """That is, by one pass and not by bisecting over all of them."""
     params = [SamplingParams(top_p=p, temperature=0.8) for p in (0.5, 0.9, 0.95)]
@@ -274,7 +282,7 @@ def test_what_many_chunks_hold_is_found_by_a_sample(monkeypatch):
     assert torch.equal(found, expected)
 
 
-def test_a_rehearsal_launches_every_kernel_that_a_step_may_launch(monkeypatch):
+def test_warmup_launches_every_kernel_that_a_step_may_launch(monkeypatch):
     launch, launched = kernels.launch, set()
 
     def note(kernel, grid, *args, **options):
@@ -287,9 +295,9 @@ def test_a_rehearsal_launches_every_kernel_that_a_step_may_launch(monkeypatch):
     draws = kernel_draws(logits, [edited, SamplingParams(logprobs=2), SamplingParams(min_p=0.1)])
     tokens, positions = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     output = StepOutput(tokens.to(DEVICE), logits, positions.to(DEVICE), draws.slots_d)
-    draws.resampler.rehearse(output)
-    rehearsed = launched.copy()
+    draws.resampler.warmup(output)
+    warmed_up = launched.copy()
     launched.clear()
     draws.run()
-    assert launched and launched <= rehearsed
+    assert launched and launched <= warmed_up
     assert any(torch.float32 == logits for _, logits, *_ in launched)

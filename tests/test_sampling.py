@@ -8,11 +8,12 @@ import pytest
 import torch
 from call_helpers import END, make_llm
 from sampling_helpers import Draws, draw, process, random_params
+from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import SamplingParams
+from nanovllm.features.sampling.resampler import Resampler, keep_likeliest
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
-from nanovllm.sampling.resampler import Resampler, keep_likeliest
 
 PROMPTS = [[7, 8, 9, 10] * 5, [1, 2, 3], [40, 41, 42, 43, 44] * 7, [5], [99] * 17]
 
@@ -106,6 +107,7 @@ NO_FILTERS = dict(top_k=0, top_p=1.0, min_p=0.0)
         dict(temperature=0.7),
         dict(top_k=3),
         dict(top_k=4),  # where two are equally likely: neither goes without the other
+        dict(top_k=5, top_p=0.9),  # two are as likely as the fifth
         dict(top_p=0.8),
         dict(min_p=0.2),
         dict(temperature=1.6, top_k=6, top_p=0.9, min_p=0.05),
@@ -199,6 +201,18 @@ def test_top_k_and_min_p_keep_exact_sets():
     assert keep(scores, top_p=0.56) == {1, 3}
     assert keep(scores, top_k=2, top_p=0.58) == {1, 3}
     assert keep(scores, top_k=2, top_p=0.57) == {1}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("top_p", [0.2, 0.5, 0.8, 0.9, 0.97])
+def test_ties_at_the_kth_token_are_kept_and_count_for_top_p_as_in_transformers(top_k, top_p):
+    generator = torch.Generator().manual_seed(top_k)
+    for _ in range(20):
+        scores = torch.randint(0, 5, (1, 12), generator=generator) / 3
+        left = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, scores))
+        # Of equally likely tokens, top_p drops some there and none here.
+        expected = scores >= scores[left.isfinite()].min()
+        assert keep(scores[0].tolist(), top_k, top_p) == set(expected[0].nonzero()[:, 0].tolist())
 
 
 def test_no_bound_drops_nothing_however_the_sum_rounds():

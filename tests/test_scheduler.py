@@ -1,6 +1,7 @@
 """The scheduler's promises, over random streams of requests and a device that checks every read."""
 
 import copy
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from random import Random
@@ -24,8 +25,8 @@ from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.policies import POLICIES as NAMED_POLICIES
-from nanovllm.policies.throughput import ThroughputPolicy
+from nanovllm.features.policies import POLICIES as NAMED_POLICIES
+from nanovllm.features.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
 
@@ -333,6 +334,40 @@ def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
         check_answers(request, sequences[id])
     check_empty(server.scheduler)
     assert server.batches == server.as_planned
+
+
+@settings(max_examples=200)
+@given(streams(), st.integers(1, 6), st.integers(1, 3))
+def test_a_sequence_that_fails_ends_alone_with_its_tokens_so_far(stream, step, every):
+    """Some fail in the place of a token that they would sample, some in several in one step."""
+    sizes, requests, delays = stream
+    server = Server(make_scheduler(**sizes))
+    scheduler, device = server.scheduler, server.device
+    launch = device.launch
+
+    def fails_at(seq):  # the number of the token that it cannot sample
+        return seq.id % 100 % 4 + step if seq.id % every == 0 else math.inf
+
+    def launch_some_that_fail(batch):
+        return [
+            INVALID_TOKEN
+            if len(device.tokens[seq.id]) - seq.num_prompt_tokens >= fails_at(seq)
+            else token
+            for token, seq in zip(launch(batch), scheduler.newest_step)
+        ]
+
+    device.launch = launch_some_that_fail
+    sequences = serve(server, requests, delays)
+    for seq in [one for first in sequences.values() for one in first.completions]:
+        if seq.finish_reason == "abort":
+            continue
+        alone = output_alone(
+            seq.token_ids[: seq.num_prompt_tokens], seq.max_len, seq.stop_ids, seq.seed
+        )
+        failed = fails_at(seq) <= len(alone)
+        assert seq.output_ids == (alone[: fails_at(seq) - 1] if failed else alone)
+        assert (seq.finish_reason == "error") == failed
+    check_empty(scheduler)
 
 
 def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
@@ -1005,20 +1040,21 @@ def test_the_random_streams_pause_sequences_wherever_they_stand():
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_invalid_logits_raise_and_name_the_request(delay):
-    server = Server(make_scheduler())
-    server.add(7, [4], 5)
-    server.add(8, list(range(20)), 5, completions=2)
-    batch = server.scheduler.schedule()
-    assert len(batch.first_samples) == 3
+def test_invalid_logits_end_a_completion_alone_and_leave_nothing_of_its_prompt_cached(delay):
+    scheduler = make_scheduler()
+    server = Server(scheduler)
+    prompt = list(range(20))
+    other, first = server.add(7, [4], 5), server.add(8, prompt, 5, completions=2)
+    batch = scheduler.schedule()
+    assert len(batch.first_samples) == 3 and scheduler.blocks.match(prompt)
     if delay:
-        server.scheduler.schedule()
-    message = (
-        r"^request 8 \(prompt \[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]\) has NaN or infinite logits "
-        r"after 20 tokens: try another dtype, such as bfloat16 .* checkpoint's weights$"
-    )
-    with pytest.raises(FloatingPointError, match=message):
-        server.scheduler.commit([1, 1, INVALID_TOKEN])
+        scheduler.schedule()
+    fork = first.siblings[0]
+    assert scheduler.commit([1, 1, INVALID_TOKEN]) == ([other, first], [fork])
+    assert fork.finish_reason == "error" and fork.token_ids == prompt
+    assert scheduler.blocks.match(prompt) == []
+    check_blocks(scheduler)
+    assert other.output_ids == first.output_ids == [1] and first.finish_reason is None
 
 
 def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():

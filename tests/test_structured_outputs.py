@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.errors import InvalidLogitsError
-from nanovllm.structured import grammars
-from nanovllm.structured.grammars import Grammars
-from nanovllm.text import load_tokenizer
+from nanovllm.features.sampling import grammars
+from nanovllm.features.sampling.grammars import Grammars
+from nanovllm.frontend.tokenizer import load_tokenizer
 
 PROMPTS = ["import json\n\nexample = ", "class Point:\n", "def main():\n    return ", "x = "]
 REGEX = r"[a-z]{2,8}(, [a-z]{2,8}){0,3}\."
@@ -268,10 +268,56 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is_queued(llm, name)
     assert output["text"] == "no"
 
 
-@pytest.mark.parametrize("name, value", [("ignore_eos", True), ("min_tokens", 3)])
-def test_what_moves_the_end_is_refused_beside_a_form(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value} beside structured_outputs, which"):
-        SamplingParams(structured_outputs=dict(regex="a"), **{name: value})
+def test_ignore_eos_is_refused_beside_a_form():
+    with pytest.raises(ValueError, match="ignore_eos is True beside structured_outputs, which"):
+        SamplingParams(structured_outputs=dict(regex="a"), ignore_eos=True)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(overlap=True), dict(tensor_parallel_size=2)])
+def test_nothing_ends_a_form_before_min_tokens_but_that_it_is_complete(make_llm, options):
+    """Not end-of-sequence, which is made likely here, nor a stop token or a stop string."""
+    llm = make_llm(TINY_MODEL, **options)
+    (end,) = llm.engine.stop_ids
+    (word,) = llm.encode("import")[0]
+    early = dict(temperature=0, min_tokens=9, logit_bias={end: 100, word: 90}, max_tokens=30)
+    forms = [dict(regex=r"[ a-z]*"), dict(regex=r"[ab]{12}[ab]*"), dict(choice=["no"])]
+    forms += [dict(json={"type": "array", "items": {"enum": [1]}})]
+    stops = dict(stop_token_ids=[word], stop=["a"])
+    params = [form(structured_outputs=given, **early) for given in forms]
+    params += [form(structured_outputs=forms[0], **early, **stops)]
+    outputs = llm.generate(["x = "] * len(params), params, use_tqdm=False)
+    free, longer, choice, array, stopped = (output["token_ids"] for output in outputs)
+    assert free == [word] * 9 + [end]
+    assert longer[-1] == end and re.fullmatch("[ab]{12}", outputs[1]["text"])
+    assert outputs[2]["text"] == "no" and len(choice) < 9  # complete, and nothing may follow
+    assert json.loads(outputs[3]["text"]) == [1] * outputs[3]["text"].count("1")
+    assert word not in stopped[:9] and len(stopped) >= 9
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+
+
+def test_min_tokens_let_a_form_end_where_nothing_else_may_follow(llm):
+    """Here bad_words bar what might."""
+    params = form(structured_outputs=dict(regex="qz?"), min_tokens=5, temperature=0)
+    (q,), (z,) = llm.encode(["q", "z"])
+    barred = replace(params, bad_words=[[q, z]])
+    outputs = llm.generate(["x = "] * 2, [params, barred], use_tqdm=False)
+    assert [output["text"] for output in outputs] == ["qz", "q"]
+    assert {output["finish_reason"] for output in outputs} == {"stop"}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_requests_that_wait_or_have_ended_hold_no_form(make_llm, overlap, monkeypatch):
+    """However many there are in a call: as many forms are there as run, and the cache."""
+    monkeypatch.setattr(grammars, "MOST_KEPT", 1)
+    llm = make_llm(TINY_MODEL, overlap=overlap, max_num_seqs=4)
+    compiled = llm.engine.constraints.forms
+    most = []
+    llm.on_step(lambda step: most.append(len(compiled._known)))
+    params = [form(structured_outputs=dict(choice=[f"number {i}"])) for i in range(40)]
+    dropped = llm.add_request("x", params[0])
+    llm.abort(dropped)
+    llm.generate(["x = "] * 40, params, use_tqdm=False)
+    assert 1 < max(most) <= 4 + overlap * 4 + 1 and len(compiled._known) == 1
 
 
 def test_without_the_package_the_error_says_what_to_install(make_llm, monkeypatch):
@@ -291,17 +337,19 @@ def test_without_a_tokenizer_the_error_says_so(make_llm):
 
 def test_a_form_that_is_found_too_complex_in_mid_run_is_named(llm):
     long = form(structured_outputs=dict(regex="a{1000000}"))
+    other = form(structured_outputs=dict(regex="ab"))
+    bad, good = llm.generate(["x", "x"], [long, other], use_tqdm=False)
+    assert (bad["finish_reason"], good["text"]) == ("error", "ab")
     with pytest.raises(InvalidLogitsError, match="in structured_outputs is too complex: simplify"):
         llm.generate("x", long, use_tqdm=False)
     assert_empty(llm)
 
 
 def test_a_matcher_that_can_read_no_further_fails_its_request_alone(make_llm, monkeypatch):
-    """As NaN does: the error names it, and the LLM is empty and usable."""
     llm = make_llm(TINY_MODEL)
     unexpected = [1]
     lose = lambda self, output: self.state.consume_tokens(unexpected)  # noqa: E731
-    monkeypatch.setattr(grammars.Matcher, "read", lose)
+    monkeypatch.setattr(grammars.Matcher, "_consume", lose)
     with pytest.raises(InvalidLogitsError):
         llm.generate("x", form(structured_outputs=dict(regex="abc")), use_tqdm=False)
     assert_empty(llm)

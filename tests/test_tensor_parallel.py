@@ -4,22 +4,26 @@ behind.
 
 import gc
 import ipaddress
+import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from model_helpers import make_checkpoint
 from process_helpers import SECONDS, alarms, in_thread, started
-from rank_faults import EchoRunner, StarvedRunner, set_fault
+from rank_faults import EchoRunner, LyingRunner, StarvedRunner, set_fault
 from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
@@ -31,11 +35,22 @@ from transformers import (
 )
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, RankError, SamplingParams
+from nanovllm.backends.tensor_parallel.answers import (
+    Done,
+    Failed,
+    MalformedAnswer,
+    Ready,
+    encode_integers,
+    join_fields,
+    pack_answer,
+    unpack_answer,
+)
+from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
+from nanovllm.backends.tensor_parallel.rank_process import open_store_file
+from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 from nanovllm.config import Config
-from nanovllm.distributed.rank_process import open_store_file
-from nanovllm.distributed.tensor_parallel import RankError, TensorParallelRunner
-from nanovllm.engine.batch import Batch, PrefillChunk
+from nanovllm.engine.batch import Batch, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks
 from nanovllm.weights.hf_config import load_hf_config
@@ -330,13 +345,130 @@ def open_ports(pids: set[int]) -> list[tuple[str, str]]:
 def test_nothing_is_pickled_between_ranks():
     """Who pretends to be a rank could have the others run any code.
 
-    Objects go through the engine's channel alone.
+    Objects go from the engine to a rank alone, as commands.
     """
+    unpickling = set()
     for path in Path(nanovllm.__file__).parent.rglob("*.py"):
-        if path.name != "channel.py":
-            assert not re.search(
-                r"(gather|scatter|broadcast|send|recv)_object(_list)?\(|pickle\.", path.read_text()
-            ), path
+        text = path.read_text()
+        objects = r"(gather|scatter|broadcast|send|recv)_object(_list)?\(|\bpickle\.|import pickle"
+        assert path.name == "commands.py" or not re.search(objects, text), path
+        if "unpack_command(" in text:
+            unpickling.add(path.name)
+    assert unpickling == {"commands.py", "worker.py"}
+
+
+ANSWERS = [
+    Ready(
+        RunnerInfo(100, "cuda:0", "bfloat16", "none", 64, num_parameters=2**40, kv_cache_bytes=0)
+    ),
+    Done(7),
+    Done(2**40, error="new weights: no such name 'ü\udcff'"),
+    Failed("", "Traceback ...\n", False),
+    Failed("dtype is 'x'", "", True),
+    Done(3, StepResult([])),
+    Done(3, StepResult([5, -1, 2**31])),
+    Done(3, StepResult([5, 6, 7], {2: b"8 bytes.", 0: b"two times eight.", 1: b""})),
+    Done(3, StepResult([5], {0: b"8 bytes."}, (b"", b"of a prompt, 24 bytes...", b"8 bytes."))),
+    Done(3, np.arange(6, dtype=np.float32).reshape(2, 3)),
+    Done(3, np.zeros((0, 5), np.float32)),
+]
+
+
+def test_an_answer_arrives_as_it_was_sent():
+    for answer in ANSWERS:
+        arrived = unpack_answer(pack_answer(answer))
+        if isinstance(getattr(answer, "result", None), np.ndarray):
+            assert arrived.step == answer.step and arrived.result.flags.writeable
+            np.testing.assert_array_equal(arrived.result, answer.result, strict=True)
+        else:
+            assert arrived == answer and repr(arrived) == repr(answer)
+
+
+def test_any_bytes_are_an_answer_of_right_types_or_refused():
+    rng = random.Random(0)
+    refused = 0
+    for answer in ANSWERS:
+        data = pack_answer(answer)
+        others = [data[:i] for i in range(len(data))] + [data + b"x"]
+        for _ in range(400):
+            changed = bytearray(data)
+            for _ in range(rng.randint(1, 3)):
+                changed[rng.randrange(len(data))] = rng.choice((0, 1, 2, 255, rng.randrange(256)))
+            others.append(bytes(changed))
+        for other in others:
+            try:
+                read = unpack_answer(other)
+            except MalformedAnswer:
+                refused += 1
+                continue
+            assert type(read) in (Ready, Done, Failed)
+            assert unpack_answer(pack_answer(read)) is not None
+    assert refused > 2000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        [b""],
+        [b"unknown"],
+        [b"done", bytes(8)],
+        [b"done", bytes(7), b""],
+        [b"done", bytes(16), b""],
+        [b"done", bytes(8), b"\xff"],
+        [b"ready", b"[]"],
+        [b"ready", b"{}"],
+        [b"ready", b"[" * 100_000],
+        [b"ready", json.dumps(asdict(ANSWERS[0].info) | {"num_blocks": "100"}).encode()],
+        [b"ready", json.dumps(asdict(ANSWERS[0].info) | {"num_blocks": True}).encode()],
+        [b"ready", json.dumps(asdict(ANSWERS[0].info) | {"more": 1}).encode()],
+        [b"logits", bytes(8), encode_integers([2, 3]), bytes(20)],
+        [b"logits", bytes(8), encode_integers([-2, -3]), bytes(24)],
+        [b"logits", bytes(8), encode_integers([-1, 3]), bytes(24)],
+        [b"logits", bytes(8), encode_integers([6]), bytes(24)],
+        [b"logits", bytes(8), encode_integers([1, 6]), bytes(23)],
+        [b"sampled", bytes(8), bytes(16), encode_integers([2]), bytes(8)],
+        [b"sampled", bytes(8), bytes(16), encode_integers([-1]), bytes(8)],
+        [b"sampled", bytes(8), bytes(16), encode_integers([0, 1]), bytes(8)],
+        [b"sampled", bytes(8), bytes(16), encode_integers([0]), bytes(7)],
+    ],
+    ids=lambda fields: str([field[:40] for field in fields]),
+)
+def test_fields_of_another_number_type_or_shape_are_no_answer(fields):
+    with pytest.raises(MalformedAnswer):
+        unpack_answer(join_fields(fields))
+
+
+@pytest.mark.parametrize(
+    "lie, message",
+    [
+        ("a pickle", "rank 1 of 2 sent a malformed answer"),
+        ("nothing", "rank 1 of 2 sent a malformed answer"),
+        ("half an answer", "rank 1 of 2 sent a malformed answer"),
+        ("another result", "rank 0 answered a ndarray, not a StepResult"),
+    ],
+)
+def test_a_rank_that_answers_something_else_ends_all_and_runs_nothing_here(
+    folder, monkeypatch, tmp_path, lie, message
+):
+    before = leftovers()
+    monkeypatch.setenv("RANK_LIE", json.dumps([lie, str(tmp_path / "made")]))
+    config = Config(str(folder), tensor_parallel_size=2, device="cpu")
+    runner = TensorParallelRunner(config, load_hf_config(folder), str(folder), LyingRunner)
+    with pytest.raises(RankError, match=message):
+        runner.launch(Batch(decode_slots=(0, 1))).wait()
+        runner.synchronize()
+    assert not (tmp_path / "made").exists()
+    assert set(leftovers()) <= set(before)
+
+
+def test_a_message_takes_memory_as_it_comes_and_not_as_it_says():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(Channel.HEADER.pack(2**63) + b"the rest never comes")
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(ChannelClosed):
+            Channel(ours).receive()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name")
@@ -346,7 +478,7 @@ def test_no_name_leads_to_the_file_through_which_ranks_meet():
 
 
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", StarvedRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", StarvedRunner)
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
         assert llm.engine.runner.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
@@ -429,11 +561,10 @@ def echo(folder):
 
     def start():
         config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-        runners.append(TensorParallelRunner(config, load_hf_config(folder), str(folder)))
+        hf_config = load_hf_config(folder)
+        runners.append(TensorParallelRunner(config, hf_config, str(folder), EchoRunner))
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
-        in_thread(start).result(SECONDS)
+    in_thread(start).result(SECONDS)
     yield runners[0]
     runners[0].close()
 
@@ -560,7 +691,7 @@ def test_ranks_end_with_a_script_that_closes_nothing(folder):
 
 def test_an_llm_that_is_forgotten_ends_its_ranks(folder, monkeypatch):
     before = leftovers()
-    monkeypatch.setattr("nanovllm.distributed.tensor_parallel.build_runner", EchoRunner)
+    monkeypatch.setattr("nanovllm.build.build_runner", EchoRunner)
     llm = LLM(folder, **OPTIONS, tensor_parallel_size=2)
     assert len(set(leftovers()) - set(before)) == 2
     del llm

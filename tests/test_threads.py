@@ -5,8 +5,13 @@ import os
 import pytest
 import torch
 
-from nanovllm.cpu import threads
-from nanovllm.cpu.threads import SharedCores, is_users_choice, threads_of_rank, usable_cores
+from nanovllm.backends.cpu import threads
+from nanovllm.backends.cpu.threads import (
+    SharedCores,
+    is_users_choice,
+    threads_of_rank,
+    usable_cores,
+)
 
 
 @pytest.fixture

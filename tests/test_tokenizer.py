@@ -21,13 +21,13 @@ from tokenizers import (
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import TINY_MODEL, SamplingParams
-from nanovllm.jobs.formats import Request
-from nanovllm.jobs.worker import Worker
-from nanovllm.text import tokenizer as tokenizer_module
-from nanovllm.text.token_bytes import COMPOSED, most_bytes
-from nanovllm.text.tokenizer import Tokenizer as TextTokenizer
-from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.text.tokenizer_json import QWEN_WORDS
+from nanovllm.apps.jobs.formats import Request
+from nanovllm.apps.jobs.worker import Worker
+from nanovllm.frontend import tokenizer as tokenizer_module
+from nanovllm.frontend.token_bytes import COMPOSED, most_bytes
+from nanovllm.frontend.tokenizer import Tokenizer as TextTokenizer
+from nanovllm.frontend.tokenizer import load_tokenizer
+from nanovllm.frontend.tokenizer_json import QWEN_WORDS
 from nanovllm.weights.hf_config import load_eos_ids
 
 TEXTS = [
@@ -200,7 +200,7 @@ import sys
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 with LLM(TINY_MODEL) as llm:
     (output,) = llm.generate("import", SamplingParams(max_tokens=2), use_tqdm=False)
-    assert output["text"] and not llm.has_chat_template and "transformers" not in sys.modules
+    assert output["text"] and llm.has_chat_template and "transformers" not in sys.modules
     assert llm.tokenizer.decode(output["token_ids"]) and "transformers" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

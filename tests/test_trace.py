@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import html
 import json
+import math
 import os
 import random
 import re
@@ -12,17 +13,19 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
-from test_bench import bench, run
+from test_bench import run, use_work
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.trace.__main__ import main
-from nanovllm.trace.events import (
+from nanovllm.features.trace.__main__ import main
+from nanovllm.features.trace.events import (
     KINDS,
     Added,
     Committed,
@@ -38,9 +41,9 @@ from nanovllm.trace.events import (
     Run,
     Started,
 )
-from nanovllm.trace.files import PAGE, PLACE, make_page, read_jsonl, write
-from nanovllm.trace.replay import Replay
-from nanovllm.trace.summary import Summary
+from nanovllm.features.trace.files import KIND_OF_NAME, PAGE, PLACE, make_page, read_jsonl, write
+from nanovllm.features.trace.replay import Replay
+from nanovllm.features.trace.summary import Summary
 
 ROOT = Path(nanovllm.__file__).parent.parent
 TIGHT = dict(num_kvcache_blocks=14, max_num_seqs=6, max_num_batched_tokens=40)
@@ -51,12 +54,12 @@ class Watched:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.replay = Replay(llm.engine.recorder.events[0])
+        self.replay = Replay(llm.engine.listeners[-1].events[0])
         self._num_applied = 1
         llm.on_step(lambda step: self.compare())
 
     def compare(self) -> None:
-        events = self.llm.engine.recorder.events
+        events = self.llm.engine.listeners[-1].events
         for event in events[self._num_applied :]:
             self.replay.apply(event)
         self._num_applied = len(events)
@@ -73,7 +76,11 @@ class Watched:
         references = Counter(block for table in held.values() for block in table)
         assert replay.ref_counts == [references[block] for block in range(blocks.num_blocks)]
         assert replay.ref_counts.count(0) == blocks.num_free
-        assert replay.known == {block for block, key in enumerate(blocks._keys) if key is not None}
+        assert replay.known == {
+            block: f"{blocks.prefix(block).hash:016x}"
+            for block, key in enumerate(blocks._keys)
+            if key is not None
+        }
 
 
 def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
@@ -86,6 +93,10 @@ def random_request(rng: random.Random, beginnings: list[list[int]]) -> tuple:
         stop_token_ids=[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))],
     )
     return prompt, params
+
+
+def bar_all_after_fifteen(output, logits):
+    return logits - math.inf if len(output) > 15 else logits
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -103,7 +114,10 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
     ids: list[int] = []
     for _ in range(40):
-        ids.append(llm.add_request(*random_request(rng, beginnings)))
+        prompt, params = random_request(rng, beginnings)
+        if len(ids) % 6 == 3:  # some end with an error
+            params = dataclasses.replace(params, logits_processors=[bar_all_after_fifteen])
+        ids.append(llm.add_request(prompt, params))
         for _ in range(rng.randrange(4)):
             done = {output["id"] for output in llm.step()}
             ids = [id for id in ids if id not in done]
@@ -113,7 +127,9 @@ def test_the_events_replay_to_the_blocks_of_every_step(
         llm.step()
     watched.compare()
     assert watched.replay.num_preemptions and watched.replay.num_evictions, "so tight it was"
-    kinds = {type(event) for event in llm.engine.recorder.events}
+    reasons = {e.reason for e in llm.engine.listeners[-1].events if isinstance(e, Finished)}
+    assert reasons >= {"length", "error", "abort"}
+    kinds = {type(event) for event in llm.engine.listeners[-1].events}
     assert {GaveBack, Grew} & kinds == ({GaveBack, Grew} if model == "mistral-window" else set())
     for _ in range(8):  # a few more, that are scored
         prompt, params = random_request(rng, beginnings)
@@ -121,7 +137,9 @@ def test_the_events_replay_to_the_blocks_of_every_step(
     last = llm.add_request([7], SamplingParams(prompt_logprobs=0, max_tokens=0))
     while llm.has_unfinished():
         llm.step()
-    (added,) = [e for e in llm.engine.recorder.events if isinstance(e, Added) and e.seq == last]
+    (added,) = [
+        e for e in llm.engine.listeners[-1].events if isinstance(e, Added) and e.seq == last
+    ]
     assert (added.prompt_tokens, added.max_tokens) == (1, 0)
     assert not watched.replay.tables and not any(watched.replay.ref_counts)
     assert_empty(llm)
@@ -237,7 +255,76 @@ def test_a_file_that_is_no_trace_is_refused(make_llm, tmp_path, monkeypatch, cap
         with pytest.raises(SystemExit):
             main()
         said = capsys.readouterr()
-        assert said.out == "" and f"{path} " in said.err and "give what LLM(..., " in said.err
+        assert said.out == "" and str(path) in said.err
+        assert "give a file that LLM(..., " in said.err
+
+
+def fields_of(kinds=KINDS) -> list[tuple[str, str]]:
+    return [(kind.__name__, field) for kind in kinds for field in kind._fields]
+
+
+MARKUP = "<img src=x onerror=document.title='run'>"
+
+
+@pytest.mark.parametrize("kind, field", fields_of())
+def test_a_value_of_another_type_is_refused(tmp_path, kind, field):
+    declared = KIND_OF_NAME[kind].__annotations__[field]
+    wrong: list = [{}, [[[1]]], ["a", 1], [-1]]
+    if declared is not str:
+        wrong.append(MARKUP)
+    if declared in (int, float):
+        wrong += [True, None, math.nan, math.inf, -math.inf, 2**53, 10**400]
+    if declared is int:
+        wrong += [-1, 0.5]
+    if declared in (str, bool):
+        wrong += [0, None]
+    if get_origin(declared) in (list, tuple):
+        wrong += [[MARKUP, 1], [[MARKUP] * 3], [None], None, "12"]
+    lines = [{"event": name, **fields} for name, fields in EXAMPLES.items()]
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert len(read_jsonl(path)) == len(KINDS)
+    (line,) = [line for line in lines if line["event"] == kind]
+    for value in wrong:
+        line[field] = value
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        message = rf"run.jsonl: line .* is not an event: give .*{field} of {kind} is "
+        with pytest.raises(ValueError, match=message):
+            read_jsonl(path)
+
+
+# A value for each field, by its type.
+OF_TYPE = {str: "a", bool: False, int: 1, float: 0.5}
+EXAMPLES = {
+    kind.__name__: {
+        field: OF_TYPE.get(declared, [] if get_origin(declared) in (list, tuple) else None)
+        for field, declared in kind.__annotations__.items()
+    }
+    for kind in KINDS
+}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"event": "Grew", "seq": 99, "blocks": [1]}', "did not introduce"),
+        ('{"event": "Grew", "seq": 0, "blocks": [99]}', "did not introduce"),
+        ('{"event": "Grew", "seq": 0, "blocks": [0]}', "block 0 is taken"),
+        ('{"event": "Grew", "seq": 0, "blocks": ' + "[" * 100_000, "line 4 is not an event"),
+    ],
+    ids=["sequence", "block", "taken", "depth"],
+)
+def test_a_trace_that_contradicts_itself_is_refused_by_a_message(
+    tmp_path, monkeypatch, capsys, line, message
+):
+    run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
+    write([run, Added(0.0, 0, 0, 1, 1), Started(0, 0, (0,), 0, 0)], path := tmp_path / "run.jsonl")
+    path.write_text(path.read_text() + line)
+    monkeypatch.setattr("sys.argv", ["trace", str(path)])
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr()
+    assert said.out == "" and message in said.err
 
 
 def test_a_trace_without_a_step_has_figures():
@@ -248,11 +335,11 @@ def test_a_trace_without_a_step_has_figures():
 def test_a_step_that_only_decodes_adds_two_events_however_many_sequences_run(make_llm, tmp_path):
     llm = make_llm(trace=tmp_path / "run.jsonl", kvcache_block_size=256, num_kvcache_blocks=40)
     counts: list[int] = []
-    llm.on_step(lambda step: counts.append(len(llm.engine.recorder.events)))
+    llm.on_step(lambda step: counts.append(len(llm.engine.listeners[-1].events)))
     llm.generate([[i] for i in range(32)], greedy(20), use_tqdm=False)
     added = {after - before for before, after in zip(counts, counts[1:-1])}
     assert added == {2}
-    last = llm.engine.recorder.events[counts[-3] : counts[-2]]
+    last = llm.engine.listeners[-1].events[counts[-3] : counts[-2]]
     assert [event.decode_tokens for event in last if isinstance(event, Launched)] == [32]
 
 
@@ -281,10 +368,10 @@ def test_after_an_error_the_trace_goes_on(make_llm, tmp_path):
         llm.generate(PROMPTS, greedy(24), use_tqdm=False)
     llm.generate(PROMPTS, greedy(24), use_tqdm=False)
     watched.compare()
-    kinds = Counter(type(event).__name__ for event in llm.engine.recorder.events)
+    kinds = Counter(type(event).__name__ for event in llm.engine.listeners[-1].events)
     assert kinds["Reset"] == 1 and kinds["Finished"] == len(PROMPTS)
     launched = -1
-    for event in llm.engine.recorder.events:
+    for event in llm.engine.listeners[-1].events:
         if isinstance(event, Launched):
             launched = event.step
         elif isinstance(event, Committed):  # of the step before, or at the end of this
@@ -297,7 +384,7 @@ def test_json_lines_give_the_figures_and_the_page_of_the_run(
     events = trace_of(make_llm, tmp_path)
     names = [str(tmp_path / name) for name in ("run.jsonl", "run.html")]
     for arguments in (names[:1], names):
-        monkeypatch.setattr(sys, "argv", ["nanovllm.trace", *arguments])
+        monkeypatch.setattr(sys, "argv", ["nanovllm.features.trace", *arguments])
         assert not (tmp_path / "run.html").exists()
         main()
         assert capsys.readouterr().out.splitlines() == Summary(events).lines()
@@ -375,6 +462,20 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_model_is_loaded(che
     assert len(list(tmp_path.iterdir())) == 1, "nothing is left of the attempt"
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_of_the_name_that_traces_once_had_until_complete_is_left_alone(
+    make_llm, tmp_path, is_link
+):
+    part, other = tmp_path / "run.jsonl.part", tmp_path / "other"
+    other.write_text("precious")
+    part.symlink_to(other) if is_link else part.write_text("precious")
+    llm = make_llm(trace=tmp_path / "run.jsonl")
+    llm.generate([PROMPTS[0]], greedy(3), use_tqdm=False)
+    llm.close()
+    assert part.read_text() == other.read_text() == "precious" and part.is_symlink() == is_link
+    assert read_jsonl(tmp_path / "run.jsonl")
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs a folder that root cannot write to")
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(checkpoint):
     with pytest.raises(ValueError, match="trace is '/proc/run.jsonl', which cannot be written: "):
@@ -384,8 +485,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loade
 def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     common = list(range(40))
     small = [([*common, 50, 51], 5), ([*common, 52], 3)]
-    monkeypatch.setattr(bench, "workload", lambda name, vocab: small)
-    monkeypatch.setattr(bench, "refresh", lambda work, *how: work)  # the prefix stays cached
+    use_work(monkeypatch, small)
+    # The prefix stays cached between repeats.
+    monkeypatch.setattr(Workload, "refresh", lambda self, work, *how: work)
     options = json.dumps({"device": "cpu", "kvcache_block_size": 16})
     path = tmp_path / "run.jsonl"
     arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]
@@ -418,6 +520,15 @@ def test_a_name_cannot_end_the_pages_script(make_llm, tmp_path):
     assert page.count("</script>") == PAGE.read_text(encoding="utf-8").count("</script>")
 
 
+def test_text_becomes_markup_in_one_place_which_escapes_it():
+    page = PAGE.read_text(encoding="utf-8")
+    ways = r"\b(?:inner|outer)HTML\b|insertAdjacentHTML|document\.write|createContextualFragment"
+    assert re.findall(ways, page) == ["innerHTML"]
+    assert "$(id).innerHTML = markup(content);" in page
+    unmarked = re.findall(r"(?<!html)`\s*<", page)
+    assert not unmarked, "of a string without html, the page shows the tags as text"
+
+
 # In a browser.
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -448,7 +559,7 @@ def browse(path: Path, address: str = "", script: str = "") -> str:
     return browser.stdout
 
 
-def shown(dom: str, id: str) -> str:
+def short_repr(dom: str, id: str) -> str:
     """The text of an element."""
     found = re.search(rf'<(\w+)[^>]*\bid="{id}"[^>]*>(.*?)</\1>', dom, flags=re.DOTALL)
     assert found, id
@@ -476,7 +587,7 @@ def test_the_page_counts_what_metrics_counts(make_llm, tmp_path):
     for event in events[1:]:
         replay.apply(event)
     assert number(dom, "count-evictions") == replay.num_evictions
-    assert shown(dom, "count-output") == f"{total['output_tokens']:,}"
+    assert short_repr(dom, "count-output") == f"{total['output_tokens']:,}"
     assert 'id="error" hidden' in dom
 
 
@@ -588,8 +699,8 @@ def test_an_address_leads_to_a_step_and_a_sequence(make_llm, tmp_path):
     write(events, tmp_path / "run.html")
     started = next(e for e in events if type(e).__name__ == "Started" and e.cached_tokens)
     dom = browse(tmp_path / "run.html", f"step=12&sequence={started.seq}&theme=dark")
-    assert shown(dom, "now-title") == "Step 12" and 'data-theme="dark"' in dom
-    assert f"{started.cached_tokens} found in the prefix cache" in shown(dom, "follow")
+    assert short_repr(dom, "now-title") == "Step 12" and 'data-theme="dark"' in dom
+    assert f"{started.cached_tokens} found in the prefix cache" in short_repr(dom, "follow")
     dom = browse(tmp_path / "run.html", "step=99999&sequence=x&block=-1")  # nonsense is left out
     assert 'id="follow-card" hidden' in dom
 
@@ -622,20 +733,55 @@ def test_a_pause_is_told_once_and_so_is_its_end(make_llm, tmp_path):
 
 
 @needs_chromium
+def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
+    """Of events that no reader checked, too: names, reasons, and the ids of sequences."""
+    events = trace_of(make_llm, tmp_path)
+    events[0] = events[0]._replace(model=MARKUP, dtype=MARKUP, attention=MARKUP, began_at=MARKUP)
+    lines = []
+    for event in events:
+        line = (
+            dict(event._asdict(), reason=MARKUP) if isinstance(event, Finished) else event._asdict()
+        )
+        for field in ("seq", "request", "joined", "left"):
+            if field in line:
+                line[field] = marked(line[field])
+        for field in {"prefills", "forked", "grown"} & {*line}:
+            line[field] = [[marked(seq), *rest] for seq, *rest in line[field]]
+        lines.append(type(event)(**line))
+    write(lines, tmp_path / "run.html")
+    script = """
+        for (const id of seqs.keys()) follow({seq: id});
+        for (let block = 0; block < run.num_blocks; block++) follow({block});
+        for (let p = 0; p <= steps.length; p++) seek(p);
+        follow({seq: [...seqs.keys()][3]});
+        document.body.dataset.images = document.images.length;
+    """
+    dom = browse(tmp_path / "run.html", script=script)
+    assert 'data-images="0"' in dom and "<title>run</title>" not in dom
+    assert MARKUP in short_repr(dom, "facts")
+    assert MARKUP in html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
+
+
+def marked(ids):
+    """Ids that are markup instead of numbers, each another one."""
+    return [*map(marked, ids)] if isinstance(ids, (list, tuple)) else f"{MARKUP}{ids}"
+
+
+@needs_chromium
 def test_a_pause_is_shown(make_llm, tmp_path):
     paused, events = paused_run(make_llm, tmp_path)
     write(events, tmp_path / "run.html")
     dom = browse(tmp_path / "run.html", f"sequence={paused}")
-    assert re.search(r"paused\s*once, for [0-9.]+", shown(dom, "follow"))
+    assert re.search(r"paused\s*once, for [0-9.]+", short_repr(dom, "follow"))
     dom = browse(tmp_path / "run.html", f"sequence={1 - paused}")
-    assert "paused" not in shown(dom, "follow")
+    assert "paused" not in short_repr(dom, "follow")
 
 
 @needs_chromium
 def test_a_trace_without_a_step_or_with_unfinished_requests_is_shown(make_llm, tmp_path):
     events = trace_of(make_llm, tmp_path)
     write(events[:1], tmp_path / "run.html")
-    assert shown(browse(tmp_path / "run.html"), "count-steps") == "0"
+    assert short_repr(browse(tmp_path / "run.html"), "count-steps") == "0"
     write(events[: len(events) // 2], tmp_path / "run.html")
     dom = browse(tmp_path / "run.html", "step=99")
     assert number(dom, "count-steps") > 0 and 'id="error" hidden' in dom

@@ -41,6 +41,12 @@ MODEL = dict(           # 3.8 M parameters
     use_cache=True, use_sliding_window=False, sliding_window=None, max_window_layers=4, bos_token_id=None)
 ROPE_THETA = 10_000.0   # apart, because transformers 4 and 5 spell it differently
 
+# A conversation as comments: the model writes code after it, and takes in little of what it says.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}# assistant:\n\n{{ message.content }}\n\n"
+    "{% else %}# {{ message.role }}: {{ message.content | replace('\\n', '\\n# ') }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:\n\n{% endif %}")
+
 PROMPTS = [
     "def read_lines(path):", "class Stack:\n    def push(self, item):", "def main():", "import os\nimport sys\n",
     "def parse_header(line):\n    \"\"\"", "class TestQueue(unittest.TestCase):", "class Error(Exception):",
@@ -175,7 +181,8 @@ def save(model, tokenizer, out):
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", **MODEL,
               "rope_theta": ROPE_THETA, "rope_scaling": None, "eos_token_id": eos}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS,
-                        "model_max_length": MODEL["max_position_embeddings"], "clean_up_tokenization_spaces": False}
+                        "model_max_length": MODEL["max_position_embeddings"], "clean_up_tokenization_spaces": False,
+                        "chat_template": CHAT_TEMPLATE}
     generation_config = {"do_sample": False, "eos_token_id": eos, "pad_token_id": eos}
     out.mkdir(parents=True, exist_ok=True)
     for name in "config", "tokenizer_config", "generation_config":

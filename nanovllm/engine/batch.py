@@ -1,7 +1,8 @@
-"""What the engine and a runner tell each other: the plan of a step (`Batch`), what the host adds
-to it (`LogitsEdits`), its answer (`StepResult`), and what the runner is (`RunnerInfo`).
+"""The messages between the engine and a runner: the plan of a step (`Batch`), the host's edits of
+its logits (`LogitsEdits`), the result (`StepResult`), and the facts of the runner (`RunnerInfo`).
 
-Plain numbers, no torch: cheap to make, to compare and to send to another process.
+The messages are plain numbers without torch: cheap to make, to compare and to send to another
+process.
 """
 
 from collections.abc import Callable
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A sequence that goes on where another's prompt ends: it samples from the same hidden state.
+    """A sequence that starts after the prompt of another, and samples from the same hidden state.
 
-    It shares the blocks that the prompt fills. If the prompt's last block is filled only in part,
-    its content must be copied to the last block of the fork's own table.
+    A fork shares the blocks that the prompt fills. If the prompt fills its last block only in part,
+    the content of that block must be copied to the last block in the fork's block table.
     """
 
     batch_slot: int
-    end: int  # tokens of the prompt
+    end: int  # the number of tokens of the prompt
     block_table: list[int]
     temperature: float
     seed: int
@@ -31,77 +32,81 @@ class Fork:
 
 
 class ScoredTokens(NamedTuple):
-    """Consecutive tokens of a prompt whose log-probabilities a chunk's hidden states give."""
+    """The consecutive tokens of a prompt that the hidden states of one chunk score."""
 
-    begin: int  # index in the chunk of the token before the first of them
+    begin: int  # the index in the chunk of the token before the first scored token
     token_ids: list[int]
-    num_likeliest: int  # beside a token's own score, those of so many likeliest tokens
+    num_likeliest: int  # how many of the likeliest tokens are scored beside the token itself
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Consecutive tokens of one sequence whose values are known.
-
-    That is a prompt, a part of one, or a preempted sequence that is computed anew.
+    """Consecutive tokens of one sequence whose values are known: a prompt, a part of a prompt, or
+    the tokens of a preempted sequence that is recomputed.
     """
 
     batch_slot: int
     token_ids: list[int]
     start: int  # position of the first token
-    write_from: int  # K and V of earlier positions are in shared blocks: they must not be written
-    block_table: list[int]  # all blocks the sequence holds
-    is_last: bool  # the chunk reaches the sequence's end, so a token is sampled after it
+    write_from: int  # K and V before this position are in shared blocks and must not be written
+    block_table: list[int]  # all blocks that the sequence holds
+    is_last: bool  # the chunk reaches the end of the sequence, so a token is sampled after it
     temperature: float
     seed: int
-    sampling: SamplingMetadata | None = None  # what else decides the sample; None: nothing does
+    sampling: SamplingMetadata | None = None  # None: temperature and seed alone decide the sample
     forks: tuple[Fork, ...] = ()  # only if `is_last`
     scored: ScoredTokens | None = None
 
     @property
     def end(self) -> int:
+        """The position after the last token."""
         return self.start + len(self.token_ids)
 
 
 class StepResult(NamedTuple):
-    """What a step gives."""
+    """The result of a step."""
 
-    tokens: list[int]  # one for each sequence that samples, in the batch's order, or INVALID_TOKEN
-    # Index among `tokens` -> its log-probabilities, in the form that outputs.py reads.
+    # For each sequence that samples, in batch order: its token, or INVALID_TOKEN.
+    tokens: list[int]
+    # Index in `tokens` -> the token's log-probabilities, in the form that frontend/outputs.py reads
     logprobs: dict[int, bytes] = {}
-    # The same of the prompts' tokens: for each chunk with `scored`, in order.
+    # The log-probabilities of prompt tokens in the same form, for each chunk with `scored`.
     prompt_logprobs: tuple[bytes, ...] = ()
 
 
 class LogitsEdits(NamedTuple):
-    """What the host says of a step's rows that wait for it: see SamplingMetadata.waits. A row
-    that waits and is missing here has ended meanwhile: any token will do.
+    """The host's edits of the logits of a step's constrained rows: see
+    SamplingMetadata.is_constrained.
+
+    A constrained row that is missing here belongs to a sequence that has ended: any token will do.
     """
 
-    rows: list[int]  # places among the step's tokens
+    rows: list[int]  # indices among the step's tokens
     # [len(rows), ceil(V / 32)] int32: bit j of word i says whether token 32 * i + j is allowed.
-    # Valid until the next step's are made, which reuse the memory.
+    # The masks of the next step reuse this memory.
     masks: "np.ndarray"
-    # By place: a function of the row's logits [V] float32, a tensor, that gives them changed.
+    # By row: a function that takes the row's logits, a tensor [V] float32, and returns new ones.
     processors: dict[int, Callable[[Any], Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What a runner is, once it is ready to launch steps."""
+    """The facts of a runner that is ready to launch steps."""
 
     num_blocks: int  # KV blocks
-    device: str  # such as "cpu"; with several ranks, rank 0's
+    device: str  # such as "cpu"; with several ranks, the device of rank 0
     dtype: str  # of weights and activations, such as "bfloat16"
     attention: str  # the attention backend's name
     max_model_len: int  # tokens of prompt and output together
-    # A rank tells what it holds; the runner of several ranks, the whole model's and their sum.
+    # A rank counts what it holds. The runner of several ranks reports num_parameters of the whole
+    # model, and kv_cache_bytes of all ranks together.
     num_parameters: int
     kv_cache_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Decoding sequences first, one token each, then the prefill chunks.
+    """The plan of a step: decoding sequences first, one token each, then the prefill chunks.
 
     The step samples a token for each decoding sequence and each of `first_samples`, in that order.
     """
@@ -109,19 +114,20 @@ class Batch:
     decode_slots: tuple[int, ...] = ()
     # (batch slot, index in its block table, block) of decoding sequences that grow by a block
     new_blocks: tuple[tuple[int, int, int], ...] = ()
-    # Leading blocks that the tables of all decoding sequences have in common.
+    # The number of leading blocks that the tables of all decoding sequences have in common.
     shared_blocks: int = 0
     prefills: tuple[PrefillChunk, ...] = ()
-    # (source, copy): blocks to copy before the step writes any, all read before one is written
+    # (source, copy): blocks to copy before the step writes any. All sources are read first.
     block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_samples(self) -> list[PrefillChunk | Fork]:
-        """What samples without decoding: chunks that reach their sequence's end, then forks."""
+        """The chunks that reach the end of their sequence, then the forks."""
         chunks = [chunk for chunk in self.prefills if chunk.is_last]
         forks = [fork for chunk in self.prefills for fork in chunk.forks]
         return chunks + forks
 
     @property
     def num_prefill_tokens(self) -> int:
+        """The number of tokens in all prefill chunks."""
         return sum(len(chunk.token_ids) for chunk in self.prefills)

@@ -1,7 +1,7 @@
-"""The state of the running sequences, kept on the device: one batch slot for each.
+"""The state of the running sequences, which is kept on the device: one batch slot per sequence.
 
-So a decode step needs nothing from the host but which slots to run. A sequence keeps its slot from
-its admission to its end.
+A decode step therefore needs nothing from the host but the list of slots to run. A sequence keeps
+its slot until it ends or is preempted.
 """
 
 from typing import NamedTuple
@@ -11,18 +11,19 @@ from torch import Tensor
 
 
 class DecodeInputs(NamedTuple):
-    """What a decode step computes with, for B slots, whose table is W blocks wide."""
+    """The inputs of a decode step for B slots, whose block tables are W blocks wide."""
 
     token_ids: Tensor  # [B] int64
     positions: Tensor  # [B] int64
     slot_mapping: Tensor  # [B] int64, the KV slot of each token
-    context_lens: Tensor  # [B] int32, this step's token included
+    context_lens: Tensor  # [B] int32, including this step's token
     block_tables: Tensor  # [B, W] int32
 
 
 class BatchState:
-    """The batch slots, and one more at the end for padding: its context length stays 0, and its K
-    and V are not written.
+    """The batch slots, and one padding slot at the end.
+
+    The context length of the padding slot stays 0, and no step writes K and V for it.
     """
 
     def __init__(
@@ -32,7 +33,8 @@ class BatchState:
         self.padding_slot = num_slots
         with torch.device(device):
             self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64)
-            self.context_lens = torch.zeros(num_slots + 1, dtype=torch.int32)  # in the KV cache
+            # The number of tokens in the KV cache.
+            self.context_lens = torch.zeros(num_slots + 1, dtype=torch.int32)
             self.block_tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32)
             self.temperatures = torch.zeros(num_slots + 1, dtype=torch.float32)
             self.seeds = torch.zeros(num_slots + 1, dtype=torch.int64)
@@ -45,8 +47,8 @@ class BatchState:
         temperatures: Tensor,
         seeds: Tensor,
     ) -> None:
-        """Let sequences run in `slots` [N] int64, with block_tables [N, W]. After this step,
-        context_lens [N] of their tokens are cached.
+        """Start sequences in `slots` [N] int64 with block_tables [N, W]. After this step, the KV
+        cache holds context_lens [N] tokens of theirs.
         """
         self.context_lens[slots] = context_lens
         self.block_tables[slots] = block_tables
@@ -54,12 +56,12 @@ class BatchState:
         self.seeds[slots] = seeds
 
     def grow(self, slots: Tensor, indices: Tensor, blocks: Tensor) -> None:
-        """Write blocks [N] into the block tables of slots [N], at indices [N]."""
+        """Write blocks [N] into the block tables of slots [N] at indices [N]."""
         self.block_tables[slots, indices] = blocks.int()
 
     def advance(self, slots: Tensor) -> DecodeInputs:
-        """The inputs of a decode step of `slots` [B] int64, whose context lengths grow by the token
-        that it computes.
+        """Return the inputs of a decode step of `slots` [B] int64, and count its token in the
+        slots' context lengths.
         """
         block_tables = self.block_tables[slots]
         positions = self.context_lens[slots].long()
@@ -70,7 +72,7 @@ class BatchState:
         self.context_lens[slots] = context_lens
         self.context_lens[self.padding_slot] = 0
         return DecodeInputs(
-            # An invalid token is -1, until its request has failed.
+            # The last token may be INVALID_TOKEN, which is -1, until the engine ends its request.
             token_ids=self.last_tokens[slots].clamp(min=0),
             positions=positions,
             slot_mapping=kv_slots.masked_fill(slots == self.padding_slot, -1),

@@ -1,49 +1,81 @@
-"""The KV blocks there are: prefix cache, reference counts, eviction.
+"""The manager of the KV blocks: prefix cache, reference counts, eviction.
 
-Knows token ids and block numbers. Knows nothing about sequences, tensors, devices or models.
+This module knows token ids and block numbers. It knows nothing about sequences, tensors, devices or
+models.
 
 Every block is in one of three states: free, cached and free (its content is still known, so a later
-request may share it), or referenced by exactly `ref_counts[block]` sequences.
+request may share it), or referenced by exactly `ref_counts[block]` sequences. A block whose content
+the prefix cache knows is called a known block.
 
-The K and V of a block depend on its own tokens and on all tokens before them. So a known block has
-a prefix id, a number that is given once and never again, and it is found by a key: the prefix id of
-the block before it, and its own tokens. The dict of these keys compares them in full. A block that
-is found therefore holds exactly the prefix that was asked for, even if hashes collide. Once a block
-is evicted, its prefix id leads nowhere: blocks that came after it are not found any more.
+The K and V of a block depend on its own tokens and on all tokens before them. The prefix cache
+therefore finds a known block by a content hash that is chained over the prefix: xxh3_64 of the
+block's own tokens, seeded with the hash of the block before it. The hash is the same in every
+process.
 
-Where a prompt goes on after its last cached block, another block may still begin like it: a full
-one, or one that its sequence filled only in part. Such a run of tokens is copied into a block of
-the prompt's own. Of sorted keys, the one with the longest run in common stands next to the place of
-the prompt's own key. So two comparisons find it, however many blocks follow the same prefix.
+A hash only nominates a block. Each known block also has a prefix id, a number that is never used
+twice, and a key: the prefix id of the block before it, and its own tokens. A block is shared only
+if its key equals the key that was asked for. The block therefore holds exactly that prefix, even if
+hashes collide. Once a block is evicted, no key matches its prefix id any more, so the blocks after
+it are not found either.
+
+The tokens that follow the last cached block of a prompt may still begin like another block, which
+is full or partly filled. Such a run of tokens is copied into a block of the prompt's own. The keys
+are kept sorted: the key that shares the longest run with the prompt's key stands next to the place
+where the prompt's key would be. Two comparisons therefore find it, however many blocks follow the
+same prefix.
 """
 
 from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from itertools import count
+from typing import NamedTuple
 
-Key = bytes  # eight for each: the prefix id of the block before (0: there is none), own token ids
+import xxhash
+
+from nanovllm.engine.listener import NOBODY, EngineListener
+
+TOKEN = "I"  # the type of a token id in a key: 32 bits, unsigned
+Key = tuple[int, bytes]  # the prefix id of the block before (0: no block), the block's token ids
+
+
+class Prefix(NamedTuple):
+    """All tokens up to the end of a known block."""
+
+    id: int
+    hash: int  # of 64 bits
+
+
+NO_PREFIX = Prefix(id=0, hash=0)
 
 MIN_RUN = 16  # tokens: a shorter run is not worth a copy
 
 
 class BlockManager:
+    """The owner of all KV blocks: it lends them to sequences, and finds cached blocks again."""
+
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        listener: EngineListener = NOBODY,
     ) -> None:
+        self.listener = listener
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.min_run = min(MIN_RUN, block_size)
         self.ref_counts = [0] * num_blocks
-        # Blocks nobody references. Those without known content come first, then the least recently
-        # released: taking from the front evicts as little as possible, and the oldest of that.
+        # Blocks that no sequence references: first the blocks without known content, then the
+        # known blocks in the order of their release. Allocation takes from the front, so it evicts
+        # as few known blocks as possible, and the least recently released first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._known: dict[Key, int] = {}  # key -> block
-        self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not known
-        self._new_keys: set[Key] = set()  # registered since `begin_step`
-        self._ordered_keys: list[Key] = []  # all others, sorted
-        self._prefix_ids = [0] * num_blocks  # by block; only a known one's means anything
+        self._known: dict[int, list[int]] = {}  # hash -> blocks; more than one if hashes collide
+        self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not a known block
+        self._prefixes = [NO_PREFIX] * num_blocks  # by block; valid for known blocks only
+        self._new: set[int] = set()  # blocks that were registered since `begin_step`
+        self._ordered: list[tuple[Key, int]] = []  # (key, block) of all other known blocks, sorted
         self._new_prefix_ids = count(1)
 
     @property
@@ -55,27 +87,27 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def begin_step(self) -> None:
-        """What was registered up to now may be copied from now on: earlier steps compute it."""
-        for key in self._new_keys:
-            insort(self._ordered_keys, key)
-        self._new_keys.clear()
+        """Allow copies of the blocks registered so far, which earlier steps compute."""
+        for block in self._new:
+            insort(self._ordered, (self._known_key(block), block))
+        self._new.clear()
 
     def num_free_without(self, shared: list[int]) -> int:
-        """Free blocks left once `shared` are referenced."""
+        """Count the free blocks that are left once the blocks `shared` are referenced."""
         return len(self._free) - sum(self.ref_counts[block] == 0 for block in shared)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, each referenced once. The caller has checked `num_free`."""
+        """Take `count` free blocks and reference each once. The caller has checked `num_free`."""
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
+            self.forget(block)
             self.ref_counts[block] = 1
             blocks.append(block)
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """Reference blocks that `match` found."""
+        """Add a reference to each of the blocks, which `match` found."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self._free[block]
@@ -93,72 +125,107 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
 
     def match(self, token_ids: list[int]) -> list[int]:
-        """The cached blocks that hold the longest prefix of `token_ids`. Changes nothing."""
+        """Find the cached blocks that hold the longest prefix of `token_ids`. Changes nothing."""
         matched: list[int] = []
         if not self.enable_prefix_caching:
             return matched
-        parent_id = 0
+        prefix = NO_PREFIX
         for end in range(self.block_size, len(token_ids) + 1, self.block_size):
-            block = self._known.get(self._key(parent_id, token_ids[end - self.block_size : end]))
+            key = make_key(prefix, token_ids[end - self.block_size : end])
+            block = self._find(chained_hash(prefix, key), key)
             if block is None:
                 break
             matched.append(block)
-            parent_id = self._prefix_ids[block]
+            prefix = self._prefixes[block]
         return matched
 
-    def match_run(self, parent_id: int, token_ids: list[int]) -> tuple[int, int] | None:
-        """Of the known blocks after the prefix `parent_id`, the one that begins with the most of
-        `token_ids`, and how many. None: no copy is worth it. Changes nothing.
+    def match_run(self, prefix: Prefix, token_ids: list[int]) -> tuple[int, int] | None:
+        """Find the known block after `prefix` that shares the longest run of leading tokens with
+        `token_ids`. Changes nothing.
+
+        Returns (block, length of the run), or None if no run is worth a copy.
         """
-        key = self._key(parent_id, token_ids)
-        place = bisect_left(self._ordered_keys, key)
-        beside = self._ordered_keys[max(0, place - 1) : place + 1]
-        runs = [(count_common(key, other) - 1, self._known[other]) for other in beside]
+        key = make_key(prefix, token_ids)
+        place = bisect_left(self._ordered, (key, -1))
+        beside = self._ordered[max(0, place - 1) : place + 1]
+        runs = [(count_common(key, other), block) for other, block in beside]
         run, block = max(runs, default=(0, -1))
         return (block, run) if run >= self.min_run else None
 
-    def register(self, block: int, parent_id: int, token_ids: list[int]) -> int:
-        """Make a block known by its token ids and the prefix id of the block before it.
+    def register(self, block: int, before: Prefix, token_ids: list[int]) -> Prefix:
+        """Make a block known by its token ids and the prefix before it.
 
-        That is 0 if there is none before it. A block that is filled only in part may be registered
-        again when it holds more. Returns the block's own prefix id.
+        A block that is filled only in part may be registered again when it holds more. Returns the
+        prefix that ends with the block.
         """
         if not self.enable_prefix_caching or len(token_ids) < self.min_run:
-            return 0
-        self._forget(block)
-        key = self._key(parent_id, token_ids)
-        # If another sequence has computed the same, its block stays the known one.
-        if key not in self._known:
-            self._known[key] = block
-            self._new_keys.add(key)
-            self._keys[block] = key
-            self._prefix_ids[block] = next(self._new_prefix_ids)
-        return self._prefix_ids[self._known[key]]
+            return NO_PREFIX
+        self.forget(block)
+        key = make_key(before, token_ids)
+        prefix_hash = chained_hash(before, key)
+        # If another sequence has computed the same tokens, its block stays the known block.
+        known = self._find(prefix_hash, key)
+        if known is not None:
+            return self._prefixes[known]
+        self._known.setdefault(prefix_hash, []).append(block)
+        self._keys[block] = key
+        self._prefixes[block] = Prefix(next(self._new_prefix_ids), prefix_hash)
+        self._new.add(block)
+        self.listener.block_registered(block, prefix_hash)
+        return self._prefixes[block]
 
-    def prefix_id(self, block: int) -> int:
-        """The prefix id of a block that `match` found."""
+    def prefix(self, block: int) -> Prefix:
+        """Return the prefix that ends with a known block."""
         assert self._keys[block] is not None
-        return self._prefix_ids[block]
+        return self._prefixes[block]
 
-    def _forget(self, block: int) -> None:
+    def forget(self, block: int) -> None:
+        """Remove a block from the prefix cache. The blocks that follow it are not found either."""
         key = self._keys[block]
-        if key is not None:
-            del self._known[key]
-            self._keys[block] = None
-            if key in self._new_keys:
-                self._new_keys.remove(key)
-            else:
-                del self._ordered_keys[bisect_left(self._ordered_keys, key)]
+        if key is None:
+            return
+        self.listener.block_evicted(block)
+        self._keys[block] = None
+        prefix_hash = self._prefixes[block].hash
+        self._known[prefix_hash].remove(block)
+        if not self._known[prefix_hash]:
+            del self._known[prefix_hash]
+        if block in self._new:
+            self._new.remove(block)
+        else:
+            del self._ordered[bisect_left(self._ordered, (key, block))]
+        if block in self._free:
+            self._free.move_to_end(block, last=False)
 
-    @staticmethod
-    def _key(parent_id: int, token_ids: list[int]) -> Key:
-        return array("q", (parent_id, *token_ids)).tobytes()
+    def _find(self, prefix_hash: int, key: Key) -> int | None:
+        """Find the known block that has this hash and exactly this key."""
+        for block in self._known.get(prefix_hash, ()):
+            if self._keys[block] == key:
+                return block
+        return None
+
+    def _known_key(self, block: int) -> Key:
+        key = self._keys[block]
+        assert key is not None
+        return key
+
+
+def make_key(before: Prefix, token_ids: list[int]) -> Key:
+    """Make the key of a block that follows the prefix `before` and holds `token_ids`."""
+    return before.id, array(TOKEN, token_ids).tobytes()
+
+
+def chained_hash(before: Prefix, key: Key) -> int:
+    """Hash a block's own tokens after the prefix before it."""
+    return xxhash.xxh3_64_intdigest(key[1], seed=before.hash)
 
 
 def count_common(key: Key, other: Key) -> int:
-    """How many numbers two keys begin with in common."""
+    """Count the leading tokens that two keys have in common. Returns 0 for different prefixes."""
+    if key[0] != other[0]:
+        return 0
     count = 0
-    for own, others in zip(array("q", key), array("q", other)):
+    for own, others in zip(array(TOKEN, key[1]), array(TOKEN, other[1])):
         if own != others:
             break
         count += 1

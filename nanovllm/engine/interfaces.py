@@ -1,7 +1,7 @@
-"""What the engine calls to have texts read and tokens constrained.
+"""The interfaces of the detokenizer and of the constraints, as the engine calls them.
 
-Rooms bring both. Without them sequences have no text, and nothing but their logits decides which
-tokens may come.
+`build.py` gives the engine an implementation of each. Without a detokenizer, sequences have no
+text; without constraints, nothing but the logits decides which tokens may come.
 """
 
 from typing import Any, Protocol
@@ -12,46 +12,48 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class Detokenizer(Protocol):
-    """Reads the texts of sequences while they run, and finds stop strings in them.
+    """The reader of the texts of running sequences, which also finds stop strings in them.
 
     The engine never looks at a text.
     """
 
     def add(self, seq: Sequence) -> None:
-        """Read this sequence from now on."""
+        """Begin to read the text of a sequence."""
 
     def update(self, sampled: list[Sequence]) -> list[Sequence]:
-        """Read the last token of each sequence; returns those whose text has come to a stop string.
+        """Read the last token of each sequence.
 
-        Sequences that it does not read are left alone.
+        Returns the sequences whose text has reached a stop string. Sequences that were not added
+        are ignored.
         """
 
+    def end(self, seq: Sequence) -> None:
+        """End the text of a sequence with the tokens that it has, if it was added."""
+
     def remove(self, seq: Sequence) -> None:
-        """Read this sequence no more, if it is read."""
+        """Stop reading the text of a sequence, if it was added."""
 
     def clear(self) -> None:
-        """Read no sequence any more."""
+        """Remove all sequences."""
 
 
 class Constraints(Protocol):
-    """Says which tokens may come next, for sequences in which that depends on the tokens before.
+    """The source of the allowed tokens, for sequences in which these depend on the tokens before.
 
-    The engine asks while the device computes the step whose logits are meant.
+    The engine asks for the allowed tokens of a step while the device computes that step's logits.
     """
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError for what no output can be held to."""
+        """Raise ValueError for a constraint that no output can be held to."""
 
     def make(self, params: SamplingParams) -> Any:
-        """What a new sequence keeps as its `constraint`, if params were checked; None if it needs
-        none.
-        """
+        """Make the `constraint` of a new sequence from checked parameters. None: it needs none."""
 
     def edits(self, rows: list[tuple[int, Sequence]]) -> LogitsEdits:
-        """Which tokens may follow the `token_ids` of each sequence.
+        """Return the edits that leave each sequence the tokens that may follow its `token_ids`.
 
-        rows: sequences that have a constraint, each after its place among the step's tokens.
+        rows: Pairs of an index among the step's tokens and its sequence, which has a constraint.
         """
 
     def completed(self, sampled: list[Sequence]) -> list[Sequence]:
-        """Those whose constraint says that the output ends with the token they just got."""
+        """Return the sequences whose constraint says that their last token completes the output."""

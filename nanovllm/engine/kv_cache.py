@@ -1,4 +1,4 @@
-"""The KV cache's memory: its tensors, and how many blocks a machine has room for."""
+"""The memory of the KV cache: its tensor, and the number of blocks that a machine has room for."""
 
 import math
 import mmap
@@ -14,14 +14,16 @@ GIB = 2**30
 def allocate_kv_cache(
     layers, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """[layers, 2 (K, V), blocks, block_size, G, D].
+    """Allocate the KV cache [layers, 2 (K, V), blocks, block_size, G, D].
 
-    Zeroed: a masked position must not hold a NaN.
+    The memory is zeroed, because a masked position must not hold a NaN. Raises ValueError if a CPU
+    has too little memory.
     """
     shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
     if device.type == "cpu" and num_blocks:
-        # The system provides zero pages when they are first touched, huge ones where it can:
-        # touching small ones is slow. They are private: a forked process gets a copy.
+        # The system provides a zero page when the page is first touched. Huge pages are requested,
+        # because touching many small pages is slow. The mapping is private, so that a forked
+        # process gets a copy.
         size = math.prod(shape) * dtype.itemsize
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -32,21 +34,23 @@ def allocate_kv_cache(
                 f"or kvcache_block_size lower ({error})"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # the kernel has no huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(pages, dtype=dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the number of bytes that one block takes in all layers together."""
     elements = sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
     return elements * dtype.itemsize
 
 
 def num_blocks_in_ram(block: int, needed: int, ranks: int) -> int:
-    """Blocks of `block` bytes for a CPU: what running sequences can need, for all ranks at most
-    a quarter of the memory.
+    """Return the number of blocks of `block` bytes for each rank on a CPU.
+
+    This is `needed`, the most that running sequences can need, unless the blocks of all ranks would
+    take more than a quarter of the memory.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(needed, physical // 4 // ranks // block))

@@ -1,7 +1,7 @@
-"""Requests in, outputs out: the loop that schedules, launches and commits.
+"""The engine: the loop that schedules, launches and commits steps.
 
-With overlap, step N + 1 is launched before step N's tokens are read, so the device never waits for
-Python.
+With overlap, step N + 1 is launched before the tokens of step N are read, so the device never waits
+for Python.
 """
 
 import itertools
@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.errors import explain, warn
 from nanovllm.engine.interfaces import Constraints, Detokenizer
-from nanovllm.engine.metrics import Metrics, StepRecord
+from nanovllm.engine.listener import EngineListener, Listeners
+from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -23,21 +25,21 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
 from nanovllm.models.config_fields import largest_window
+from nanovllm.outputs import StepRecord
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.weights.loader import check_num_layers
 
 
 class Launched(NamedTuple):
-    """A step that has been launched and not committed."""
+    """A step that has been launched but not committed."""
 
     tokens: SampledTokens
-    has_prefills: bool  # so some of the tokens may be their sequences' first
+    has_prefills: bool  # some of the tokens may be the first of their sequences
 
 
 class LLMEngine:
-    """A model, a scheduler, and the requests under way: `add` queues one, `step` advances all.
+    """A model, a scheduler, and the unfinished requests: `add` queues one, `step` runs a step.
 
-    Requests have been checked. One caller at a time may use it.
+    The caller has checked the requests. Only one caller at a time may use the engine.
     """
 
     def __init__(
@@ -45,40 +47,50 @@ class LLMEngine:
         config: Config,
         hf_config,
         folder: str | Path,
-        make_runner: Callable[..., Any],
+        runner: Any,
         policy: SchedulingPolicy = SchedulingPolicy(),
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        constraints: Constraints | None = None,
+        make_detokenizer: Callable[[], Detokenizer] | None = None,
+        enough_seqs: int | None = None,
+        listeners: tuple[EngineListener, ...] = (),
     ) -> None:
-        """Load the model in `folder`, whose configuration is `hf_config`, and get ready to run.
+        """Build an engine for the model in `folder`, whose configuration is `hf_config`.
 
-        `make_runner`: a class of runners, such as ModelRunner, or a function like one.
+        Args:
+            runner: The ModelRunner that holds the model, or an object with the same interface.
+            stop_ids: Tokens that end a request when they are sampled.
+            constraints: Says which tokens may follow, for requests that restrict their tokens.
+            make_detokenizer: Makes the detokenizer, which reads the text of requests as it grows.
+            enough_seqs: The number of running sequences from which on more of them make the device
+                hardly faster. None: more are always faster.
+            listeners: Listeners that hear of events, besides the metrics.
         """
-        # Refuse other models first: they may not have what is read below.
         self.model_class = find_model(hf_config)
-        if config.load_format == "auto":
-            check_num_layers(hf_config.num_hidden_layers, folder, self.model_class)
         self.policy = policy
-        self.detokenizer: Detokenizer | None = None  # made once a request needs its text read
-        # compose.py sets these three once the model is loaded.
-        self.stop_ids: frozenset[int] = frozenset()  # sampling one of them ends a request
-        self.make_detokenizer: Callable[[], Detokenizer] | None = None
-        self.constraints: Constraints | None = None
-
+        self.stop_ids = stop_ids
+        self.constraints = constraints
+        self.make_detokenizer = make_detokenizer
+        self.detokenizer: Detokenizer | None = None  # made for the first request that needs it
         self.vocab_size = hf_config.vocab_size
-        self.runner = make_runner(config, hf_config, folder)
+        self.runner = runner
         self.max_model_len = self.runner.info.max_model_len
         self.window = largest_window(hf_config)
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
-        self.is_asleep = False  # the runner's memory is given back: no step may run
+        self._enough_seqs = enough_seqs
+        self.is_asleep = False  # asleep: the runner's memory is given back, and no step may run
         self._config = config
+        self.metrics = EngineMetrics()
+        self.listeners = (self.metrics, *listeners)
+        self._listener = Listeners(*self.listeners)
         self.scheduler = self._make_scheduler()
-        self.num_prefill_tokens = 0  # computed so far
-        self.total = Metrics()
-        self.last_call = Metrics()  # whoever begins a call may begin a new one
+        self.num_prefill_tokens = 0  # prompt tokens computed so far
         self.num_steps = 0
-        self.last_step: StepRecord | None = None  # as it was launched
+        self.last_step: StepRecord | None = None  # the figures at the launch of the last step
         self._in_flight: Launched | None = None
-        self._constrained: list[Sequence] = []  # those with a constraint, some of them finished
+        self._constrained: list[Sequence] = []  # sequences with a constraint; some have finished
         self._ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -86,12 +98,17 @@ class LLMEngine:
         config = self._config
         return Scheduler(
             BlockManager(
-                self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+                self.runner.num_blocks,
+                config.kvcache_block_size,
+                config.enable_prefix_caching,
+                self._listener,
             ),
             self.policy,
+            listener=self._listener,
             max_num_seqs=config.num_batch_slots,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
+            enough_seqs=self._enough_seqs,
         )
 
     def add(
@@ -104,26 +121,39 @@ class LLMEngine:
         interactive: bool = False,
         score_from: int = 1,
     ) -> Sequence:
-        """Queue a request that has been checked; returns its first completion, which keeps `text`.
+        """Queue a request that has been checked. Returns its first completion, which keeps `text`.
 
-        `streams`: its text is read as it grows. `interactive`: somebody waits for this request, not
-        only for the whole batch it came in, so a policy should not hold it back for the others.
-        `score_from`: the first token of the prompt that `prompt_logprobs` is asked for.
+        `streams`: the text is read as it grows. `interactive`: a user waits for this request, not
+        only for the whole batch it came in, so a policy should not delay it for the others.
+        `score_from`: the first token of the prompt that `prompt_logprobs` reports.
         """
         seq, *siblings = [
             self._make_sequence(prompt, params, i, interactive) for i in range(params.n)
         ]
         seq.prompt_text = text
-        seq.siblings = seq.forks = tuple(siblings)
+        seq.siblings = tuple(siblings)
         for sibling in siblings:
             sibling.parent = seq
+        num_forks = self._most_at_once(seq) - 1
+        seq.forks = tuple(siblings[:num_forks])
         if params.prompt_logprobs is not None:
             seq.scores = PromptScores(prompt, params.prompt_logprobs, score_from)
         if params.max_tokens:
             for one in seq.completions:
                 self._follow(one, streams)
-        self.scheduler.add(seq)
+        self._listener.request_added(seq)
+        # The others wait as requests do, and find the prompt in the prefix cache.
+        for one in (seq, *siblings[num_forks:]):
+            self.scheduler.add(one)
         return seq
+
+    def _most_at_once(self, seq: Sequence) -> int:
+        """How many completions of a sequence's prompt can begin together: each needs a batch slot,
+        and a block of its own after those that the prompt fills, which they share.
+        """
+        blocks = self.scheduler.blocks
+        num_left = blocks.num_blocks - seq.num_tokens // blocks.block_size
+        return min(self.scheduler.max_num_seqs, max(1, num_left))
 
     def _make_sequence(
         self, prompt: list[int], params: SamplingParams, completion: int, interactive: bool
@@ -132,7 +162,7 @@ class LLMEngine:
             seed = self._seeds.getrandbits(63)
         else:
             seed = (params.seed + completion) % 2**63
-        assert params.max_tokens is not None, "the facade puts a number for as many as fit"
+        assert params.max_tokens is not None, "the facade replaces None by a number"
         stop_ids = frozenset() if params.ignore_eos else self.stop_ids
         seq = Sequence(
             next(self._ids),
@@ -147,7 +177,7 @@ class LLMEngine:
         return seq
 
     def _follow(self, seq: Sequence, streams: bool) -> None:
-        """Give a sequence the constraint and the detokenizer that it needs as it grows, if any."""
+        """Give a sequence its constraint and have its text read, where it needs these."""
         params = seq.params
         if self.constraints is not None and not params.samples_plainly:
             seq.constraint = self.constraints.make(params)
@@ -162,30 +192,35 @@ class LLMEngine:
         return self.scheduler.has_unfinished()
 
     def step(self) -> list[Sequence]:
-        """Launch the next step and commit one: the last with overlap, else this one.
+        """Launch the next step and commit one: with overlap the step before, otherwise this one.
 
-        Returns the sequences that have ended. Raises InvalidLogitsError if the model computed NaN
-        or infinite logits: `reset` is needed then.
+        Returns the sequences that have ended. A sequence ends with finish_reason "error" if its
+        logits are NaN or infinite, or if its constraints leave no token.
         """
         begin, num_preempted = perf_counter(), self.scheduler.num_preemptions
+        self._listener.step_begins()
         batch = self.scheduler.schedule()
-        self._record_launch(batch or Batch(), begin, num_preempted)
+        step = self._record_step(batch or Batch(), begin, num_preempted)
         launched = None
         if batch is not None:
+            self._listener.step_scheduled(batch)
             launched = Launched(self.runner.launch(batch), bool(batch.prefills))
+            self._listener.step_launched(step)
         if not self.overlap:
             if self._constrained:
-                launched = self._constrain(launched)
+                launched = self._sample_constrained(launched)
             return self._commit(launched)
         previous, self._in_flight = self._in_flight, launched
-        ended = self._commit(previous)  # may drop what is in flight
+        ended = self._commit(previous)  # this may drop the step in flight
         if self._constrained:
-            self._in_flight = self._constrain(self._in_flight)
+            self._in_flight = self._sample_constrained(self._in_flight)
         return ended
 
-    def _constrain(self, launched: Launched | None) -> Launched | None:
-        """Sample the rows of the newest step that have a constraint: all tokens before theirs are
-        known by now. The device may still compute the step. Returns it with these tokens.
+    def _sample_constrained(self, launched: Launched | None) -> Launched | None:
+        """Sample the rows of the newest step whose sequences have a constraint.
+
+        The tokens before these rows are known by now, while the device may still compute the step.
+        Returns the step with the new tokens.
         """
         if launched is None:
             return None
@@ -197,40 +232,66 @@ class LLMEngine:
         ]
         if not rows:
             return launched
-        assert self.constraints is not None, "it made what the sequences have"
-        tokens = self.runner.constrain(self.constraints.edits(rows))
+        assert self.constraints is not None, "it made the constraints of these sequences"
+        tokens = self.runner.sample_constrained(self.constraints.edits(rows))
         return launched._replace(tokens=tokens)
 
     def _commit(self, launched: Launched | None) -> list[Sequence]:
-        """Wait for a step's tokens; returns the sequences that end with theirs."""
+        """Wait for the tokens of a step and commit them. Returns the sequences that have ended."""
         if launched is None:
             return []
-        sampled, ended = self.scheduler.commit(*launched.tokens.wait())
+        sampled, ended = self._take_tokens(launched)
+        if failed := [seq for seq in ended if seq.finish_reason == "error"]:
+            self._end_with_error(failed)
         if self._constrained and self.constraints is not None:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
             self._stop(self.detokenizer.update(sampled), ended)
+        for seq in ended:  # the caller may keep it for long, and what holds it to a form is large
+            seq.constraint = None
         if launched.has_prefills or ended:
-            self._record_commit(sampled if launched.has_prefills else [], ended)
+            self._record_times(sampled if launched.has_prefills else [], ended)
+        for seq in ended:
+            self._listener.sequence_finished(seq)
         self._drop_surplus_step()
         return ended
 
+    def _take_tokens(self, launched: Launched) -> tuple[list[Sequence], list[Sequence]]:
+        """Hand the tokens of a step to `Scheduler.commit`, and return what it returns."""
+        result = launched.tokens.wait()
+        self._listener.tokens_arrived()
+        sampled, ended = self.scheduler.commit(*result)
+        self._listener.tokens_committed(len(sampled))
+        return sampled, ended
+
+    def _end_with_error(self, failed: list[Sequence]) -> None:
+        """Record why no token could be sampled for these sequences, and end their texts."""
+        for seq in failed:
+            seq.error = explain(seq)
+            if self.detokenizer is not None:
+                self.detokenizer.end(seq)
+        if not self.metrics.last_call.errors:
+            warn(failed[0])
+
     def _stop(self, stopped: list[Sequence], ended: list[Sequence]) -> None:
-        """Sequences that are complete, or come to a stop string, join those that `ended`."""
+        """End the sequences `stopped`, whose output is complete, and add them to `ended`."""
         for seq in stopped:
-            if seq.finish_reason is None:  # the scheduler did not end it
+            if seq.finish_reason is None:  # the scheduler has not ended the sequence
                 self.scheduler.abort(seq)
                 ended.append(seq)
             seq.finish_reason = "stop"
 
     def _drop_surplus_step(self) -> None:
-        """When every sequence has ended, nobody wants the tokens of the step in flight."""
+        """Drop the tokens of the step in flight if every sequence has ended."""
         if self._in_flight is not None and not self.scheduler.has_unfinished():
-            self.scheduler.commit(*self._in_flight.tokens.wait())
+            self._take_tokens(self._in_flight)
             self._in_flight = None
 
-    def _record_launch(self, batch: Batch, begin: float, num_preempted: int) -> None:
-        """`num_preempted`: what the scheduler had preempted before this step."""
+    def _record_step(self, batch: Batch, begin: float, num_preempted: int) -> StepRecord:
+        """Record the figures of the step `batch`, whose planning began at `begin`.
+
+        `num_preempted`: the number of preemptions before this step.
+        """
         scheduler = self.scheduler
         self.last_step = step = StepRecord(
             number=self.num_steps,
@@ -245,36 +306,40 @@ class LLMEngine:
         )
         self.num_steps += 1
         self.num_prefill_tokens += step.prefill_tokens
-        for metrics in (self.total, self.last_call):
-            metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
+        self._listener.step_recorded(step)
+        return step
 
-    def _record_commit(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
+    def _record_times(self, sampled: list[Sequence], ended: list[Sequence]) -> None:
         now = perf_counter()
         for seq in sampled:
             if seq.first_token_at is None:
                 seq.first_token_at = seq.clock(now)
         for seq in ended:
-            self.total.record(seq, seq.clock(now))
-            self.last_call.record(seq, seq.clock(now))
+            seq.finished_at = seq.clock(now)
 
     def abort(self, request: Sequence) -> None:
-        """End what has not ended of a request's completions."""
+        """End the unfinished completions of a request."""
+        self._listener.step_begins()
+        unfinished = [seq for seq in request.completions if seq.status is not Status.FINISHED]
         for seq in request.unfinished:
             self.scheduler.abort(seq)
-        if self.detokenizer is not None:
-            for seq in request.completions:
+        for seq in request.completions:
+            seq.constraint = None
+            if self.detokenizer is not None:
                 self.detokenizer.remove(seq)
         self._drop_surplus_step()
+        for seq in unfinished:
+            self._listener.sequence_finished(seq)
 
     def pause(self, request: Sequence) -> None:
-        """Let what has not ended of a request run no more, until `resume`."""
+        """Keep the unfinished completions of a request from running until `resume`."""
         for seq in request.unfinished:
             self.scheduler.pause(seq)
             if seq.paused_at is None:
                 seq.paused_at = perf_counter()
 
     def resume(self, request: Sequence) -> None:
-        """Let what is paused of a request go on. Its times leave the pause out."""
+        """Let the paused completions of a request continue. Their times leave the pause out."""
         for seq in request.unfinished:
             if seq.paused_at is None:
                 continue
@@ -283,17 +348,22 @@ class LLMEngine:
             seq.paused_at = None
 
     def reset(self) -> None:
-        """Drop every request, as after an error or interrupt: the next call finds an empty engine.
+        """Drop every request after an error or interrupt, so that the engine is empty and usable.
 
-        It may have come between any two lines of the scheduler's, so a new scheduler takes its
-        place. Another interrupt may come in here.
+        The error may have left the scheduler in any state, so a new scheduler replaces it. Another
+        interrupt may come in this method.
         """
-        for seq in self.scheduler.sequences.values():  # before the scheduler that knows them goes
-            seq.status, seq.finish_reason = Status.FINISHED, "abort"
+        self._listener.engine_reset()
+        for seq in self.scheduler.sequences.values():  # before the scheduler is replaced
+            seq.status, seq.finish_reason, seq.constraint = Status.FINISHED, "abort", None
         self.scheduler, self._in_flight = self._make_scheduler(), None
         if self.detokenizer is not None:
             self.detokenizer.clear()
         self.runner.synchronize()
 
     def close(self) -> None:
-        self.runner.close()
+        """Give back all memory that the runner holds."""
+        try:
+            self.runner.close()
+        finally:
+            self._listener.engine_closed()

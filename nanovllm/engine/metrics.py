@@ -1,66 +1,75 @@
-"""What a run was like: requests, tokens, cache use, and how long users waited.
+"""The metrics of a run: requests, tokens, cache use, and how long users waited.
 
-Takes a few numbers of each sequence that has ended, so that a token costs nothing.
+The metrics take a few numbers from each sequence that has ended, so a token costs nothing.
 """
 
 import math
 from collections import deque
 from collections.abc import Collection
-from typing import NamedTuple
 
+from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import StepRecord
 
-LATEST = 65536  # requests that the percentiles look back on
+LATEST = 65536  # the percentiles are those of so many latest values
 
 
-class StepRecord(NamedTuple):
-    """What one step did, for those who watch. What it counts is so at the step's launch.
+class EngineMetrics(EngineListener):
+    """The metrics of everything an engine has served, and of the last call."""
 
-    With overlap a step launches its own tokens and waits for those of the step before: `seconds`
-    and `finished` then belong to these.
-    """
+    def __init__(self) -> None:
+        self.total = Metrics()
+        self.last_call = Metrics()
 
-    number: int  # of this step, from 0
-    time: float  # at which it began, in seconds of time.perf_counter
-    prefill_tokens: int
-    decode_tokens: int  # one for each decoding sequence
-    running: int  # sequences that hold a batch slot
-    waiting: int  # sequences that wait for one
-    blocks_in_use: int  # KV blocks that sequences hold
-    num_blocks: int  # KV blocks there are
-    preemptions: int  # sequences that this step preempted
-    seconds: float = 0.0  # from its beginning to its end, on the host's clock
-    finished: tuple[int, ...] = ()  # ids of the requests that ended with it
+    def begin_call(self) -> None:
+        """Start new metrics of the last call."""
+        self.last_call = Metrics()
+
+    def step_recorded(self, step: StepRecord) -> None:
+        for metrics in (self.total, self.last_call):
+            metrics.peak_blocks = max(metrics.peak_blocks, step.blocks_in_use)
+
+    def sequence_finished(self, seq: Sequence) -> None:
+        if seq.finish_reason != "abort":
+            self.total.record(seq)
+            self.last_call.record(seq)
 
 
 class Metrics:
+    """The counts and times of sequences that have ended."""
+
     def __init__(self) -> None:
         self.requests = 0
+        self.errors = 0  # completions that ended with an error
         self.prompt_tokens = 0
-        self.cached_tokens = 0  # of the prompts, found in the prefix cache
+        self.cached_tokens = 0  # prompt tokens that were found in the prefix cache
         self.output_tokens = 0
         self.preemptions = 0
         self.peak_blocks = 0
         self.seconds_to_first_token: deque[float] = deque(maxlen=LATEST)
         self.seconds_per_output_token: deque[float] = deque(maxlen=LATEST)
 
-    def record(self, seq: Sequence, now: float) -> None:
-        """Take the numbers of a sequence that has come to its end."""
+    def record(self, seq: Sequence) -> None:
+        """Add the numbers of a sequence that has ended."""
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
         self.output_tokens += num_output
+        self.errors += seq.finish_reason == "error"
         self.preemptions += seq.num_preemptions
-        if seq.parent is None:  # of several completions, the one that computed the prompt counts it
-            assert seq.num_cached_tokens is not None and seq.first_token_at is not None
+        if seq.parent is None:  # of n completions, only the first one counts the prompt
+            assert seq.num_cached_tokens is not None
             self.requests += 1
             self.prompt_tokens += seq.num_prompt_tokens
             self.cached_tokens += seq.num_cached_tokens
             if num_output:
+                assert seq.first_token_at is not None
                 self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
         if num_output > 1:
-            assert seq.first_token_at is not None
-            self.seconds_per_output_token.append((now - seq.first_token_at) / (num_output - 1))
+            assert seq.first_token_at is not None and seq.finished_at is not None
+            seconds = seq.finished_at - seq.first_token_at
+            self.seconds_per_output_token.append(seconds / (num_output - 1))
 
     def summary(self, num_blocks: int) -> dict[str, int | float | dict[str, float] | None]:
+        """Return the metrics as `LLM.metrics` describes them."""
         return {
             "requests": self.requests,
             "prompt_tokens": self.prompt_tokens,
@@ -74,9 +83,9 @@ class Metrics:
 
 
 def percentiles(values: Collection[float]) -> dict[str, float] | None:
-    """Median and 99th percentile, or None of no values.
+    """Return the median and the 99th percentile, or None if there are no values.
 
-    A percentile is the smallest value that at least as many of the values do not exceed.
+    The 99th percentile is the smallest value that at least 99 % of the values do not exceed.
     """
     if not values:
         return None

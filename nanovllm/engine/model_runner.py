@@ -1,11 +1,11 @@
-"""Run batches: own the model, the KV cache and the state of the running sequences.
+"""The model runner: it owns the model, the KV cache and the state of the running sequences.
 
-`launch` turns a batch into sampled tokens. Knows no sequences and no policy: those are the
-scheduler's. This runner is plain, and right on any device; what a device can do better is a
-subclass's to say.
+`ModelRunner.launch` turns a batch into sampled tokens. The runner knows neither sequences nor
+policies, which belong to the scheduler. It is plain and right on any device; a subclass replaces
+what its device can do better.
 
-Shapes: B sequences that sample in a step; P tokens of N prompt chunks; S sequences that start with
-them: the N chunks' own, then their forks; V vocabulary entries.
+Shapes: B sequences that sample in a step; P tokens in N prompt chunks; S sequences that start with
+the chunks: the N sequences of the chunks, then their forks; V vocabulary entries.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,18 +40,19 @@ from nanovllm.weights.loader import init_dummy_weights, load_weights
 
 
 class StepOutput(NamedTuple):
-    """What a step leaves on the device."""
+    """The results that a step leaves on the device."""
 
     tokens: Tensor  # [B] int64
-    # [B, V], what they were sampled from; on several ranks, this one's shard of the vocabulary
+    # [B, V], from which the tokens were sampled. With several ranks: this rank's vocabulary shard.
     logits: Tensor
-    positions: Tensor  # [B] int32, of these tokens in their sequences
-    slots: Tensor  # [B] int64, the sequences' batch slots
-    prompt_logprobs: Any = None  # of prompts' tokens, if asked (sampling/prompt_logprobs.py)
+    positions: Tensor  # [B] int32, the positions of the tokens in their sequences
+    slots: Tensor  # [B] int64, the batch slots of the sequences
+    # Log-probabilities of prompt tokens, if requested: see features/sampling/prompt_logprobs.py.
+    prompt_logprobs: Any = None
 
 
 class PrefillInputs(NamedTuple):
-    """What a step's prompt chunks compute with. Its first three are DecodeInputs' first three."""
+    """The inputs of a step's prompt chunks. The first three fields are those of DecodeInputs."""
 
     token_ids: Tensor  # [P] int64
     positions: Tensor  # [P] int64
@@ -63,19 +64,23 @@ class PrefillInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """A step's answer: tokens [B], and log-probabilities for those that asked (see
-    sampling/resampler.py).
+    """The sampled tokens of a step, which may still be in flight.
+
+    tokens: Tensor [B].
+    logprobs: The log-probabilities of requests that want them: see features/sampling/resampler.py.
+    prompt_logprobs: The `prompt_logprobs` of StepOutput.
     """
 
     tokens: Tensor
     logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: Any = None  # a StepOutput's
+    prompt_logprobs: Any = None
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Tell whether `wait` would return at once."""
         return True
 
     def wait(self) -> StepResult:
+        """Wait until the step has run, and return its result."""
         return StepResult(
             self.tokens.tolist(),
             {i: of_token for part in self.logprobs for i, of_token in part.read().items()},
@@ -84,12 +89,13 @@ class SampledTokens:
 
 
 class ModelRunner:
-    """One rank's model. Every rank launches the same batches and samples the same tokens.
+    """The runner of one rank. Every rank launches the same batches and samples the same tokens.
 
-    `transform`: changes the model, once it is loaded, into one that computes the same.
-    `make_resampler`: takes this runner; makes what samples for requests that ask for more than
-    temperature and seed. `score_prompts`: takes this runner, hidden states [P, hidden size] and
-    chunks; gives the log-probabilities of the prompts' tokens that are asked for.
+    transform: Replaces parts of the loaded model by equal, faster ones.
+    make_resampler: Takes this runner and makes the resampler, which samples for requests that ask
+        for more than temperature and seed.
+    score_prompts: Takes this runner, hidden states [P, hidden size] and chunks. Returns the
+        log-probabilities of the prompt tokens that requests want scored.
     """
 
     attention_name = SelfAttention.attention_name
@@ -116,14 +122,14 @@ class ModelRunner:
         limit = hf_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.vocab_size = hf_config.vocab_size
-        self.max_blocks = -(-self.max_model_len // self.block_size)  # of one sequence
+        self.max_blocks = -(-self.max_model_len // self.block_size)  # the most of one sequence
         self.dtype = resolve_dtype(config.dtype, hf_config, device)
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
-        self.resampler: Any = None  # made once a request asks for it
-        self.num_blocks = 0  # not counted yet
-        # Fills a model with the weights of the model folder.
+        self.resampler: Any = None  # made for the first request that needs it
+        self.num_blocks = 0  # 0: not counted yet
+        # Fills a model with the weights of the model folder, or with random weights.
         self.read_weights: Callable[[nn.Module], None] = partial(load_weights, folder=folder)
         if config.load_format == "dummy":
             self.read_weights = init_dummy_weights
@@ -132,6 +138,7 @@ class ModelRunner:
 
     @property
     def info(self) -> RunnerInfo:
+        """What this runner is, as the engine and users see it."""
         return RunnerInfo(
             num_blocks=self.num_blocks,
             device=str(self.device),
@@ -148,7 +155,7 @@ class ModelRunner:
         return model.eval().requires_grad_(False)
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
-        """Build the model, let `fill` fill it, and transform it."""
+        """Build the model, fill it by calling `fill`, and apply the transform."""
         self.model = self._build_model(self.hf_config)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.attention_layers = [
@@ -158,8 +165,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def allocate(self) -> None:
-        """Make the KV cache. All ranks have as many blocks as fit on each; after `release`, as many
-        as before.
+        """Allocate the KV cache.
+
+        All ranks have the same number of blocks, which fits on each of them. After `release`, the
+        number is the same as before.
         """
         if not self.num_blocks:
             count = self.config.num_kvcache_blocks or self._count_blocks()
@@ -167,11 +176,11 @@ class ModelRunner:
         self._bind_cache(self.num_blocks)
 
     def release(self) -> None:
-        """Give the KV cache's memory back. No step may run until `allocate`."""
+        """Give back the memory of the KV cache. No step may run until `allocate`."""
         self._bind_cache(0)
 
     def _count_blocks(self) -> int:
-        """How many KV blocks fit into memory."""
+        """Count the KV blocks that fit into memory."""
         block = block_bytes(self.attention_layers, self.block_size, self.dtype)
         return num_blocks_in_ram(block, self.max_num_seqs * self.max_blocks, self.group.size)
 
@@ -185,7 +194,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
-        """Start a step. `wait` on the result gives its sampled tokens, in the batch's order."""
+        """Launch a step. `wait` on the returned object gives the sampled tokens in batch order."""
         if batch.new_blocks:
             self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
         slots = self._upload_decode_slots(batch.decode_slots)
@@ -202,19 +211,21 @@ class ModelRunner:
         return self._answer(output, logprobs)
 
     @torch.inference_mode()
-    def constrain(self, edits: LogitsEdits) -> SampledTokens:
-        """Sample the rows of the last step that wait for the host (see SamplingMetadata.waits). The
-        answer takes the place of `launch`'s, in which the tokens of these rows mean nothing.
+    def sample_constrained(self, edits: LogitsEdits) -> SampledTokens:
+        """Sample the constrained rows of the last step: see SamplingMetadata.is_constrained.
+
+        The returned object replaces that of `launch`, in which the tokens of these rows have no
+        meaning.
         """
         return self._answer(*self.resampler.constrain(edits))
 
     @torch.inference_mode()
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
-        """[len(rows), V] float32: what the processors of these rows are to get."""
+        """Return the logits [len(rows), V] float32 that these rows' logits processors take."""
         return self.resampler.edited_logits(edits, rows).cpu().numpy()
 
     def _run_decode(self, slots: Tensor, shared_prefix_len: Tensor | None = None) -> StepOutput:
-        """One token for each of the decoding sequences in `slots` [B]."""
+        """Run the model and sample one token for each decoding sequence in `slots` [B]."""
         inputs = self._advance(slots)
         metadata = AttentionMetadata(
             inputs.slot_mapping,
@@ -227,8 +238,10 @@ class ModelRunner:
         return self._sample(hidden, slots, inputs.context_lens)
 
     def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
-        """Decoding sequences and prompt chunks in one forward pass -> a token for each of the
-        former, then one for each chunk that ends its prompt, then one for each fork.
+        """Run decoding sequences and prompt chunks in one forward pass.
+
+        Samples a token for each decoding sequence, then for each chunk that ends its prompt, then
+        for each fork.
         """
         decodes = len(slots)
         prefill = self._prefill_inputs(chunks)
@@ -239,7 +252,7 @@ class ModelRunner:
             context_lens, block_tables = decode.context_lens, decode.block_tables
             token_ids, positions, slot_mapping = map(torch.cat, zip(decode[:3], prefill[:3]))
         places = sampled_places(decodes, chunks)
-        # A forward pass carries at least one token to its end, also where none is sampled.
+        # A forward pass returns at least one hidden state, even if no token is sampled.
         wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
         indices, starting = self._upload_all(np.int64, wanted, places.sequences)
         some_scored = any([chunk.scored for chunk in chunks])
@@ -253,8 +266,8 @@ class ModelRunner:
         )
         hidden = self._forward(token_ids, positions, metadata)
         prompt_logprobs = None
-        if some_scored:  # so these are of all tokens
-            assert self.score_prompts is not None, "without it no request asks for scores"
+        if some_scored:  # then there are hidden states of all tokens
+            assert self.score_prompts is not None, "without it, no request may ask for scores"
             prompt_logprobs = self.score_prompts(self, hidden[decodes:], chunks)
             hidden = hidden[indices]
         if any([chunk.forks for chunk in chunks]):
@@ -267,17 +280,17 @@ class ModelRunner:
         return output._replace(prompt_logprobs=prompt_logprobs)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
-        """Bring the chunks' tokens to the device, and set the state of their batch slots and of
-        their forks'.
+        """Upload the tokens of the chunks, and start the chunks' sequences and their forks in their
+        batch slots.
         """
         sequences: list[PrefillChunk | Fork] = [*chunks]
         sequences += [fork for chunk in chunks for fork in chunk.forks]
         packed = pack_chunks(chunks, sequences, self.block_size, self.max_blocks)
         temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
-        # Few uploads: each takes the host some microseconds.
+        # Arrays of one dtype are uploaded together: each upload takes the host some microseconds.
         tables, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
             np.int32,
-            packed.block_tables.ravel(),  # first, so that its place is aligned
+            packed.block_tables.ravel(),  # first, so that it is aligned
             packed.cu_seqlens_q,
             packed.cu_seqlens_k,
             packed.context_lens,
@@ -294,10 +307,11 @@ class ModelRunner:
         tables = tables.view(packed.block_tables.shape)
         self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
         if self.resampler is None and any([seq.sampling for seq in sequences]):
-            assert self.make_resampler is not None, "without it all requests are plain"
+            assert self.make_resampler is not None, "without it, all requests must be plain"
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
-            # It hears of those that ask for nothing too: their slots' last sequences may have.
+            # The resampler must hear of plain sequences too: the previous sequences in these batch
+            # slots may have had sampling metadata.
             self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
 
         cached = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
@@ -306,11 +320,12 @@ class ModelRunner:
         return PrefillInputs(token_ids, positions, slot_mapping, slots, context_lens, metadata)
 
     def _upload_all(self, dtype: type, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        """Upload arrays as one, and return a tensor for each."""
         sizes = [len(array) for array in arrays]
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
 
     def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
-        """Give each fork its own copy of a last block that its prompt fills only in part."""
+        """Copy the prompt's last block to each fork if the prompt fills that block only in part."""
         forks = [
             (chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
         ]
@@ -318,18 +333,21 @@ class ModelRunner:
             self._copy_blocks([(one.block_table[-1], fork.block_table[-1]) for one, fork in forks])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, pairs of (source, copy). A block may be the copy of one pair and the
-        source of another: all sources are read first.
+        """Copy whole blocks, given as pairs (source, copy).
+
+        All sources are read first, so a block may be the copy of one pair and the source of
+        another.
         """
         source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
-        # A layer's K or V at a time, for what is read is held in memory before it is written.
-        # As integers: PyTorch takes as long for an element of two bytes as for one of eight.
+        # The K or V of one layer at a time, because PyTorch holds all that it reads in memory
+        # before it writes. As 64-bit integers, because PyTorch takes as long to copy an element of
+        # two bytes as one of eight.
         for layer in self.kv_cache.flatten(3).view(torch.int64):
             layer[:, copy] = layer[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
-        """Sample, by hidden [B, hidden size], the tokens at `positions` [B] of the sequences in
-        `slots` [B], and make them the slots' last tokens.
+        """Sample the next tokens from hidden [B, hidden size], and store them as the last tokens of
+        `slots` [B]. `positions` [B] are the positions of these tokens in their sequences.
         """
         logits = self.model.compute_logits(hidden)
         temperatures, seeds = self.state.temperatures[slots], self.state.seeds[slots]
@@ -340,20 +358,21 @@ class ModelRunner:
         self.state.last_tokens[slots] = tokens
         return StepOutput(tokens, logits, positions, slots)
 
-    # What a device may do in its own way.
+    # The methods below are those that a subclass may override for its device.
 
     def _fill(self, fill: Callable[[nn.Module], None]) -> None:
+        """Fill the model with weights, and apply the transform if there is one."""
         fill(self.model)
         if self.transform is not None:
             self.transform(self.model)
             self.attention_name = self.attention_layers[0].attention_name
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
-        """A step of decoding sequences alone, those in `slots` [B]."""
+        """Run a step of decoding sequences alone, those in `slots` [B]."""
         return self._run_decode(slots)
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Hidden states of the tokens whose logits are wanted; rows of padding may follow."""
+        """Return the hidden states of the tokens whose logits are needed. Padding may follow."""
         with forward_context(metadata):
             return self.model(token_ids, positions)
 
@@ -372,14 +391,14 @@ class ModelRunner:
         return SampledTokens(output.tokens, logprobs, output.prompt_logprobs)
 
     def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
-        """Do `task(runner, *args)` with each rank's runner: here, with this one."""
+        """Call `task(runner, *args)` with the runner of each rank. Here there is one rank."""
         task(self, *args)
 
     def synchronize(self) -> None:
         """Wait until all launched steps have run."""
 
     def close(self) -> None:
-        """Give the device's memory back."""
+        """Give back the memory of the device."""
         self.synchronize()
         self.attention_layers.clear()
         del self.model, self.kv_cache

@@ -1,9 +1,9 @@
-"""Lay a step's prompt chunks out as arrays, one sequence after the other, without padding.
+"""The packing of a step's prompt chunks into arrays, one sequence after the other without padding.
 
-Plain NumPy, all int64: the runner brings the arrays to the device.
+The arrays are NumPy's and all int64. The runner uploads them to the device.
 
-Shapes: N chunks of P tokens in all; S sequences that start with them: the chunks' own, then their
-forks; W blocks in a row of block tables.
+Shapes: N chunks with P tokens in all; S sequences that start with the chunks: the N sequences of
+the chunks, then their forks; W blocks in a row of the block tables.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,27 @@ from nanovllm.engine.batch import Fork, PrefillChunk
 
 
 class PackedChunks(NamedTuple):
+    """The arrays of a step's prompt chunks."""
+
     token_ids: np.ndarray  # [P]
     positions: np.ndarray  # [P]
-    slot_mapping: np.ndarray  # [P], the KV slots to write; -1: none
+    slot_mapping: np.ndarray  # [P], the KV slots to write; -1: write none
     block_tables: np.ndarray  # [S, W]
-    cu_seqlens_q: np.ndarray  # [N + 1], where each chunk's tokens begin; at last, where all end
-    cu_seqlens_k: np.ndarray  # [N + 1], the same of the tokens that chunks attend to
+    cu_seqlens_q: np.ndarray  # [N + 1], where the tokens of each chunk begin, and the end of all
+    cu_seqlens_k: np.ndarray  # [N + 1], the same for the tokens that the chunks attend to
     context_lens: np.ndarray  # [S], after this step
 
 
 class SampledPlaces(NamedTuple):
-    """From which of a step's tokens it samples, and for which starting sequences."""
+    """The tokens of a step after which a token is sampled, and the starting sequences that get one.
 
-    tokens: np.ndarray  # indices: those of decoding sequences first, then one for each below
-    sequences: np.ndarray  # indices among the S
+    tokens: Indices among the step's tokens: first those of the decoding sequences, then one for
+        each of `sequences`.
+    sequences: Indices among the S sequences.
+    """
+
+    tokens: np.ndarray
+    sequences: np.ndarray
 
 
 def pack_chunks(
@@ -38,7 +45,7 @@ def pack_chunks(
     block_size: int,
     width: int,
 ) -> PackedChunks:
-    """`sequences`: the chunks, then their forks. `width`: W."""
+    """Pack chunks into arrays. `sequences` are the chunks, then their forks; `width` is W."""
     num_chunks = len(chunks)
     token_ids, starts_q = concatenate([chunk.token_ids for chunk in chunks])
     blocks, starts = concatenate([seq.block_table for seq in sequences])
@@ -47,7 +54,7 @@ def pack_chunks(
     ends = np.array([seq.end for seq in sequences])
     starts_k = np.concatenate(([0], np.cumsum(ends[:num_chunks])))
 
-    # Of each token: its chunk, and where it stands in its sequence.
+    # For each token: the index of its chunk, and its position in the sequence.
     chunk_of = np.repeat(np.arange(num_chunks), np.diff(starts_q))
     positions = np.arange(len(token_ids)) + (ends[:num_chunks] - starts_q[1:])[chunk_of]
     block, offset = np.divmod(positions, block_size)
@@ -57,8 +64,8 @@ def pack_chunks(
 
 
 def sampled_places(num_decodes: int, chunks: Sequence[PrefillChunk]) -> SampledPlaces:
-    """A token is sampled for each decoding sequence, for each chunk that ends its prompt, from its
-    last token, and for each fork, from the same.
+    """Find the tokens after which a token is sampled: the token of each decoding sequence, then the
+    last token of each chunk that ends its prompt, then for each fork the last token of its chunk.
     """
     ending = [i for i, chunk in enumerate(chunks) if chunk.is_last]
     forking = [i for i, chunk in enumerate(chunks) for _ in chunk.forks]
@@ -69,6 +76,6 @@ def sampled_places(num_decodes: int, chunks: Sequence[PrefillChunk]) -> SampledP
 
 
 def concatenate(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows one after the other, and where each starts; the last start is the end of all."""
+    """Concatenate rows. Returns the array, and the start of each row followed by the end of all."""
     starts = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
     return np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=starts[-1]), starts

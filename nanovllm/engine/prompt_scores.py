@@ -1,7 +1,8 @@
-"""Which tokens of a prompt are to be scored, and the scores as they come.
+"""The scores of a prompt's tokens: which tokens are to be scored, and the scores so far.
 
-A token's log-probability comes from the hidden state of the token before it. So chunk after chunk
-scores the tokens that follow its own, each of them once: not again when the sequence is preempted.
+The log-probability of a token comes from the hidden state of the token before it. Each chunk
+therefore scores the tokens that follow its own tokens. Each token is scored once, even if the
+sequence is preempted and recomputed.
 """
 
 from dataclasses import dataclass, field
@@ -11,18 +12,23 @@ from nanovllm.engine.batch import ScoredTokens
 
 @dataclass(slots=True)
 class PromptScores:
+    """The tokens of one prompt that are to be scored, and their scores so far."""
+
     prompt: list[int]
-    num_likeliest: int  # beside a token's own score, those of so many likeliest tokens
-    num_done: int  # leading tokens that are not to be scored, or whose step has been planned
-    records: list[bytes] = field(default_factory=list)  # of each chunk, as outputs.py reads them
+    num_likeliest: int  # how many of the likeliest tokens are scored beside the token itself
+    num_done: int  # leading tokens that need no score, or whose scores are planned
+    # The scores of each chunk, in the form that frontend/outputs.py reads.
+    records: list[bytes] = field(default_factory=list)
 
     @property
     def are_done(self) -> bool:
+        """Whether the scores of all tokens are planned."""
         return self.num_done == len(self.prompt)
 
     def take(self, start: int, end: int) -> ScoredTokens | None:
-        """What the chunk of tokens `start` to `end` is to score, which counts as done from now
-        on. None: nothing.
+        """Take the tokens that the chunk of tokens `start` to `end` scores, and count them as done.
+
+        Returns None if the chunk scores no token.
         """
         first, last = self.num_done, min(end + 1, len(self.prompt))
         if first >= last:

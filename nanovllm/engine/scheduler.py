@@ -1,7 +1,8 @@
-"""Decide which tokens run next: admission, chunked prefill, preemption, pauses.
+"""The scheduler: admission, chunked prefill, preemption and pauses.
 
-Works on lengths, never on token values, so a step can be planned while the last one still runs;
-`commit` takes the tokens later. Knows nothing about tensors, devices or models.
+The scheduler works on lengths and never on token values. It can therefore plan a step while the
+previous step still runs; `commit` takes the tokens later. This module knows nothing about tensors,
+devices or models.
 """
 
 from bisect import insort
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
-from nanovllm.engine.errors import InvalidLogitsError
+from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.sequence import Sequence, Status
@@ -19,11 +20,11 @@ from nanovllm.sampling_params import INVALID_TOKEN
 
 
 class Scheduler:
-    """Runs sequences under three limits: tokens of a step, batch slots, and KV blocks.
+    """The planner of steps, under three limits: tokens per step, batch slots, and KV blocks.
 
-    A step runs every decoding sequence, then fills what is left of the token budget with prompts.
-    The policy says which of them start. When blocks run out, the running sequence that the policy
-    puts last is preempted: it gives its own back, and is computed anew later.
+    A step runs every decoding sequence, then fills the rest of the token budget with prompts. The
+    policy decides which prompts start. When the blocks run out, the running sequence that the
+    policy puts last is preempted: it gives its blocks back, and is recomputed later.
     """
 
     def __init__(
@@ -34,31 +35,46 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         window: int | None = None,
+        enough_seqs: int | None = None,
+        listener: EngineListener = NOBODY,
     ) -> None:
-        """`window`: see BlockTables."""
+        """Build a scheduler without sequences.
+
+        Args:
+            window: The sliding window; see BlockTables.
+            enough_seqs: The number of running sequences from which on more of them make the device
+                hardly faster. None: `max_num_seqs`.
+        """
         self.blocks = blocks
-        self.tables = BlockTables(blocks, window, max_num_batched_tokens)
+        self.tables = BlockTables(blocks, window, max_num_batched_tokens, listener)
+        self.listener = listener
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
-        assert max_num_seqs <= max_num_batched_tokens, "all that decode take a token of each step"
+        assert max_num_seqs <= max_num_batched_tokens, "each decoding sequence takes a token"
         self.max_num_seqs = max_num_seqs
-        # Blocks to leave free when a sequence starts beside others, so that none is preempted soon.
+        # The policy reads this number, and may start no more sequences once so many run.
+        self.enough_seqs = min(enough_seqs or max_num_seqs, max_num_seqs)
+        # A sequence that starts beside others leaves so many blocks free. Otherwise the running
+        # sequences would soon need more blocks than there are, and one would be preempted.
         self.reserve = blocks.num_blocks // 64
-        self.sequences: dict[int, Sequence] = {}  # all unfinished, by id
+        self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
         self.waiting = WaitingQueue()
-        self.prefilling: list[Sequence] = []  # those whose prompts are computed in part
-        self.running: list[Sequence] = []  # decoding; not those whose last token is in flight
-        # Sequences that do not run until they are resumed. They keep the batch slot and the blocks
-        # that they have, until others need these. True: the prompt is computed in part.
+        self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
+        # Decoding sequences, without those whose last token is in flight.
+        self.running: list[Sequence] = []
+        # Sequences that do not run until they are resumed. They keep their batch slots and blocks
+        # until other sequences need the blocks. The value says whether the prompt is partly
+        # computed.
         self.paused: dict[Sequence, bool] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
-        # For each step in flight, the sequences that sample a token in it, in the batch's order.
+        # For each step in flight: the sequences that sample a token in it, in batch order.
         self._steps_in_flight: deque[list[Sequence]] = deque()
-        # One for each prompt chunk in flight that scores tokens.
+        # One entry for each prompt chunk in flight that scores tokens.
         self._scoring: deque[PromptScores] = deque()
 
     def add(self, seq: Sequence) -> None:
+        """Queue a sequence, and with it the forks that start when it does."""
         for one in (seq, *seq.forks):
             self.sequences[one.id] = one
             one.order = self.policy.key(one), one.id
@@ -69,18 +85,20 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Sequences that hold a batch slot and are not paused."""
+        """The number of sequences that hold a batch slot and are not paused."""
         held = sum([1 + len(seq.forks) for seq in self.paused if seq.status is Status.RUNNING])
         return self.max_num_seqs - len(self._free_slots) - held
 
     @property
     def newest_step(self) -> list[Sequence]:
-        """The sequences that sample in the step that was planned last, in the batch's order."""
+        """The sequences that sample in the most recently planned step, in batch order."""
         return self._steps_in_flight[-1]
 
     def schedule(self) -> Batch | None:
-        """Plan the next step. None: nothing can run until a step in flight is committed, or a
-        paused sequence is resumed.
+        """Plan the next step.
+
+        Returns None if nothing can run until a step in flight is committed or a paused sequence is
+        resumed.
         """
         self.tables.begin_step()
         if not self._make_room():
@@ -91,24 +109,27 @@ class Scheduler:
         chunks, started = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
         if not decoding and not chunks:
             stuck = self.waiting or self.prefilling or self.running
-            assert self._steps_in_flight or not stuck, "if nothing is in flight, some can run"
+            assert self._steps_in_flight or not stuck, "without a step in flight, a sequence runs"
             return None
         self._steps_in_flight.append(decoding + started)
         copies = tuple(self.tables.copies)
         return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
 
     def _make_room(self) -> bool:
-        """Preempt until there is a block for each sequence that needs one. False: first commit."""
+        """Preempt sequences until there is a block for each sequence that needs one.
+
+        Returns False if a step in flight must be committed first.
+        """
         while True:
             growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
             growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
             for seq in growing:
-                self.tables.give_back(seq)  # what lies behind its window
+                self.tables.give_back(seq)  # blocks that have left its sliding window
             if len(growing) <= self.blocks.num_free:
                 return True
             if self._preempt_paused():
                 continue
-            # A preempted sequence is computed anew from its tokens: all of them must be known.
+            # A preempted sequence is recomputed from its tokens, so all of them must be known.
             if self._steps_in_flight:
                 return False
             seq = max(self.running + self.prefilling, key=lambda seq: seq.order)
@@ -117,8 +138,8 @@ class Scheduler:
             self.waiting.add(seq)
 
     def _preempt_paused(self) -> bool:
-        """Preempt the paused sequence that the policy puts last. False: none has blocks, or those
-        that have are in flight.
+        """Preempt the paused sequence that the policy puts last, of those that hold blocks and are
+        not in flight. Returns False if there is no such sequence.
         """
         holding = [
             seq
@@ -130,13 +151,16 @@ class Scheduler:
         return bool(holding)
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
-        """Plan a token for each running sequence. Returns them, and the batch's `new_blocks`."""
+        """Plan one token for each running sequence.
+
+        Returns the sequences, and the `new_blocks` of the batch.
+        """
         decoding = self.running.copy()
         new_blocks = []
         any_last = False
         for seq in decoding:
             length = seq.num_tokens
-            # The step writes the K and V of the last token, at position length - 1.
+            # The step writes the K and V of the last token, whose position is length - 1.
             if length > seq.capacity:
                 self.tables.extend(seq, length)
                 new_blocks.append((seq.batch_slot, len(seq.block_table) - 1, seq.block_table[-1]))
@@ -149,8 +173,10 @@ class Scheduler:
         return decoding, new_blocks
 
     def _schedule_prefills(self, budget: int) -> tuple[list[PrefillChunk], list[Sequence]]:
-        """Fill `budget` tokens with prompts. Returns the chunks, and the sequences that sample in
-        this step: those whose last chunk is among them, then their forks.
+        """Fill a budget of `budget` tokens with chunks of prompts.
+
+        Returns the chunks, and the sequences that sample in this step: the sequences whose last
+        chunk is planned, then their forks.
         """
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
@@ -182,7 +208,7 @@ class Scheduler:
         return chunks, started + forks
 
     def _start_next(self) -> None:
-        """Let the first waiting sequence run, and its forks, if there are slots and blocks."""
+        """Start the first waiting sequence and its forks, if there are slots and blocks for all."""
         seq = self.waiting.first
         start = self.tables.plan(seq)
         reserve = self.reserve if self.running else 0
@@ -194,22 +220,33 @@ class Scheduler:
         for one in (seq, *seq.forks):
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
-        # The last reusable token is computed even if it is cached: its hidden state is needed.
+        # The last reusable token is computed even if it is cached, because the sampler needs its
+        # hidden state.
         seq.num_computed = min(num_cached, seq.num_reusable - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
         self.prefilling.append(seq)
         self.policy.started(seq)
+        self._tell_started(seq, num_cached)
+
+    def _tell_started(self, seq: Sequence, num_cached: int) -> None:
+        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached)
+        num_full = seq.num_tokens // self.blocks.block_size
+        for fork in seq.forks:
+            self.listener.sequence_started(fork, num_full, 0)
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
-        """Plan the next chunk of a prompt: up to `budget` tokens, as far as there are blocks."""
+        """Plan the next chunk of a prompt: at most `budget` tokens, and no more than fit in blocks.
+
+        The chunk is empty if no block is free.
+        """
         start = seq.num_computed
         end = self.tables.make_room(seq, min(start + budget, seq.num_tokens))
-        # Blocks registered before this chunk are shared, or were written by the chunk before it.
+        # Blocks that are already registered are shared, or an earlier chunk has written them.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
-        # The chunk's blocks may be shared at once, even by the next sequence of this step: a layer
-        # writes all K and V before it attends.
+        # Other sequences may share the chunk's blocks at once, even the next sequence of this step:
+        # each layer writes all K and V before it computes attention.
         self.tables.register(seq, end)
         scored = None
         if seq.scores is not None and (scored := seq.scores.take(start, end)):
@@ -222,40 +259,44 @@ class Scheduler:
         logprobs: dict[int, bytes] | None = None,
         prompt_logprobs: tuple[bytes, ...] = (),
     ) -> tuple[list[Sequence], list[Sequence]]:
-        """Take what the oldest step in flight gave: a StepResult's fields.
+        """Take the result of the oldest step in flight. The arguments are StepResult's fields.
 
-        Returns the sequences that got a token, and those among them that ended with it. One that
-        had ended before ran one step too far, and its token is dropped. Raises InvalidLogitsError
-        if logits were NaN or infinite: only a new scheduler goes on from there.
+        A sequence that had already ended ran one step too far, and its token is dropped.
+
+        Returns the sequences that got a token, and the sequences that have ended. A sequence for
+        which no token could be sampled ends with finish_reason "error" and is not in the first
+        list.
         """
         sampling = self._steps_in_flight.popleft()
-        assert len(sampling) == len(tokens), "a step gives a token to each sequence that samples"
+        assert len(sampling) == len(tokens), "a step has a token for each sequence that samples"
         for i, record in (logprobs or {}).items():
-            if sampling[i].status is not Status.FINISHED:
+            if sampling[i].status is not Status.FINISHED and tokens[i] != INVALID_TOKEN:
                 sampling[i].logprobs.append(record)
         for records in prompt_logprobs:
             self._scoring.popleft().records.append(records)
         sampled, ended = [], []
-        # Looked up once and not for each token.
+        # These attributes are looked up once, not once per token.
         block_size, finished = self.blocks.block_size, Status.FINISHED
         for seq, token in zip(sampling, tokens):
             if seq.status is finished:
                 continue
             if token == INVALID_TOKEN:
-                invalid = [one for one, its in zip(sampling, tokens) if its == INVALID_TOKEN]
-                raise InvalidLogitsError([one for one in invalid if one.status is not finished])
+                seq.finish_reason = "error"
+                seq.token_ids += seq.uncomputed_last or ()
+                ended.append(seq)
+                continue
             sampled.append(seq)
             seq.token_ids.append(token)
             length = len(seq.token_ids)
-            if (length - 1) % block_size == 0:  # the tokens before this one fill a block
+            if (length - 1) % block_size == 0:  # the tokens before this one fill their last block
                 self.tables.register(seq, length - 1)
             if token in seq.stop_ids:
                 seq.finish_reason = "stop"
                 ended.append(seq)
             elif length == seq.max_len:
                 seq.finish_reason = "length"
-                if seq.held_back is not None:  # no token is wanted: see Sequence.held_back
-                    seq.token_ids[-1:] = seq.held_back
+                if seq.uncomputed_last is not None:  # max_tokens is 0
+                    seq.token_ids[-1:] = seq.uncomputed_last
                 ended.append(seq)
         if ended:
             for seq in ended:
@@ -264,7 +305,7 @@ class Scheduler:
         return sampled, ended
 
     def abort(self, seq: Sequence) -> None:
-        """End a sequence now, wherever it stands, and the forks that wait for it."""
+        """End a sequence and the forks that wait for it, whatever their status."""
         self._withdraw(seq)
         for one in (seq, *seq.forks):
             one.finish_reason = "abort"
@@ -272,27 +313,33 @@ class Scheduler:
         seq.forks = ()
 
     def pause(self, seq: Sequence) -> None:
-        """Let a sequence run no more, nor the forks that wait for it, until `resume`. If it is in
-        flight, it still gets that step's token, and may end with it.
+        """Keep a sequence and the forks that wait for it from running until `resume`.
+
+        A sequence that is in flight still gets the token of that step, and may end with it.
         """
         if seq not in self.paused:
             is_prefilling = seq in self.prefilling
             self._withdraw(seq)
             self.paused[seq] = is_prefilling
+            self.listener.sequence_paused(seq)
 
     def resume(self, seq: Sequence) -> None:
-        """Let a paused sequence go on where it was, or anew if others needed its blocks."""
+        """Let a paused sequence continue. A sequence that was preempted meanwhile is recomputed."""
         is_prefilling = self.paused.pop(seq)
+        self.listener.sequence_resumed(seq)
         if seq.status is Status.WAITING:
             self.waiting.add(seq)
         elif is_prefilling:
             self.prefilling.append(seq)
-        elif seq.num_tokens < seq.max_len:  # else its last token is in flight
+        elif seq.num_tokens < seq.max_len:  # otherwise its last token is in flight
             self.running.append(seq)
             self.policy.order_decodes(self.running)
 
     def _withdraw(self, seq: Sequence) -> None:
-        """Take a sequence out of the list that it is in: none, if its last token is in flight."""
+        """Remove a sequence from the list that holds it.
+
+        A sequence whose last token is in flight is in no list.
+        """
         if seq in self.paused:
             del self.paused[seq]
         elif seq.status is Status.WAITING:
@@ -310,7 +357,8 @@ class Scheduler:
         del self.sequences[seq.id]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the slots and blocks of a sequence and its forks: they must be computed anew."""
+        """Take the batch slots and blocks of a sequence and its forks, to recompute them later."""
+        self.listener.sequence_preempted(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
         for one in (seq, *seq.forks):
@@ -319,16 +367,21 @@ class Scheduler:
             one.status = Status.WAITING
 
     def _release(self, seq: Sequence) -> None:
-        self.tables.release(seq)
+        if seq.finish_reason == "error":
+            self.tables.discard(seq)
+        else:
+            self.tables.release(seq)
         self._free_slots.append(seq.batch_slot)
+        self.listener.sequence_released(seq)
 
 
 class WaitingQueue:
-    """Waiting sequences in the order in which they start: preempted ones first."""
+    """The waiting sequences in the order in which they start: preempted sequences first."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
-        self.num_tokens_left = 0  # that they and their forks may yet generate
+        # Tokens that the waiting sequences and their forks may still generate.
+        self.num_tokens_left = 0
 
     @property
     def first(self) -> Sequence:

@@ -1,7 +1,7 @@
 """Attention with rotary positions over a paged KV cache.
 
-Knows the mathematics, and how a block table leads to a sequence's K and V. Knows nothing of how
-blocks are shared out.
+This file knows the mathematics, and how a block table leads to a sequence's K and V. It knows
+nothing of how blocks are shared out: engine/block_manager.py does.
 
 Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), H query heads, G
 key-value heads, D head size, W block-table width. A cache is [blocks, block_size, G, D]; H / G
@@ -24,19 +24,21 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer makes of the products of queries and keys, up to the softmax."""
+    """How a layer turns products of queries and keys into attention scores."""
 
-    scale: float  # multiplies them: these are the scores
-    window: int | None = None  # a token sees so many, itself included; None: all up to itself
-    softcap: float | None = None  # scores s become softcap tanh(s / softcap); None: they stay
-    # [H]: one more score of each head, of no token: it takes its share of the weights, and nothing
-    # comes of that (as gpt-oss's attention sinks; Xiao et al. 2024)
+    scale: float  # score = scale * (q . k)
+    window: int | None = None  # tokens that a token sees, itself included; None: all up to itself
+    softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap); None: unchanged
+    # [H]: the score of a token that does not exist. It takes its share of the softmax and adds
+    # nothing to the output (attention sinks of gpt-oss; Xiao et al. 2024).
     sinks: Tensor | None = None
 
 
 class SelfAttention(nn.Module):
-    """[T, hidden] -> [T, hidden]. The model runner sets k_cache and v_cache, this layer's part of
-    the KV cache; without them nothing is stored.
+    """Self-attention: [T, hidden] -> [T, hidden].
+
+    The model runner sets k_cache and v_cache, this layer's part of the KV cache. Without them
+    nothing is stored.
     """
 
     attention_name = "plain"  # of the attention backend, for users
@@ -50,7 +52,7 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding,
         group: ParallelGroup,
         *,
-        # Of heads before they are rotated: [T, H, D] -> [T, H, D] and [T, G, D] -> [T, G, D].
+        # Norms of q [T, H, D] and k [T, G, D], applied before they are rotated.
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
         qkv_bias: bool = False,
@@ -69,7 +71,7 @@ class SelfAttention(nn.Module):
         self.k_norm = k_norm or nn.Identity()
         self.rotary = rotary
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, group, bias=output_bias)
-        # This rank's.
+        # The heads of this rank.
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = head_dim
         self.sinks = empty_parameter(self.num_heads) if sinks else None
@@ -89,13 +91,13 @@ class SelfAttention(nn.Module):
         return heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Cache k and v; let each token attend to its sequence's tokens up to itself."""
+        """Store k and v in the cache, then attend to all tokens up to each token's own."""
         metadata = current_metadata()
         store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
         return self.attend_stored(q, k, v, metadata)
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """The same, k and v being in the cache."""
+        """Attend to keys and values that are already in the cache."""
         decodes, prefill = metadata.num_decodes, metadata.prefill
         parts = []
         if decodes:
@@ -137,9 +139,9 @@ def decode_attention(
     block_tables: Tensor,
     options: AttentionOptions,
 ) -> Tensor:
-    """One query a sequence over its cached tokens: q [B, H, D] -> [B, H, D].
+    """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
 
-    context_lens [B], block_tables [B, W].
+    context_lens [B] counts each sequence's tokens, the query's own included; block_tables [B, W].
     """
     longest = int(context_lens.max())
     k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
@@ -147,7 +149,7 @@ def decode_attention(
     seen = index < ends  # [B, 1, 1, L]
     if options.window is not None:
         seen &= index >= ends - options.window
-    # Unseen values may be another sequence's NaN, which a weight of 0 would not hide.
+    # Values that are not seen may be another sequence's NaN: a weight of 0 would not hide it.
     k, v = (x.masked_fill(~seen.view(len(q), longest, 1, 1), 0) for x in (k, v))
     return scaled_dot_product(q.unsqueeze(1), k, v, seen, options).squeeze(1)
 
@@ -161,10 +163,10 @@ def prefill_attention(
     metadata: PrefillMetadata,
     options: AttentionOptions,
 ) -> Tensor:
-    """Causal attention of prompt chunks: q [P, H, D], k and v [P, G, D] -> [P, H, D].
+    """Attend within prompt chunks, causally: q [P, H, D], k and v [P, G, D] -> [P, H, D].
 
-    With block tables, a sequence's K and V are read from the cache, where the chunk's own are
-    already; without, from k and v.
+    Where metadata has block tables, K and V are read from the cache, which holds those of the
+    chunk already. Otherwise the chunks' own k and v are all that there is.
     """
     out, window = torch.empty_like(q), options.window
     starts_q, starts_k = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
@@ -177,7 +179,7 @@ def prefill_attention(
             table = metadata.block_tables[i : i + 1]
             k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
         if window is not None:
-            # Blocks that no query sees may be another sequence's by now.
+            # Blocks that no query sees may belong to another sequence by now.
             len_k = min(len_k, len_q - 1 + window)
             k_i, v_i = k_i[:, -len_k:], v_i[:, -len_k:]
         seen = None
@@ -191,7 +193,7 @@ def prefill_attention(
 
 
 def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
-    """The first `length` cached tokens: block_tables [B, W] -> [B, length, G, D]."""
+    """Gather the first `length` cached tokens: block_tables [B, W] -> [B, length, G, D]."""
     num_blocks = -(-length // cache.shape[1])
     return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
 
@@ -199,9 +201,10 @@ def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
 def scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
-    """softmax(q k^T scale) v of each head: q [B, Lq, H, D] -> [B, Lq, H, D].
+    """Compute softmax(scale q k^T) v for each head: q [B, Lq, H, D] -> [B, Lq, H, D].
 
-    k and v are [B, Lk, G, D]; mask is True where a key is seen; None: query i sees keys up to i.
+    k and v are [B, Lk, G, D]. `mask` is True where a query sees a key; None: query i sees keys 0
+    to i.
     """
     scale, softcap, sinks = options.scale, options.softcap, options.sinks
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first

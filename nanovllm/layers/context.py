@@ -1,8 +1,8 @@
-"""The step's metadata: what attention must know about the tokens of one forward pass.
+"""The metadata of a step: what attention must know about the tokens of one forward pass.
 
-It is ambient: the model runner opens it around the forward pass, and the attention layers read it.
-So a model's code passes only hidden states and positions from layer to layer. The decoder reads at
-its end which tokens' logits are wanted.
+The metadata is ambient: the model runner opens it around the forward pass, and the attention layers
+read it. So a model's code passes only hidden states and positions from layer to layer. At its end
+the decoder reads there which tokens' logits are wanted.
 
 A KV slot is a token's place in the paged cache: block * block_size + offset.
 """
@@ -17,34 +17,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PrefillMetadata:
-    """N chunks of prompts, packed one after the other: P tokens in all."""
+    """N prompt chunks, packed one after the other: P tokens in all."""
 
     cu_seqlens_q: Tensor  # [N + 1] int32, where each chunk starts among the P tokens
     cu_seqlens_k: Tensor  # [N + 1] int32, likewise, with the tokens cached before each chunk
     max_seqlen_q: int
     max_seqlen_k: int
-    # [N, W] int32; None: nothing is cached, the chunks' own K and V are all
+    # [N, W] int32; None: no chunk has cached tokens before it
     block_tables: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """T = B + P tokens: one of each of B decoding sequences, then P of prompt chunks."""
+    """T = B + P tokens: one token of each of B decoding sequences, then P tokens of prompts."""
 
-    # [T] int64, the KV slot of each token; -1: its K and V are in the cache already
+    # [T] int64, the KV slot of each token; -1: the cache holds its K and V already
     slot_mapping: Tensor
     num_decodes: int  # B
     context_lens: Tensor | None = None  # [B] int32, tokens to attend to, this step's own included
     block_tables: Tensor | None = None  # [B, W] int32
-    # [1] int32: tokens in the leading blocks that all B sequences share, which may be read once for
-    # all. None: not known.
+    # [1] int32: tokens in the leading blocks that all B sequences share. Attention may read them
+    # once for all. None: nobody looked.
     shared_prefix_len: Tensor | None = None
     prefill: PrefillMetadata | None = None
     logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all
 
     @property
     def decode_inputs(self) -> tuple[Tensor, Tensor]:
-        """context_lens and block_tables, where any sequence decodes."""
+        """The context_lens and block_tables of a step in which sequences decode."""
         assert self.context_lens is not None and self.block_tables is not None
         return self.context_lens, self.block_tables
 
@@ -54,7 +54,7 @@ _current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata"
 
 @contextmanager
 def forward_context(metadata: AttentionMetadata) -> Iterator[None]:
-    """Make `metadata` the one that `current_metadata` answers inside the block."""
+    """Let `current_metadata` return `metadata` inside the block."""
     token = _current.set(metadata)
     try:
         yield

@@ -1,7 +1,7 @@
-"""The two ends of a model that face the vocabulary, each split over the ranks by vocabulary entry.
+"""The embedding and the head of a model, each split over the ranks by vocabulary entry.
 
-The shards are of different sizes when the ranks do not divide the vocabulary. So nothing is padded:
-every logit belongs to a real entry, and none needs masking before sampling.
+Shards differ in size where the number of ranks does not divide the vocabulary. So nothing is
+padded: every logit belongs to a real entry, and none needs a mask before sampling.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [T] -> [T, hidden].
+    """The embedding of tokens: token ids [T] -> [T, hidden].
 
-    Each rank looks up the entries it has; the sum over ranks is the embedding.
+    Each rank looks up the entries that it holds; the sum over the ranks is the embedding.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup):
@@ -44,7 +44,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ScaledEmbedding(VocabParallelEmbedding):
-    """An embedding times `scale`, in the weight's dtype."""
+    """An embedding that is multiplied by `scale`, in the weight's dtype."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup, *, scale: float):
         super().__init__(vocab_size, hidden_size, group)
@@ -55,9 +55,9 @@ class ScaledEmbedding(VocabParallelEmbedding):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Hidden [R, hidden] -> logits [R, this rank's entries]: vocab_start up to vocab_end.
+    """The head: hidden states [R, hidden] -> logits [R, vocab_end - vocab_start] of this rank.
 
-    A head tied to an embedding shares its parameter and takes nothing from the checkpoint.
+    A head that is tied to an embedding shares its parameter and reads nothing from the checkpoint.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             self.weight = tied_to.weight
 
     def untie(self) -> None:
-        """Give the head a parameter of its own, not filled."""
+        """Give the head a parameter of its own, which the loader is to fill."""
         self.tied = False
         self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 

@@ -1,9 +1,9 @@
 """Linear layers, split over the ranks of a group (tensor parallelism; Shoeybi et al. 2019).
 
-Knows which rows or columns of a weight a rank holds, and the checkpoint tensors they come from. A
-column-parallel layer makes a rank's shard of the outputs. A row-parallel one takes that shard as
-its inputs, and an all-reduce sums what the ranks make of it. So a pair of them needs one
-all-reduce, and at size 1 each is a plain linear layer.
+Each layer knows which rows or columns of a weight its rank holds, and which checkpoint tensors they
+come from. A column-parallel layer computes a rank's shard of the outputs. A row-parallel layer
+takes that shard as its inputs, and an all-reduce sums the partial results of the ranks. So a pair
+of them needs one all-reduce. With one rank, each is a plain linear layer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,22 +19,22 @@ from nanovllm.weights.weight_slice import WeightSlice, sibling
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """Uninitialised, in the default dtype on the default device: the loader fills every element."""
+    """Make a parameter that the loader fills, in the default dtype on the default device."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a projection: outputs [start, start + count) of `total`."""
+    """A rank's part of a projection: outputs start to start + count of `total`."""
 
-    name: str | None  # the projection's name next to the layer; None: the layer's own
+    name: str | None  # of the projection, next to the layer; None: the layer's own name
     total: int
     start: int
     count: int
 
 
 def stack(shards: Sequence[Shard]) -> list[Shard]:
-    """The same shards, of a tensor that holds all the projections one after the other."""
+    """Move shards of single tensors to their places in one tensor that stacks the projections."""
     starts = list(accumulate((shard.total for shard in shards), initial=0))
     return [
         Shard(None, starts[-1], begin + shard.start, shard.count)
@@ -43,9 +43,9 @@ def stack(shards: Sequence[Shard]) -> list[Shard]:
 
 
 class StackedLinear(nn.Module):
-    """Projections of one input, stacked: x [T, in] -> [T, sum of the shards' outputs].
+    """Several projections of one input: x [T, in] -> [T, sum of the shards' outputs].
 
-    `stacked`: the checkpoint has them as one tensor, too, by the layer's own name.
+    `stacked`: the checkpoint, too, holds the projections as one tensor, under the layer's own name.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ReplicatedLinear(StackedLinear):
 
 
 class MergedColumnParallelLinear(StackedLinear):
-    """Projections of the same width, such as gate and up; each rank makes a shard of each."""
+    """Projections of the same width, such as gate and up. Each rank computes a shard of each."""
 
     def __init__(
         self,
@@ -102,11 +102,10 @@ class MergedColumnParallelLinear(StackedLinear):
 
 
 class QKVParallelLinear(StackedLinear):
-    """Queries, keys and values: [T, in] -> [T, (H + 2G) D], of this rank's H query heads and G
-    key-value heads.
+    """The projection to queries, keys and values: [T, in] -> [T, (H + 2G) D].
 
-    Ranks share the heads evenly. When there are more ranks than key-value heads, neighbouring ranks
-    hold the same one.
+    H and G are the query heads and the key-value heads of this rank. Ranks share the heads evenly.
+    Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class QKVParallelLinear(StackedLinear):
 
 
 def shard_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """How many key-value heads this rank has, and the first of them."""
+    """Return how many key-value heads this rank holds, and the index of the first."""
     if num_kv_heads >= group.size:
         count = group.shard(num_kv_heads, "num_key_value_heads")
         return count, group.rank * count
@@ -159,7 +158,7 @@ class RowParallelLinear(nn.Module):
 
     @property
     def bias_of_this_rank(self) -> Tensor | None:
-        """The sum must count the bias once."""
+        """The bias on rank 0, None elsewhere: the sum over the ranks must count it once."""
         return self.bias if self.group.rank == 0 else None
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:

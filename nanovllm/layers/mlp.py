@@ -10,11 +10,11 @@ from nanovllm.layers.parallel import ParallelGroup
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016)."""
+    """Compute GELU by its approximation with tanh (Hendrycks and Gimpel 2016)."""
     return F.gelu(x, approximate="tanh")
 
 
-# By the names that configurations have for them.
+# The keys are the names that configurations use.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """[T, hidden] -> [T, hidden]: down(activation(gate(x)) * up(x))."""
+    """The gated MLP down(activation(gate(x)) * up(x)): [T, hidden] -> [T, hidden]."""
 
     def __init__(
         self,

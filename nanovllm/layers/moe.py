@@ -1,7 +1,7 @@
-"""A mixture of experts in the place of an MLP: a router picks for each token a few small gated MLPs
-out of many.
+"""A mixture of experts: for each token, a router picks a few of many small gated MLPs.
 
-Every rank has a shard of each expert's width, as with a dense MLP, so no token moves between ranks.
+Every rank holds a shard of each expert's width, as of a dense MLP's, so no token moves between
+ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,15 @@ Gating = Callable[[Tensor, Tensor], Tensor]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Shazeer 2020."""
+    """Compute silu(gate) * up (SwiGLU; Shazeer 2020)."""
     return F.silu(gate) * up
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """gate sigmoid(alpha gate) (up + 1), of gates up to `limit` and ups up to it on both sides, as
-    gpt-oss has it.
+    """The gating of gpt-oss: gate * sigmoid(alpha * gate) * (up + 1).
+
+    Gates are clamped to at most `limit`, ups to the range from -limit to limit.
     """
 
     alpha: float
@@ -38,8 +39,9 @@ class ClampedSwiGLU:
 
 
 class MixtureOfExperts(nn.Module):
-    """[T, hidden] -> [T, hidden]: the sum of each token's `top_k` experts, weighted by the router's
-    probabilities.
+    """The sum of each token's `top_k` experts, weighted by the router.
+
+    [T, hidden] -> [T, hidden].
     """
 
     def __init__(
@@ -50,10 +52,10 @@ class MixtureOfExperts(nn.Module):
         top_k: int,
         group: ParallelGroup,
         *,
-        renormalize: bool,  # let the weights of the experts that were picked sum to 1
+        renormalize: bool,  # scale the weights of the picked experts to a sum of 1
         bias: bool = False,  # of the router and the experts
-        experts: type["Experts"] | None = None,  # as the checkpoint has them; None: Experts
-        gating: Gating = swiglu,  # of an expert's gates and ups
+        experts: type["Experts"] | None = None,  # how checkpoints store them; None: Experts
+        gating: Gating = swiglu,  # takes an expert's gates and ups
     ):
         super().__init__()
         self.gate = ReplicatedLinear(hidden_size, num_experts, bias=bias)
@@ -72,7 +74,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked; a checkpoint has a tensor for each expert and projection."""
+    """All experts of a layer, stacked. A checkpoint has a tensor for each expert and projection."""
 
     def __init__(
         self,
@@ -95,17 +97,19 @@ class Experts(nn.Module):
         self.gating = gating
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        """x [T, N], weights and experts [T, K] -> [T, N]: this rank's part of the weighted sums."""
+        """Compute this rank's part of the weighted sums: x [T, N] -> [T, N].
+
+        weights [T, K] and experts [T, K]: each token's K experts, and how much each counts.
+        """
         top_k = experts.shape[1]
-        # The T K pairs of token and expert, expert by expert.
+        # Sort the T * K pairs of token and expert by expert.
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.down_proj)).tolist()
         results = x.new_empty(len(order), x.shape[1])
         for expert, pairs in enumerate(order.split(counts)):
             if len(pairs):
                 results[pairs] = self.run(expert, x[pairs // top_k])
-        # The sum goes over each token's experts in their order: it does not depend on the others in
-        # the batch.
+        # Add each token's experts in their order, so that the sum does not depend on other tokens.
         return (results.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
     def run(self, expert: int, x: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ class Experts(nn.Module):
 
     @property
     def biases_of_this_rank(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of gate and up, and of down, which the sum over the ranks must count once."""
+        """The biases of gate_up and of down; the sum over the ranks must count the latter once."""
         return self.gate_up_bias, self.down_bias if self.group.rank == 0 else None
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:

@@ -11,9 +11,9 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class RMSNorm(nn.Module):
-    """Scale each row of x [..., N] to root mean square 1, then by a weight [N].
+    """The norm that scales rows of x [..., N] to root mean square 1, then by a weight [N].
 
-    Computed in float32.
+    It computes in float32.
     """
 
     def __init__(self, size: int, eps: float):
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm whose weight is kept as its difference from 1. It rounds once, after the weight."""
+    """An RMSNorm whose weight is stored as its difference from 1. It rounds once, at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -40,9 +40,9 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class ShardedRMSNorm(RMSNorm):
-    """Norm the heads of a token together, of which every rank has as many: x [T, H, D].
+    """A norm over all heads of a token, which are split over the ranks: x [T, H, D].
 
-    `shard`: this rank's part of the H D elements.
+    `shard`: this rank's part of the elements of all heads.
     """
 
     def __init__(self, shard: Shard, eps: float, group: ParallelGroup):
@@ -52,7 +52,7 @@ class ShardedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float().flatten(1)  # [T, H D]
-        # Ranks that hold the same heads all count them, so the mean of means is the whole's mean.
+        # Ranks that hold the same heads all count them, so the mean of means is the overall mean.
         mean = self.group.all_reduce(wide.square().mean(dim=-1, keepdim=True)) / self.group.size
         wide = wide * torch.rsqrt(mean + self.eps)
         return (wide.to(x.dtype) * self.weight).view(x.shape)

@@ -1,8 +1,7 @@
-"""What a layer knows of the ranks that share a model: which one it is on, what its shard is, and
-the collectives.
+"""The group of ranks that share a model, as layers see it: rank, size, shards and collectives.
 
-Knows how to divide and what each collective means. How ranks exchange tensors is for a subclass to
-know: with one rank every collective is the identity.
+With one rank every collective is the identity. How several ranks exchange tensors is said by a
+subclass, in backends/tensor_parallel.
 """
 
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Vocabulary entries that stay together on one rank, so that sampling on several ranks equals
-# sampling on one: layers/sampler.py weighs so many entries as one.
+# Vocabulary entries that stay together on one rank. layers/sampler.py samples a cell of this many
+# entries first, so sampling on several ranks equals sampling on one.
 VOCAB_UNIT = 16
-MAX_RANKS = 64  # what an error recommends at most
+MAX_RANKS = 64  # the most that an error message recommends
 
 
 @dataclass(frozen=True)
@@ -25,19 +24,19 @@ class ParallelGroup:
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' `x`, which may be overwritten."""
+        """Return the sum of all ranks' `x`. May overwrite `x`."""
         return self._alone(x)
 
     def maximum(self, x: Tensor) -> Tensor:
-        """The greatest of the ranks' `x`, element by element; `x` may be overwritten."""
+        """Return the maximum of all ranks' `x`, element by element. May overwrite `x`."""
         return self._alone(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Stack the ranks' `x`: [N, ...] -> [size, N, ...]."""
+        """Stack all ranks' `x`: [N, ...] -> [size, N, ...]."""
         return self._alone(x).unsqueeze(0)
 
     def minimum(self, value: int) -> int:
-        """The least of the ranks' values."""
+        """Return the minimum of all ranks' values."""
         return -int(self.maximum(torch.tensor(-value)))
 
     def _alone(self, x: Tensor) -> Tensor:
@@ -45,9 +44,9 @@ class ParallelGroup:
         return x
 
     def shard(self, total: int, what: str) -> int:
-        """How many of `total` things each rank has.
+        """Return how many of `total` things each rank holds.
 
-        ValueError, which calls them `what`, if they do not divide evenly.
+        Raises ValueError, which calls the things `what`, if the ranks do not divide them evenly.
         """
         if total % self.size:
             divisors = [str(n) for n in range(1, min(total, MAX_RANKS) + 1) if total % n == 0]
@@ -58,16 +57,16 @@ class ParallelGroup:
         return total // self.size
 
     def vocab_starts(self, total: int) -> list[int]:
-        """Where each rank's shard of `total` vocabulary entries begins, and at last where they end.
+        """Return where each rank's shard of `total` vocabulary entries begins, and last `total`.
 
-        Shards begin at multiples of VOCAB_UNIT where every rank can have one, and need not be of
-        one size.
+        Shards begin at multiples of VOCAB_UNIT, if there are enough for every rank, and may differ
+        in size.
         """
         unit = VOCAB_UNIT if total >= VOCAB_UNIT * self.size else 1
         return [total * rank // self.size // unit * unit for rank in range(self.size)] + [total]
 
     def gather_vocab(self, x: Tensor, total: int) -> Tensor:
-        """[B, this rank's entries] -> [B, total]: the shards of the vocabulary side by side."""
+        """Join the ranks' shards of the vocabulary: [B, this rank's entries] -> [B, total]."""
         if self.size == 1:
             return x
         starts = self.vocab_starts(total)

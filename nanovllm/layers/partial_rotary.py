@@ -1,6 +1,6 @@
-"""Rotary embeddings that leave a part of each head as it is, or all of it, or that pair neighbours.
+"""Rotary embeddings that rotate a part of each head, or none of it, or that pair neighbours.
 
-Knows which elements turn. By how much they turn, and the table of that, layers/rotary.py knows.
+This file says which elements are rotated; layers/rotary.py says by which angle.
 """
 
 import torch
@@ -10,7 +10,7 @@ from nanovllm.layers.rotary import RotaryEmbedding
 
 
 class PartialRotaryEmbedding(RotaryEmbedding):
-    """Turn the first R elements of a head; `cos_sin` is [positions, R]."""
+    """A rotary embedding of the first R elements of each head; `cos_sin` is [positions, R]."""
 
     turns_whole_heads = False
 
@@ -19,12 +19,12 @@ class PartialRotaryEmbedding(RotaryEmbedding):
         return torch.cat((self.turn(turning, positions), rest), dim=-1)
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, R] -> x, rotated."""
+        """Rotate x [T, heads, R]."""
         return super().forward(x, positions)
 
 
 class InterleavedRotaryEmbedding(PartialRotaryEmbedding):
-    """The same, but elements 2 i and 2 i + 1 are a pair."""
+    """A partial rotary embedding in which elements 2 i and 2 i + 1 are a pair."""
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
         halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)  # the evens, then the odds
@@ -33,7 +33,7 @@ class InterleavedRotaryEmbedding(PartialRotaryEmbedding):
 
 
 class NoRotaryEmbedding(RotaryEmbedding):
-    """Leave heads as they are: a layer without positions (NoPE; Kazemnejad et al. 2023)."""
+    """A rotation of nothing, for layers without positions (NoPE; Kazemnejad et al. 2023)."""
 
     def __init__(self):
         super().__init__(torch.empty(0), 0)

@@ -1,9 +1,8 @@
-"""Rotary frequencies: how far each pair of a head's elements turns from one position to the next.
+"""Rotary frequencies: the angle by which a position turns each pair of a head's elements.
 
-Knows how a Hugging Face configuration names the base and the scaling, in the older form
-(rope_theta, rope_scaling) and in the newer one (rope_parameters), and computes what transformers
-computes from them. The table of cosines and sines that is made of the frequencies is
-layers/rotary.py.
+This file reads the base and the scaling from a Hugging Face configuration, in the older form
+(rope_theta, rope_scaling) and in the newer one (rope_parameters), and computes the frequencies as
+transformers does. layers/rotary.py makes the table of cosines and sines.
 """
 
 import math
@@ -21,12 +20,17 @@ NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 def rope_frequencies(
     config, head_dim: int, max_positions: int | None = None, kind: str | None = None
 ) -> tuple[Tensor, float]:
-    """The angle that a position adds to each pair, [R / 2] float32 on the CPU, and the factor on
-    cosines and sines. R elements of a head turn: all head_dim, or the part that the settings say.
+    """Compute the angle that a position adds to each pair, and a factor on cosines and sines.
 
-    `max_positions`: as many as are asked for; None: all that the model supports. `kind`: of the
-    layers, where the settings differ by kind.
-    Raises ValueError for settings that no scaling here implements, or that describe none.
+    R elements of a head are rotated: all head_dim, or the part that the settings say.
+
+    Args:
+        max_positions: positions that will be asked for; None: all that the model supports.
+        kind: the kind of layers, where the settings differ by kind.
+    Returns:
+        The angles, [R / 2] float32 on the CPU, and the factor.
+    Raises:
+        ValueError: no scaling here implements the settings, or they describe none.
     """
     rope = rope_parameters(config, kind)
     rope["max_positions"] = max_positions or config.max_position_embeddings
@@ -49,7 +53,7 @@ def rope_frequencies(
 
 
 def rotary_size(rope: dict, head_dim: int) -> int:
-    """How many elements of a head turn."""
+    """Return how many elements of a head are rotated."""
     factor = rope["partial_rotary_factor"]
     size = int(head_dim * factor) if type(factor) in (int, float) and 0 < factor <= 1 else 0
     if size < 2 or size % 2:
@@ -61,7 +65,7 @@ def rotary_size(rope: dict, head_dim: int) -> int:
 
 
 def rope_parameters(config, kind: str | None = None) -> dict:
-    """The configuration's rope settings in one form. A setting that is null is absent."""
+    """Read a configuration's rope settings into one form. A setting that is null is absent."""
     scaling, newer = (
         getattr(config, name, None) or {} for name in ("rope_scaling", "rope_parameters")
     )
@@ -92,7 +96,7 @@ def rope_parameters(config, kind: str | None = None) -> dict:
 
 
 def check_settings(rope: dict) -> None:
-    """Refuse settings that are no usable numbers."""
+    """Raise ValueError for settings that are not usable numbers."""
 
     def refuse(name: str, must: str) -> None:
         raise ValueError(
@@ -120,8 +124,8 @@ def check_settings(rope: dict) -> None:
         refuse("high_freq_factor", f"above low_freq_factor, {rope['low_freq_factor']}")
 
 
-# Each scaling takes the unscaled frequencies and the settings, and returns the scaled ones and the
-# factor on cosines and sines. A setting that it needs and does not find is a KeyError.
+# Each scaling takes the unscaled frequencies and the settings. It returns the scaled frequencies
+# and the factor on cosines and sines. It raises KeyError for a setting that it needs and lacks.
 
 
 def _default(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
@@ -129,12 +133,12 @@ def _default(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
 
 
 def _linear(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
-    """Position interpolation (Chen et al. 2023): every angle is `factor` times smaller."""
+    """Divide every angle by `factor` (position interpolation; Chen et al. 2023)."""
     return frequencies / rope["factor"], 1.0
 
 
 def _llama3(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
-    """Llama 3.1: keep fast pairs, interpolate slow ones, and blend those between.
+    """Keep fast pairs, interpolate slow ones, and blend those between (Llama 3.1).
 
     A fast pair turns often within the original context.
     """
@@ -145,15 +149,15 @@ def _llama3(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
 
 
 def _yarn(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow pairs and keep fast ones.
+    """Interpolate slow pairs and keep fast ones (YaRN; Peng et al. 2023).
 
-    Attention is sharpened by a factor on q and k.
+    A factor on q and k sharpens attention.
     """
     pairs, original = len(frequencies), rope["original_max_position_embeddings"]
     factor = rope.get("factor") or rope["max_position_embeddings"] / original
 
     def pair_that_turns(times: float) -> float:
-        """The (fractional) pair that turns so many times in the original context."""
+        """Return the (fractional) pair that turns `times` times within the original context."""
         return pairs * math.log(original / (times * 2 * math.pi)) / math.log(rope["rope_theta"])
 
     low: float = pair_that_turns(rope.get("beta_fast") or 32)
@@ -179,11 +183,11 @@ def _yarn_attention_factor(rope: dict, factor: float) -> float:
 
 
 def _longrope(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024): each pair has a factor of its own, in one list for contexts up
-    to the original one and in another for longer ones.
+    """Divide each pair's angle by a factor of its own (LongRoPE; Ding et al. 2024).
 
-    Keys are cached once and shared, so a model takes one of them for all positions: the second, if
-    more positions are asked for than the original context has.
+    There is one list of factors for contexts up to the original one, and one for longer contexts.
+    Keys are cached once and shared, so a model takes one list for all positions: that of longer
+    contexts, if more positions are asked for than the original context has.
     """
     original = rope["original_max_position_embeddings"]
     name = "long_factor" if rope["max_positions"] > original else "short_factor"

@@ -1,4 +1,4 @@
-"""Rotary position embedding. How far positions turn, layers/rope_scaling.py knows."""
+"""Rotary position embedding. layers/rope_scaling.py computes its frequencies."""
 
 import torch
 from torch import Tensor, nn
@@ -7,10 +7,11 @@ from nanovllm.layers.rope_scaling import rope_frequencies
 
 
 class RotaryEmbedding(nn.Module):
-    """Turn pairs of a head's elements by angles that grow with the position (RoPE; Su et al. 2021).
+    """The rotation of pairs of a head's elements by angles that grow with the position.
 
-    Element i of a head's first half and element i of its second half are a pair. `cos_sin`
-    [positions, D] float32 holds the cosines of the D / 2 angles of a position, then their sines.
+    (RoPE; Su et al. 2021.) Element i of a head's first half and element i of its second half are a
+    pair. `cos_sin` [positions, D] float32 holds the cosines of a position's D / 2 angles, then
+    their sines.
     """
 
     cos_sin: Tensor
@@ -29,8 +30,11 @@ class RotaryEmbedding(nn.Module):
     def from_config(
         cls, config, head_dim: int, max_positions: int | None = None, kind: str | None = None
     ) -> "RotaryEmbedding":
-        """`max_positions`: as many as are needed; None: all that the model supports. `kind`: of
-        the layers that turn by it, where a configuration has settings for each kind.
+        """Make the rotary embedding that a configuration describes.
+
+        Args:
+            max_positions: positions that will be asked for; None: all that the model supports.
+            kind: the kind of layers, where the configuration has settings for each kind.
         """
         max_positions = max_positions or config.max_position_embeddings
         frequencies, scale = rope_frequencies(config, head_dim, max_positions, kind)
@@ -43,7 +47,7 @@ class RotaryEmbedding(nn.Module):
         return cls(frequencies, max_positions, scale)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, D], positions [T] int64 -> x, rotated."""
+        """Rotate x [T, heads, D] by the angles of positions [T] int64."""
         cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
         x1, x2 = x.float().chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)

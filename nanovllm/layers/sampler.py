@@ -1,13 +1,13 @@
-"""Sample one token a row from logits, by temperature and seed, as a function of nothing else.
+"""The sampler: one token a row, as a function of logits, temperature, seed and position alone.
 
-softmax(logits / t) is sampled exactly by the arg max of logits / t + g with independent Gumbel
-noise g (the Gumbel-max trick; Maddison et al. 2014). Here it goes in two steps: the vocabulary is
-cut into cells of VOCAB_UNIT entries; the arg max of the cells' log-sum-exps plus noise samples a
-cell by its probability, at the price of one noise a cell, and noise of its own samples an entry in
-it.
+The arg max of logits / t + g, with independent Gumbel noise g, is an exact sample of
+softmax(logits / t) (the Gumbel-max trick; Maddison et al. 2014). Here it takes two steps, which
+need less noise. The vocabulary is cut into cells of VOCAB_UNIT entries. The arg max of the cells'
+log-sum-exps plus one noise each samples a cell by its probability. Then the arg max of the entries
+of that cell, each with a noise of its own, samples an entry.
 
 Noise is a function of (seed, position, vocabulary index). So a token is the same in any batch, no
-generator has a state, and each rank can sample from its own shard of the vocabulary: the one with
+generator has a state, and each rank can sample from its own shard of the vocabulary: the rank with
 the greatest value wins.
 
 Shapes: B rows, V vocabulary entries, C cells.
@@ -27,15 +27,19 @@ LOW_WORD = 0xFFFFFFFF  # of an int64, its lower 32 bits
 def sample(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Sample a token for each row; temperature 0 takes the arg max. Below 0 any token will do: the
-    row is sampled again elsewhere.
+    """Sample a token for each row. The lowest index wins a tie.
 
-    logits [B, V], the columns being entries vocab_start, vocab_start + 1, ... of the vocabulary;
-    temperatures [B] float32, seeds [B] int64, positions [B] int64 (of the token being sampled).
-    Returns (tokens [B] int64, their values [B] float32). The lowest index wins a tie. A logit of
-    -inf is a token that must not be sampled. A row whose maximum is no finite number gets
-    INVALID_TOKEN; its value is infinity, which no other rank exceeds, unless all logits here are
-    -inf.
+    Args:
+        logits: [B, V]; column i is vocabulary entry vocab_start + i. A token whose logit is -inf is
+            never sampled.
+        temperatures: [B] float32. 0 takes the arg max. Below 0 any token will do, because the row
+            is sampled again elsewhere.
+        seeds: [B] int64.
+        positions: [B] int64, of the tokens that are sampled.
+    Returns:
+        tokens [B] int64 and their values [B] float32. A row whose maximum is not finite gets
+        INVALID_TOKEN. Its value is infinity, which no other rank exceeds; where all logits of this
+        rank are -inf, it is -inf.
     """
     logits = logits.float()
     random = (temperatures > 0).unsqueeze(1)
@@ -75,11 +79,10 @@ def _sample_by_cells(
 
 
 def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Tensor:
-    """Each rank's best token [B] int64 and its value [B] float32 -> the best of all ranks [B], the
-    lowest in a tie.
+    """Choose the token with the greatest value of all ranks, the lowest token in a tie.
 
-    Ranks exchange one integer a row instead of its logits. It orders as (value, -token) does, so
-    its maximum decides.
+    tokens [B] int64 and values [B] float32 are this rank's. Ranks exchange one integer a row
+    instead of logits. These integers are ordered as (value, -token) is, so their maximum decides.
     """
     bits = (values + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, its equal
     # Integers in the order of the floats. Bits of negative floats grow downwards: turn them round.
@@ -90,18 +93,17 @@ def best_over_ranks(tokens: Tensor, values: Tensor, group: ParallelGroup) -> Ten
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, index: Tensor, stream: int) -> Tensor:
-    """[B, n] float32 of standard Gumbel noise for index [n] or [B, n], from Philox4x32-10 (Salmon
-    et al., SC 2011).
+    """Make standard Gumbel noise [B, n] float32 for index [n] or [B, n].
 
-    The key is the seed, the counter (index, position, stream, 0); of its four words the first is
-    used.
+    The random bits are the first word of Philox4x32-10 (Salmon et al., SC 2011) with the seed as
+    key and (index, position, stream, 0) as counter.
     """
     words = philox(seeds.unsqueeze(1), index, positions.unsqueeze(1), stream)[0]
     return -torch.log(-torch.log(open_unit_interval(words)))
 
 
 def open_unit_interval(words: Tensor) -> Tensor:
-    """The upper 23 bits of 32-bit words as float32 in (0, 1).
+    """Turn the upper 23 bits of 32-bit words into float32 numbers in (0, 1).
 
     With one bit more, the largest would round to 1.
     """
@@ -111,8 +113,9 @@ def open_unit_interval(words: Tensor) -> Tensor:
 def philox(
     seeds: Tensor, c0: Tensor, c1: Tensor, c2: int = 0, rounds: int = 10
 ) -> tuple[Tensor, ...]:
-    """Philox4x32 of the counters (c0, c1, c2, 0) under 64-bit keys: four tensors of 32-bit
-    words, held in int64.
+    """Compute Philox4x32 of the counters (c0, c1, c2, 0) under 64-bit keys.
+
+    Returns four tensors of 32-bit words, held in int64.
     """
     mask = LOW_WORD
     k0, k1 = seeds & mask, (seeds >> 32) & mask

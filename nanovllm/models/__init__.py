@@ -1,4 +1,4 @@
-"""Which class runs which architecture, by the name a checkpoint's config.json gives it."""
+"""The registry of models: the name of an architecture in config.json -> the class that runs it."""
 
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.checks import check_sizes, check_supported
@@ -41,11 +41,11 @@ MODELS: dict[str, type[CausalLM]] = {
 
 
 def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> CausalLM:
-    """This rank's part of the model that `hf_config` describes, not filled.
+    """Build this rank's part of the model that `hf_config` describes, without its weights.
 
     Its parameters are on the default device, in the default dtype. `max_model_len`: positions that
     will be asked for; None: all that the model supports.
-    Raises ValueError if no model here runs it, or if there is no memory for it.
+    Raises ValueError if no class here runs the model, or if there is no memory for it.
     """
     model_class = find_model(hf_config)
     try:
@@ -66,9 +66,9 @@ def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = Non
 
 
 def find_model(hf_config) -> type[CausalLM]:
-    """The class that runs `hf_config`.
+    """Find the class that runs `hf_config`.
 
-    Raises ValueError for what a configuration asks for and no model here does: it is never ignored.
+    Raises ValueError for anything that the configuration asks for and the class does not do.
     """
     names = getattr(hf_config, "architectures", None) or []
     names_here = [name for name in MODELS if isinstance(names, list) and name in names]

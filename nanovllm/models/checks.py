@@ -1,6 +1,4 @@
-"""Refuse, by the field's name, what a configuration says that makes no model, or no model that runs
-here.
-"""
+"""Checks of a configuration: each refuses a field whose value makes no model that runs here."""
 
 from typing import Any, NoReturn
 
@@ -17,7 +15,7 @@ LARGEST = 3e38  # of a number that is no count: models compute in float32
 
 
 def check_sizes(hf_config) -> None:
-    """Refuse a configuration that describes no model."""
+    """Raise ValueError for sizes that describe no model."""
     for name in SIZES:
         check_count(hf_config, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
@@ -41,7 +39,10 @@ def check_sizes(hf_config) -> None:
 
 
 def check_experts(hf_config, sizes: tuple[str, ...] = OF_EXPERTS) -> None:
-    """Refuse `sizes`, the first of which counts the experts, that make no mixture of them."""
+    """Raise ValueError for fields `sizes` that describe no mixture of experts.
+
+    The first field of `sizes` counts the experts.
+    """
     for name in sizes:
         check_count(hf_config, name, MAX_SIZE)
     if hf_config.num_experts_per_tok > (count := getattr(hf_config, sizes[0])):
@@ -68,7 +69,7 @@ def check_count(hf_config, name: str, most: int) -> None:
 
 
 def check_flag(hf_config, name: str) -> None:
-    """Refuse what is neither true nor false: the text "false" would count as true."""
+    """Raise ValueError for a value that is not true or false: the text "false" would be true."""
     value = getattr(hf_config, name, None)
     if value is not None and type(value) is not bool:
         raise ValueError(f"config.json: {name} is {value!r}: it must be true or false")
@@ -83,14 +84,14 @@ def check_number(hf_config, name: str, *, may_be_none: bool = False) -> None:
 
 
 def check_supported(hf_config, model_class: type[CausalLM]) -> None:
-    """Refuse the options that the model does not implement."""
+    """Raise ValueError for options that the model does not implement."""
     activation = activation_name(hf_config)
     if not isinstance(activation, str) or activation not in model_class.activations:
         known = ", ".join(map(repr, model_class.activations))
         raise ValueError(
             f"config.json: hidden_act is {activation!r}: {model_class.__name__} has {known}"
         )
-    # Transformers reads it of every family, and null as false.
+    # transformers reads is_causal for every family, and takes null for false.
     if not getattr(hf_config, "is_causal", True):
         refuse_later_tokens("is_causal", hf_config.is_causal)
     quantization: Any = getattr(hf_config, "quantization_config", None) or {}
@@ -112,7 +113,7 @@ def refuse_later_tokens(name: str, value: Any) -> NoReturn:
 
 
 def check_windows(hf_config, model_class: type[CausalLM]) -> None:
-    """Refuse windows that the model does not have, and kinds of layers that none here has."""
+    """Raise ValueError for windows that the model lacks, and for unknown kinds of layers."""
     layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "layer_types", None)
     if kinds is not None and (
         not isinstance(kinds, list)

@@ -1,15 +1,16 @@
-"""What a configuration says of a model's layers, where it may say it in more than one form."""
+"""Fields that configurations give in more than one form."""
 
 
 def head_size(config) -> int:
-    """Given by newer configurations, derived in older ones."""
+    """Return the size of an attention head. Older configurations do not give it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def window_of(config, index: int) -> int | None:
-    """How many tokens a token sees in layer `index`, itself included; None: all up to itself.
+    """Return how many tokens a token sees in layer `index`, itself included.
 
-    A window of all positions is none. A size may stand next to a switch that turns it off.
+    None: it sees all up to itself. A window as large as the model's context is none, and
+    use_sliding_window may turn a size off.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -20,19 +21,19 @@ def window_of(config, index: int) -> int | None:
 
 
 def largest_window(config) -> int | None:
-    """The most tokens that a token sees in any layer; None: some layer sees all up to itself."""
+    """Return the largest window of any layer; None if a layer has none."""
     windows = [window_of(config, index) for index in range(config.num_hidden_layers)]
     sizes = [window for window in windows if window is not None]
     return max(sizes) if len(sizes) == len(windows) else None
 
 
 def layer_kind(config, index: int) -> str:
-    """The name under which a configuration may say something of layer `index` and its like."""
+    """Return the kind of layer `index`, by which configurations name settings of such layers."""
     kinds = getattr(config, "layer_types", None)
     return kinds[index] if kinds else "full_attention"
 
 
 def activation_name(config) -> str:
-    """Of the MLP's activation. Gemma has a name of its own for it, which wins there."""
+    """Return the name of the MLP's activation. hidden_activation, Gemma's field, comes first."""
     name = getattr(config, "hidden_activation", None)
     return getattr(config, "hidden_act", "silu") if name is None else name

@@ -1,5 +1,6 @@
-"""Gemma 2: a Gemma 3 that does not norm q and k, and turns them by one base. It caps the scores of
-attention and the logits.
+"""Gemma 2: a Gemma 3 without norms of q and k and with one base of rotation for all layers.
+
+It caps attention scores and logits.
 """
 
 from nanovllm.models.gemma3 import Gemma3ForCausalLM

@@ -1,6 +1,11 @@
-"""Gemma 3, the text model: a Llama that norms what attention and the MLP read and what they add, by
-1 + weight, and each head of q and k; scales embeddings; gates by GELU; and turns q and k by one
-base in its local layers and by another in its global ones.
+"""Gemma 3, the text model.
+
+It differs from a Llama in these points:
+
+- It norms the inputs and the outputs of attention and MLP, and each head of q and k. A norm
+  multiplies by 1 + weight.
+- It scales embeddings, and its MLP is gated by GELU.
+- Layers with a window rotate q and k by another base than layers without one.
 """
 
 import torch
@@ -28,7 +33,7 @@ class Gemma3ForCausalLM(CausalLM):
         check_number(config, "query_pre_attn_scalar")
         check_number(config, "attn_logit_softcapping", may_be_none=True)
         check_number(config, "final_logit_softcapping", may_be_none=True)
-        # Other families take no notice of it.
+        # transformers reads this field for Gemma alone.
         if both_ways := getattr(config, "use_bidirectional_attention", None):
             refuse_later_tokens("use_bidirectional_attention", both_ways)
 
@@ -56,7 +61,7 @@ class Gemma3ForCausalLM(CausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text model of those that also see."""
+    """The text model within a checkpoint that also has a vision tower."""
 
     checkpoint_names = {
         **Gemma3ForCausalLM.checkpoint_names,

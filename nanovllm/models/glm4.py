@@ -1,5 +1,7 @@
-"""GLM-4: a Llama that turns half of each head, in pairs of neighbours, and whose checkpoints stack
-gate and up. The models of 2025 (GLM-4-0414) also norm what attention and the MLP add.
+"""GLM-4: a Llama that rotates half of each head, in pairs of neighbouring elements.
+
+Its checkpoints stack gate and up. The models of 2025 (GLM-4-0414) also norm the outputs of
+attention and MLP.
 """
 
 from nanovllm.layers.partial_rotary import InterleavedRotaryEmbedding

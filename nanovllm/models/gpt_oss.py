@@ -1,5 +1,6 @@
-"""gpt-oss: a Llama with biases, sinks, windows in every second layer and, in the place of MLPs,
-mixtures of experts that clamp what they gate.
+"""gpt-oss: a Llama with biases, attention sinks, windows in every second layer, and experts.
+
+The experts take the place of MLPs, and clamp their gates and ups.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from nanovllm.weights.weight_slice import WeightSlice
 
 
 class GptOssExperts(Experts):
-    """A checkpoint has all experts in one tensor, [E, in, out], and each gate before its up."""
+    """Experts whose checkpoints hold one tensor [E, in, out], with gates and ups alternating."""
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         assert self.gate_up_bias is not None and self.down_bias is not None

@@ -1,6 +1,4 @@
-"""Granite 3: a Llama with four multipliers, of embeddings, attention scores, what a layer adds, and
-logits.
-"""
+"""Granite 3: a Llama with multipliers of embeddings, attention scores, layer outputs and logits."""
 
 from nanovllm.layers.embedding import ScaledEmbedding
 from nanovllm.models.checks import check_number

@@ -1,6 +1,6 @@
 """Llama 2 to 3.3, and Mistral, whose first version has a sliding window in every layer.
 
-Biases only where the config asks.
+Projections have biases only if config.json says so.
 """
 
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp

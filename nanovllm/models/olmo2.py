@@ -1,5 +1,6 @@
-"""OLMo 2: a Llama that norms what attention and the MLP add, not what they read, and all heads of q
-together, and of k.
+"""OLMo 2: a Llama that norms the outputs of attention and MLP instead of their inputs.
+
+One norm covers all heads of q, and one all heads of k.
 """
 
 from nanovllm.layers.norm import ShardedRMSNorm

@@ -1,4 +1,4 @@
-"""OLMo 3: an OLMo 2 most of whose layers have a sliding window, and rope settings for each kind."""
+"""OLMo 3: an OLMo 2 with a sliding window in most layers, and rope settings by kind of layer."""
 
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
 

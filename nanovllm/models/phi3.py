@@ -1,6 +1,6 @@
 """Phi-3, 3.5 and 4, mini to medium: a Llama whose checkpoints stack q, k and v, and gate and up.
 
-Of each head, a part may turn. Long contexts are LongRoPE's (layers/rope_scaling.py).
+A part of each head may stay unrotated. Long contexts use LongRoPE (layers/rope_scaling.py).
 """
 
 from nanovllm.layers.partial_rotary import PartialRotaryEmbedding

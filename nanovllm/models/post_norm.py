@@ -1,4 +1,4 @@
-"""Layers that norm what attention and the MLP add to the residual stream."""
+"""Layers that norm the outputs of attention and MLP before they join the residual stream."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from nanovllm.models.transformer import DecoderLayer
 
 
 class PostNormLayer(nn.Module):
-    """Norms what they add, and not what they read (OLMo 2)."""
+    """A layer that norms the outputs of attention and MLP, and not their inputs (OLMo 2)."""
 
     def __init__(self, config, self_attn: nn.Module, mlp: nn.Module):
         super().__init__()
@@ -22,7 +22,7 @@ class PostNormLayer(nn.Module):
 
 
 class SandwichNormLayer(DecoderLayer):
-    """Norms what they read and what they add (GLM-4, Gemma 2)."""
+    """A layer that norms the inputs and the outputs of attention and MLP (GLM-4, Gemma 2)."""
 
     def __init__(self, config, self_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm] = RMSNorm):
         super().__init__(config, self_attn, mlp, norm)

@@ -6,8 +6,8 @@
         x = x + down_proj(silu(gate) * up)                          gate, up projected from norm(x)
     logits = head(norm(x))
 
-Every norm is RMSNorm. Several query heads share a key-value head. No projection has a bias unless
-the config asks for it. transformer.py says the rest.
+Every norm is RMSNorm. Several query heads share a key-value head. A projection has a bias only if
+config.json says so. transformer.py has the rest.
 """
 
 from nanovllm.layers.norm import RMSNorm

@@ -1,5 +1,6 @@
-"""Qwen3-MoE: Qwen3 whose MLP is a mixture of experts, in all layers but those that the config
-keeps dense.
+"""Qwen3-MoE: Qwen3 with a mixture of experts in the place of MLPs.
+
+config.json may keep some layers dense.
 """
 
 from torch import nn

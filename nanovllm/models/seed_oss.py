@@ -1,6 +1,4 @@
-"""Seed-OSS: a Llama that configures the bias of the output projection apart from that of q, k and
-v.
-"""
+"""Seed-OSS: a Llama with a setting of its own for the bias of the output projection."""
 
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 

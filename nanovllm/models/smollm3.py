@@ -1,4 +1,4 @@
-"""SmolLM3: a Llama some of whose layers have no positions: they do not rotate q and k."""
+"""SmolLM3: a Llama in which some layers have no positions: they do not rotate q and k."""
 
 from nanovllm.layers.partial_rotary import NoRotaryEmbedding
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
@@ -9,9 +9,8 @@ class SmolLM3ForCausalLM(CausalLM):
 
     @classmethod
     def check(cls, config):
-        rotates = getattr(
-            config, "no_rope_layers", None
-        )  # 1 where a layer rotates, in spite of its name
+        # In spite of the field's name, 1 stands for a layer that rotates.
+        rotates = getattr(config, "no_rope_layers", None)
         if (
             not isinstance(rotates, list)
             or len(rotates) < config.num_hidden_layers

@@ -1,10 +1,9 @@
-"""The decoder that the families share: a stack of pre-norm blocks of attention and MLP on a
-residual stream.
+"""The decoder that all families share: pre-norm layers of attention and MLP on a residual stream.
 
-A family is a CausalLM that says, in `build_layer`, which blocks a layer has and with which options.
+A family is a subclass of CausalLM. Its `build_layer` says what a layer consists of.
 
-T tokens of any number of sequences go through at once, packed one after the other. Which token
-attends to which is the step's metadata (layers/context.py), and only attention reads it.
+T tokens of any number of sequences pass at once, packed one after the other. The step's metadata
+(layers/context.py) says which token attends to which; only attention reads it.
 """
 
 from typing import Any
@@ -56,22 +55,21 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its head. `config` has the fields of a Hugging Face config.json."""
 
-    # What a family may have instead.
+    # A family overrides those in which it differs.
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
-    activations: tuple[str, ...] = ("silu", "swish")  # that a configuration may ask for
+    activations: tuple[str, ...] = ("silu", "swish")  # values of hidden_act that it computes
     has_windows = False  # whether a configuration may give layers a sliding window
-    # Of checkpoints that are dequantised while they are loaded, the quant_method.
-    quantizations: tuple[str, ...] = ()
-    # Whether checkpoints have all experts of a layer in one tensor, as transformers does.
-    stacks_experts = False
-    # What a checkpoint calls modules that have another name here.
-    checkpoint_names: dict[str, str] = {}
-    # Parts of checkpoints that are not run here, such as a vision tower.
-    left_out: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = ()  # values of quant_method that the loader dequantises
+    stacks_experts = False  # whether checkpoints hold all experts of a layer in one tensor
+    checkpoint_names: dict[str, str] = {}  # name of a module here -> its name in checkpoints
+    left_out: tuple[str, ...] = ()  # parts of checkpoints that are not run, such as a vision tower
 
     def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
-        """`max_model_len`: positions that will be asked for; None: all that the model supports."""
+        """Build the layers, without weights.
+
+        `max_model_len`: positions that will be asked for; None: all that the model supports.
+        """
         super().__init__()
         self.config = config
         kinds = [layer_kind(config, i) for i in range(config.num_hidden_layers)]
@@ -90,9 +88,7 @@ class CausalLM(nn.Module):
 
     @classmethod
     def check(cls, config) -> None:
-        """Raise ValueError for what a configuration of the family says and the family does not
-        do.
-        """
+        """Raise ValueError for values of the family's own fields that it does not implement."""
 
     def build_embedding(self, config, group: ParallelGroup) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
@@ -100,17 +96,18 @@ class CausalLM(nn.Module):
     def build_layer(
         self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup
     ) -> nn.Module:
-        """Layer `index`: a module that takes hidden states [T, hidden] and positions [T]."""
+        """Build layer `index`: a module that takes hidden states [T, hidden] and positions [T]."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Token ids and their positions, [T] each -> hidden states of the R tokens whose logits
-        are wanted.
+        """Compute the hidden states [R, hidden] of the tokens whose logits are wanted.
+
+        input_ids and positions are [T] int64.
         """
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] -> [R, V]; on several ranks, this one's shard of the vocabulary."""
+        """Compute logits [R, V] of hidden states; of several ranks, this rank's shard of V."""
         return self.lm_head(hidden)
 
 
@@ -124,10 +121,12 @@ def build_attention(
     qk_norm: type[RMSNorm] | None = None,
     **options: Any,
 ) -> SelfAttention:
-    """Layer `index`'s self-attention, of the sizes and with the window that `config` gives.
+    """Build the self-attention of layer `index`, with the sizes and the window of `config`.
 
-    `bias`: whether all projections have one. `qk_norm`: norms each head of q and k before it is
-    rotated; None: nothing does. `options`: SelfAttention's.
+    Args:
+        bias: whether all projections have a bias.
+        qk_norm: the norm of each head of q and k before it is rotated; None: no norm.
+        options: further arguments of SelfAttention.
     """
     size = head_size(config)
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
@@ -146,9 +145,9 @@ def build_attention(
 
 
 def build_mlp(config, group: ParallelGroup, **options: Any) -> GatedMLP:
-    """The gated MLP, of the sizes and with the activation that `config` gives.
+    """Build the gated MLP, with the sizes and the activation of `config`.
 
-    `options`: GatedMLP's.
+    `options`: further arguments of GatedMLP.
     """
     activation = ACTIVATIONS[activation_name(config)]
     return GatedMLP(

@@ -1,7 +1,6 @@
-"""What a model folder's config.json says: the model's sizes and options, under the names that
-transformers gives them.
+"""The configuration of a model: what config.json says, under the names that transformers uses.
 
-Knows which values models read. Which of them make a model that runs here, nanovllm/models says.
+models/ decides which configurations make a model that runs here.
 """
 
 from pathlib import Path
@@ -13,8 +12,8 @@ from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# What models read of a configuration, by type; OF_EXPERTS where there are experts. Qwen3's files
-# hold all of it.
+# The fields of a configuration that models read, by type; OF_EXPERTS for models with experts. The
+# config.json of a Qwen3 holds all of them.
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -31,11 +30,11 @@ OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "de
 
 
 def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
-    """The folder's configuration. Raises ValueError if there is none, or if it cannot be read.
+    """Read the folder's configuration. Raises ValueError if there is none that can be read.
 
-    Transformers, which takes seconds to import, adds its defaults where config.json does not hold
-    all that models read. No code of the folder is run: a configuration is an object of a class of
-    transformers, or of none.
+    Where config.json lacks fields that models read, transformers adds its defaults; its import
+    takes seconds. No code of the folder is run: the configuration is an object of a class of
+    transformers, or a plain namespace.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
@@ -67,7 +66,7 @@ def load_hf_config(folder: str | Path) -> "PretrainedConfig | SimpleNamespace":
 
 
 def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Of a model that also sees, the configuration of its language model, which models read."""
+    """Return the configuration of the language model within one of a model that also sees."""
     language: Any = getattr(config, "text_config", None)
     if not hasattr(language, "num_hidden_layers"):
         return config
@@ -78,9 +77,7 @@ def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def says_all(values: dict[str, Any]) -> bool:
-    """Whether models find all that they read among a configuration's values, so that no default is
-    needed.
-    """
+    """Return whether a configuration's values hold every field that models read."""
     if values.get("model_type") not in ("qwen3", "qwen3_moe") or values.get("use_sliding_window"):
         return False  # other families read more, and windows need the kinds of layers
     counts: tuple[str, ...] = COUNTS
@@ -106,9 +103,9 @@ def says_all(values: dict[str, Any]) -> bool:
 
 
 def load_eos_ids(folder: Path) -> frozenset[int]:
-    """The end-of-sequence tokens that the folder's files name.
+    """Read the end-of-sequence tokens of a model folder.
 
-    The files are generation_config.json and, where that names none, config.json.
+    generation_config.json comes first; config.json counts where that file names none.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name

@@ -1,6 +1,4 @@
-"""From a model's name to the folder that holds it. Knows the Hugging Face hub, and nothing of what
-the files say.
-"""
+"""The way from a model's name to its folder, from the Hugging Face hub if it is not local."""
 
 import os
 from pathlib import Path
@@ -12,11 +10,11 @@ NOT_DOWNLOADED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def resolve_model_folder(model: str) -> Path:
-    """The folder of `model`: itself if it is one, else a download of the hub's repository of that
-    name. Absolute: it is read later, too, when this process may have gone to another folder.
+    """Return the absolute path of the folder that `model` names; download it if it is a hub id.
 
-    Raises ValueError if there is no such folder or repository, or if opening the folder's files
-    could block.
+    The path is absolute because the folder is read again later, when the working directory may have
+    changed. Raises ValueError if there is no such folder or repository, or if opening the folder's
+    files could block.
     """
     folder = find_folder(model)
     try:
@@ -30,38 +28,84 @@ def resolve_model_folder(model: str) -> Path:
 
 
 def find_folder(model: str) -> Path:
+    """Return the folder that `model` names, or download it. Raises ValueError if there is none."""
     try:
         folder = Path(model).expanduser()
-    except RuntimeError as error:  # there is no such user, or this one has no home
-        raise ValueError(f"model is {model!r}: there is no such folder ({error})") from error
-    if os.path.isdir(folder):  # False for a name that is too long, where Path.is_dir raises
+    except RuntimeError as error:  # the user after the "~" does not exist or has no home
+        raise ValueError(
+            f"model is {model!r}: there is no such folder ({error}): check the name"
+        ) from error
+    if os.path.isdir(folder):  # returns False for a name that is too long; Path.is_dir would raise
         return folder
     if model.lower().endswith(".gguf"):
         raise ValueError(
-            f"model is {model!r}: GGUF files are not read, give a folder of safetensors. "
+            f"model is {model!r}: GGUF files are not read, only folders of safetensors: "
             f"{TO_SAFETENSORS}"
         )
     if os.path.exists(folder):
         raise ValueError(f"model is {model!r}, which is a file: give the folder that it lies in")
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"model is {model!r}: there is no such folder, nor is it a hub id like Qwen/Qwen3-0.6B"
+            f"model is {model!r}: there is no such folder, and it is not a hub id like "
+            "Qwen/Qwen3-0.6B: check the name"
         )
     return download(model)
 
 
 def download(model: str) -> Path:
-    # huggingface_hub takes long to import: a model that lies in a folder does without it.
+    """Download a model from the hub, and return its folder in the hub's cache.
+
+    Raises ValueError with a remedy if the download fails.
+    """
+    # huggingface_hub takes long to import, and a model that lies in a folder does not need it.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         return Path(
             snapshot_download(model, allow_patterns=DOWNLOADS, ignore_patterns=NOT_DOWNLOADED)
         )
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ValueError(
-            f"model is {model!r}, neither a folder here nor to be had from the Hugging Face hub: "
-            "check the name, "
-            f"the network and your access to it, or give a folder ({type(error).__name__}: {error})"
-        ) from error
+    except Exception as error:  # of huggingface_hub or of the HTTP client that its release uses
+        # The line that explains the failure says as much as the tracebacks of three libraries.
+        raise ValueError(f"model is {model!r}: {explain_failure(model, error)}") from None
+
+
+def explain_failure(model: str, error: Exception) -> str:
+    """Say in one line why a download failed, and what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):  # a kind of RepositoryNotFoundError, so it comes first
+        return (
+            f"its owner must grant you access: request access on https://huggingface.co/{model}, "
+            "and set the variable HF_TOKEN to your token"
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "there is no such folder, and no such model on the Hugging Face hub, or it is private: "
+            "check the name, or set the variable HF_TOKEN to a token that may read it"
+        )
+    if isinstance(error, HFValidationError):
+        return (
+            "there is no such folder, and it is not a hub id like Qwen/Qwen3-0.6B: check the name"
+        )
+    if isinstance(
+        error, LocalEntryNotFoundError
+    ):  # the hub cannot be reached, and its cache lacks it
+        return (
+            "there is no such folder, and the Hugging Face hub cannot be reached "
+            f"({first_line(error.__cause__ or error)}): check the network, or give a folder; "
+            "nanovllm.TINY_MODEL is one that needs no network"
+        )
+    return (
+        "its download from the Hugging Face hub failed "
+        f"({type(error).__name__}: {first_line(error)}): try again, or give a folder"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

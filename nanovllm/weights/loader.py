@@ -1,9 +1,9 @@
-"""Fill a model's parameters, from a checkpoint's safetensors files or with noise.
+"""The loader that fills a model's parameters, from a checkpoint's safetensors files or with noise.
 
-Knows files of weights. Knows nothing about architectures: each layer says, by `weight_slices`,
-which part of which checkpoint tensor it holds, and the loader reads exactly that, straight into the
-parameter. Loading includes a proof: every element of every parameter is filled once, and every
-tensor of the checkpoint is used.
+The loader knows files of weights and nothing about architectures. Each layer says by
+`weight_slices` which part of which checkpoint tensor it holds, and the loader reads exactly that
+part, straight into the parameter. Loading includes a proof: every element of every parameter is
+filled once, and every tensor of the checkpoint is used.
 """
 
 import logging
@@ -25,18 +25,19 @@ logger = logging.getLogger("nanovllm")
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-# Threads that read. One fills the bus from cached files, but leaves a disk idle between its reads.
+# Threads that read. One thread is enough for files in the page cache, but leaves a disk idle
+# between its reads.
 READERS = 8
-COMPARED_ROWS = 8192  # of two tensors at a time
+COMPARED_ROWS = 8192  # rows of two tensors that are compared at a time
 
-# Each tensor's name -> the file that has it, and the tensor, of which nothing was read yet.
+# Name of a tensor -> the file that has it, and the tensor, whose values are read on demand.
 Checkpoint = dict[str, tuple[Path, Any]]
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill `model` from the safetensors files of `folder`. Tensors take their parameters' dtype.
 
-    Raises ValueError for a checkpoint that is broken or another model's.
+    Raises ValueError if the checkpoint is broken or belongs to another model.
     """
     checkpoint = open_checkpoint(Path(folder))
     with ThreadPoolExecutor(READERS) as pool:
@@ -45,20 +46,20 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         check_coverage(model, slices)
         check_checkpoint(model, slices, checkpoint, folder)
 
-        # Parameters may have been made in inference mode, and a new thread is outside of it.
+        # Parameters may have been made in inference mode, and a new thread does not run in it.
         @torch.inference_mode()
         def read(part: WeightSlice) -> None:
             _, tensor = checkpoint[part.name]
             part.destination.copy_(tensor[part.index])
 
-        list(pool.map(read, slices))  # a list, for the first error to be raised
+        list(pool.map(read, slices))  # the list raises the first error
 
 
 def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
-    """Fill `model` with normal noise of deviation 0.02, and norms with ones.
+    """Fill `model` with normal noise of standard deviation 0.02, and its norms with ones.
 
-    The noise of a checkpoint tensor is a function of the seed and its name: any number of ranks has
-    the same model.
+    The noise of a checkpoint tensor is a function of the seed and the tensor's name, so the model
+    is the same on any number of ranks.
     """
     slices = list(model_weight_slices(model))
     check_coverage(model, slices)
@@ -83,13 +84,17 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
 
 
 def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
+    """Yield the weight slices of all layers, with the checkpoint's names."""
     for path, module in model.named_modules():
         if hasattr(module, "weight_slices"):
             yield from module.weight_slices(checkpoint_name(model, path))
 
 
 def checkpoint_name(model: nn.Module | type[nn.Module], path: str) -> str:
-    """What a checkpoint calls the module at `path`: parts of the path may have another name."""
+    """Return the name that a checkpoint has for the module at `path`.
+
+    Parts of the path may have other names in the checkpoint.
+    """
     names = getattr(model, "checkpoint_names", {})
     return ".".join(names.get(part, part) for part in path.split("."))
 
@@ -111,16 +116,14 @@ def check_coverage(model: nn.Module, slices: Iterable[WeightSlice]) -> None:
 
 
 def is_dense(x: torch.Tensor) -> bool:
-    """Whether its elements fill their memory, in any order of its dimensions."""
+    """Return whether a tensor's elements fill its memory, in any order of the dimensions."""
     return x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).is_contiguous()
 
 
 def check_checkpoint(
     model: nn.Module, slices: list[WeightSlice], checkpoint: Checkpoint, folder: str | Path
 ) -> None:
-    """Raise ValueError unless the checkpoint has the slices' tensors, as they say, and no
-    others.
-    """
+    """Raise ValueError unless the checkpoint has the tensors of the slices, and no others."""
     needed = {part.name for part in slices}
     if missing := needed - checkpoint.keys():
         raise ValueError(
@@ -140,9 +143,11 @@ def check_checkpoint(
 
 
 def check_tensor(part: WeightSlice, path: Path, found: Any) -> None:
+    """Raise ValueError unless a tensor has the shape of its slice and a dtype that can be read."""
     if (shape := tuple(found.get_shape())) != part.shape:
         raise ValueError(
-            f"{path}: {part.name} has shape {shape}, config.json means {part.shape}: check both"
+            f"{path}: {part.name} has shape {shape}, but by config.json it is {part.shape}: check "
+            "both files, or download the model again"
         )
     if (dtype := found.get_dtype()) not in FLOATS:
         raise ValueError(
@@ -152,22 +157,24 @@ def check_tensor(part: WeightSlice, path: Path, found: Any) -> None:
 
 
 def left_out(model: nn.Module | type[nn.Module], names: Iterable[str]) -> list[str]:
-    """Those of a checkpoint's tensors that belong to parts of the model that are not run here."""
+    """List the names of tensors that belong to parts of the model that are not run here."""
     parts = getattr(model, "left_out", ())
     return [name for name in names if name.startswith(tuple(f"{part}." for part in parts))]
 
 
 def check_num_layers(num_layers: int, folder: str | Path, model: type[nn.Module]) -> None:
-    """Raise ValueError unless the checkpoint has so many layers; log what is left out of it.
+    """Raise ValueError unless the checkpoint has `num_layers` layers; log which parts are left out.
 
-    It is asked before the model is built: layers by the million would take all memory.
+    Call this before the model is built, because a model of a million layers would take all memory.
     """
     prefix = checkpoint_name(model, "model.layers") + "."
     names = open_checkpoint(Path(folder))
     found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
     if others := left_out(model, names):
         parts = ", ".join(sorted({name.split(".")[0] for name in others}))
-        logger.info(f"{folder}: {parts} left out ({len(others)} tensors): this runs on text alone")
+        logger.info(
+            f"{folder}: {parts} left out ({len(others)} tensors): the model runs on text alone"
+        )
     if len(found) != num_layers:
         raise ValueError(
             f"{folder}: num_hidden_layers is {num_layers} in config.json, but the checkpoint has "
@@ -176,7 +183,7 @@ def check_num_layers(num_layers: int, folder: str | Path, model: type[nn.Module]
 
 
 def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules, with their paths, that take their weight from another one."""
+    """List the modules, with their paths, that share the weight of another module."""
     return [
         (path, module) for path, module in model.named_modules() if getattr(module, "tied", False)
     ]
@@ -185,8 +192,9 @@ def tied_heads(model: nn.Module) -> list[tuple[str, Any]]:
 def untie_heads(model: nn.Module, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> None:
     """Give a tied head its own weight if the checkpoint has one that differs from the embedding.
 
-    Some checkpoints store a copy of the embedding as the head's weight. A head that differs was
-    trained, whatever tie_word_embeddings says; transformers uses it, too.
+    Some checkpoints store a copy of the embedding as the head's weight. A head that differs from
+    the embedding was trained, whatever tie_word_embeddings says. transformers uses such a head,
+    too.
     """
     for head_path, head in tied_heads(model):
         name = f"{checkpoint_name(model, head_path)}.weight"
@@ -204,7 +212,7 @@ def untie_heads(model: nn.Module, checkpoint: Checkpoint, pool: ThreadPoolExecut
 
 
 def are_equal(one: str, other: str, checkpoint: Checkpoint, pool: ThreadPoolExecutor) -> bool:
-    """Whether two matrices of the checkpoint hold the same values in the same dtype."""
+    """Return whether two matrices of the checkpoint hold the same values in the same dtype."""
     (_, first), (_, second) = checkpoint[one], checkpoint[other]
     shape, dtype = first.get_shape(), first.get_dtype()
     if (shape, dtype) != (second.get_shape(), second.get_dtype()) or not shape:
@@ -218,7 +226,10 @@ def are_equal(one: str, other: str, checkpoint: Checkpoint, pool: ThreadPoolExec
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of the folder's files."""
+    """Read the headers of the folder's files, and return all tensors by name.
+
+    Raises ValueError if a file is broken, or if two files have a tensor of the same name.
+    """
     checkpoint: Checkpoint = {}
     for path in checkpoint_files(folder):
         try:
@@ -237,7 +248,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files that the index names; without an index, all safetensors files there are."""
+    """List the files that the index names or, without an index, all safetensors files.
+
+    Raises ValueError if there is no file, if the index is broken, or if it names a file that is
+    missing or outside of the folder.
+    """
     index = folder / INDEX
     if not index.is_file():
         if files := sorted(folder.glob("*.safetensors")):
@@ -248,9 +263,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise ValueError(f"{folder} has no *.safetensors file: {hint}")
     try:
         names = set(read_json(index)["weight_map"].values())
-        missing = {name for name in names if not (folder / name).is_file()}
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        outside = {name for name in names if leads_outside(folder, name)}
+        missing = {name for name in names - outside if not (folder / name).is_file()}
+    except (OSError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index} is corrupt: download it again ({error})") from error
+    if outside:
+        raise ValueError(
+            f"{index}: weight_map names {min(outside)!r:.99}, which lies outside of the folder: "
+            "put the file into the folder and name it without a path, or download the model again"
+        )
     if missing:
         raise ValueError(
             f"{folder} lacks {some_of(missing)}, which {INDEX} names: download the model again"
@@ -258,7 +279,20 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def leads_outside(folder: Path, name: str) -> bool:
+    """Return whether a name in an index leads out of the model's folder.
+
+    The file itself may be a link, as all files in the hub's cache are, because whoever made the
+    folder made the link as well. The index may come from elsewhere. So its names must not choose
+    another folder, nor go through a link to one.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        return True
+    return not (folder / path.parent).resolve().is_relative_to(folder.resolve())
+
+
 def some_of(names: Iterable[str]) -> str:
-    """How an error names many."""
+    """Name the first three of many names, and count the rest, for an error message."""
     names = sorted(names)
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

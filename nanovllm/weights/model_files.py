@@ -1,22 +1,24 @@
-"""Read the files of a model folder that are not weights. Whatever is wrong with one is a ValueError
-that names it.
+"""The files of a model folder that are not weights.
+
+Whatever is wrong with a file is a ValueError that names the file.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+# The remedy for a GGUF file. transformers may refuse to save a model that it read from GGUF.
 TO_SAFETENSORS = (
-    "transformers reads it: read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name). "
-    "It may refuse to save that one, so let a fresh model take its weights: "
+    "convert the GGUF file with transformers: "
+    "read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name), "
     "model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, gguf_file=name)), "
-    "model.load_state_dict(read.state_dict()), model.save_pretrained(new_folder). "
-    "AutoTokenizer.from_pretrained takes gguf_file too, and saves"
+    "model.load_state_dict(read.state_dict()), model.save_pretrained(new_folder) "
+    "and AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(new_folder)"
 )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Read a JSON file that holds an object. Raises ValueError for any other file."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
@@ -34,9 +36,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_regular_files(folder: Path) -> None:
-    """Refuse a folder with a FIFO, a device or a socket in it: who opens one may wait forever."""
+    """Raise ValueError if a folder holds a pipe, a device or a socket.
+
+    A process that opens one of these may wait forever.
+    """
     for path in (*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")):
-        # A link whose target is gone does no harm: it is as good as missing.
+        # A link whose target is gone does no harm, because reading it fails like a missing file.
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ValueError(
                 f"{path} is a pipe, a device or a socket: remove it, or put a regular file in its "

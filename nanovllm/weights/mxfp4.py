@@ -1,7 +1,7 @@
-"""Weights in MXFP4 (OCP Microscaling Formats, version 1.0): numbers of 4 bits, 32 of which share a
-scale of 8 bits.
+"""Weights in MXFP4: 32 numbers of 4 bits share a scale of 8 bits.
 
-Knows the format, and how checkpoints hold experts in it. They are dequantised while they are read.
+The format is that of OCP Microscaling Formats, version 1.0. Checkpoints of gpt-oss hold experts in
+it. They are dequantised while they are read.
 """
 
 from typing import Any
@@ -17,8 +17,10 @@ SCALES = [2.0 ** (i - 127) for i in range(255)] + [float("nan")]
 
 
 def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks [..., N, 16], two numbers a byte with the first in its low half, and scales [..., N],
-    all uint8 -> [..., 32 N] in bfloat16, which holds each exactly, up to scales of 2^125.
+    """Compute the numbers of blocks [..., N, 16] with scales [..., N], both uint8.
+
+    A byte holds two numbers, the first one in its low half. Returns [..., 32 N] in bfloat16, which
+    holds each number exactly, up to scales of 2^125.
     """
     options: dict[str, Any] = dict(dtype=torch.bfloat16, device=blocks.device)
     pairs = torch.tensor([[ELEMENTS[i % 16], ELEMENTS[i // 16]] for i in range(256)], **options)
@@ -27,8 +29,9 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class Mxfp4Tensor:
-    """Matrices [E, in, out] that a checkpoint holds transposed, as blocks [E, out, in / 32, 16] and
-    scales [E, out, in / 32]. They are read like a tensor of a safetensors file.
+    """Matrices [E, in, out] in MXFP4, which are read like a tensor of a safetensors file.
+
+    A checkpoint holds them transposed: blocks [E, out, in / 32, 16], scales [E, out, in / 32].
     """
 
     def __init__(self, blocks: Any, scales: Any) -> None:
@@ -51,8 +54,9 @@ class Mxfp4Tensor:
 
 
 def join_blocks(checkpoint: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
-    """The tensors of a checkpoint by name, each with its file; those that it holds in MXFP4, as
-    two tensors each, are one.
+    """Replace each pair of blocks and scales in a checkpoint by one Mxfp4Tensor.
+
+    The checkpoint maps a tensor's name to its file and the tensor; it is changed and returned.
     """
     names = [name.removesuffix("_blocks") for name in checkpoint if name.endswith("_blocks")]
     for name in (name for name in names if ".experts." in name):

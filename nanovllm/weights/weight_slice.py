@@ -1,9 +1,9 @@
-"""Where a piece of a parameter comes from: what layers tell the loader.
+"""The link between parameters and checkpoint tensors: what layers tell the loader.
 
-A layer that has parameters has a method `weight_slices(path)`, where `path` is its dotted name in
-the model. It yields a WeightSlice for each checkpoint tensor that the layer needs. So a layer alone
-knows how it is split over the ranks and under which names a checkpoint stores it, and the loader
-alone knows files.
+A layer with parameters has a method `weight_slices(path)`, where `path` is the layer's dotted name
+in the model. It yields a WeightSlice for each checkpoint tensor that the layer needs. So only the
+layer knows how it is split over the ranks and under which names a checkpoint stores it, and only
+the loader knows files.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightSlice:
-    """`destination` = checkpoint[`name`][`index`]."""
+    """The assignment `destination` = checkpoint[`name`][`index`]."""
 
     name: str
     destination: Tensor  # a view of this rank's parameter, without gaps; it may be transposed
@@ -22,6 +22,6 @@ class WeightSlice:
 
 
 def sibling(path: str, name: str) -> str:
-    """The dotted name of `name` next to the module at `path`."""
+    """Return the dotted name of the module `name` next to the module at `path`."""
     parent, dot, _ = path.rpartition(".")
     return parent + dot + name

@@ -1,0 +1,115 @@
+"""The output of a measurement: rows, a table, a picture, and the figures of a trace."""
+
+import argparse
+from itertools import accumulate
+from pathlib import Path
+
+from nanovllm.apps.bench.workloads import WORKLOADS
+from nanovllm.features.trace.summary import Summary
+
+
+def options_name(options: str) -> str:
+    """Return the name of the measured options."""
+    return "the library's default options" if options == "{}" else f"options {options}"
+
+
+def print_start(common: dict, args: argparse.Namespace) -> None:
+    """Print the engine, its device and options, and how long its start took."""
+    start = f"ready after {common['startup_seconds']:.1f} s"
+    about = ", ".join((common["device"], options_name(args.options), start))
+    print(f"{common['engine']:>12}  on {about}", flush=True)
+
+
+def print_row(row: dict) -> None:
+    """Print the times of one workload."""
+    fraction = (
+        f", {row['roofline_fraction']:.0%} of the roofline" if row["roofline_fraction"] else ""
+    )
+    print(
+        f"{row['engine']:>12}  {row['model']}  {row['workload']:<13} first "
+        f"{row['first_seconds']:8.3f} s, best of {len(row['runs'])} {row['seconds']:8.3f} s  "
+        f"{row['output_tokens_per_second']:>10,.0f} tok/s out{fraction}",
+        flush=True,
+    )
+
+
+def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
+    """Print the rows of two engines as a Markdown table, one line per workload."""
+    one = next(iter(ours.values()))
+    setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
+    print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(args.options)}\n")
+    titles = ("workload", "nanovllm", args.compare, f"{args.compare} / nanovllm")
+    print(f"| {' | '.join(titles)} | nanovllm of roofline |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, row in ours.items():
+        fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
+        pairs = [(each["first_seconds"], each["seconds"]) for each in (row, theirs[name])]
+        times = [f"{first:.3f}, {best:.3f}" for first, best in pairs]
+        ratio = ", ".join(f"{other / own:.2f}" for own, other in zip(*pairs))
+        print(f"| {name} | {' | '.join(times)} | {ratio} | {fraction} |")
+    start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
+    print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
+
+
+def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> None:
+    """Draw the run of a workload; each of several workloads gets its own file."""
+    stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
+    path = args.plot.with_stem(stem)
+    setting = f"{device}, {options_name(args.options)}"
+    plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name].description}\n{setting}")
+    print(f"              picture of the last run: {path}")
+
+
+def plot(steps: list, path: Path, title: str) -> None:
+    """Draw a run over time: sequences, tokens per step, tokens per second, and KV blocks."""
+    from matplotlib.figure import Figure
+
+    times = [step.time - steps[0].time for step in steps]
+    figure = Figure(figsize=(11, 10), layout="constrained")
+    sequences, tokens, rates, blocks = figure.subplots(4, 1, sharex=True)
+    figure.suptitle(title)
+    sequences.plot(times, [step.running for step in steps], label="running")
+    sequences.plot(times, [step.waiting for step in steps], label="waiting")
+    preempted = list(accumulate(step.preemptions for step in steps))
+    sequences.plot(times, preempted, ":", label="preempted so far")
+    sequences.set_ylabel("sequences")
+    tokens.set_ylabel("tokens per step")
+    rates.set_ylabel("tokens per second")
+    for kind in ("prefill", "decode"):
+        counts = [getattr(step, f"{kind}_tokens") for step in steps]
+        dots = [(at, count) for at, count in zip(times, counts) if count]
+        if dots:
+            tokens.plot(*zip(*dots), ".", label=kind)
+            rates.stairs(*tokens_a_second(times, counts), label=kind)
+    # A step has from one token to a full token budget: only a log scale shows both.
+    tokens.set_yscale("log")
+    blocks.plot(times, [step.blocks_in_use for step in steps], label="in use")
+    num_blocks = steps[0].num_blocks
+    blocks.axhline(num_blocks, color="gray", linestyle="--", label=f"capacity: {num_blocks:,}")
+    blocks.set_ylabel("KV blocks")
+    blocks.set_xlabel("seconds")
+    for axes in (sequences, tokens, rates, blocks):
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+def tokens_a_second(
+    times: list[float], counts: list[int], num_spans: int = 60
+) -> tuple[list[float], list[float]]:
+    """Return tokens per second in equal spans of the run, and the edges of the spans."""
+    span = max(times[-1], 1e-6) / num_spans
+    totals = [0] * num_spans
+    for at, count in zip(times, counts):
+        totals[min(int(at / span), num_spans - 1)] += count
+    return [total / span for total in totals], [i * span for i in range(num_spans + 1)]
+
+
+def end_trace(llm, path: Path) -> dict:
+    """Write the trace, print the figures of its run, and return them."""
+    summary = Summary(llm.engine.listeners[-1].events)
+    llm.close()
+    print(f"              trace of the last run: {path}")
+    for line in summary.lines():
+        print(f"              {line}", flush=True)
+    return summary.figures()

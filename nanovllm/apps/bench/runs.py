@@ -1,0 +1,31 @@
+"""One timed run of a workload on an engine."""
+
+import sys
+import time
+
+from nanovllm.apps.bench.engines import Engine
+from nanovllm.apps.bench.workloads import WORKLOADS, Work, next_round
+
+
+def run_once(engine: Engine, work: Work, name: str, repeat: int, num_repeats: int) -> float:
+    """Run all rounds of a workload, and return the seconds that the engine took.
+
+    Each repeat has different first tokens, so that no earlier run has cached its prefixes.
+    """
+    print(f"{name}: run {repeat + 1} of {num_repeats}", file=sys.stderr, flush=True)
+    workload = WORKLOADS[name]
+    prompts = workload.refresh(work, repeat, engine.vocab)
+    outputs: list[list[int]] = []
+    tokens, seconds = 0, 0.0
+    for round in range(workload.rounds):
+        if outputs:
+            prompts = next_round(prompts, outputs, round, engine.vocab)
+        begin = time.perf_counter()
+        outputs = engine.run(prompts, workload.sampling)
+        seconds += time.perf_counter() - begin
+        tokens += sum(map(len, outputs))
+    wanted = workload.num_output_tokens(work)
+    if tokens != wanted:
+        made = f"{type(engine).__name__} generated {tokens} tokens"
+        raise RuntimeError(f"{name}: {made} instead of {wanted}")
+    return seconds

@@ -1,0 +1,1 @@
+"""The same results, faster or on more devices."""

@@ -1,0 +1,151 @@
+// The kernels of cpp_ops.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
+//
+// T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
+// is given. Each token or sequence is computed alone, so its result does not depend on the batch.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+static float dot(const float* a, const float* b, int64_t n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+// Compute e^x as 2^n times a polynomial, with an error within 2e-7. Unlike expf, compilers turn this into vector code.
+static inline float exponential(float x) {
+    x = std::min(std::max(x, -87.0f), 88.0f);
+    const float n = std::floor(x * 1.44269504f + 0.5f);
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts, the first of few bits
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1;
+    union { int32_t bits; float value; } power = {(static_cast<int32_t>(n) + 127) << 23};
+    return p * power.value;
+}
+
+// Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
+static void norm_row(const float* x, const float* weight, float* out, int64_t n, float eps) {
+    const float scale = 1 / std::sqrt(dot(x, x, n) / n + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// Norm each row: x [T, N] -> out [T, N].
+extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t T, int64_t N, float eps) {
+#pragma omp parallel for if (T * N > 4096)
+    for (int64_t t = 0; t < T; t++) norm_row(x + t * N, weight, out + t * N, N, eps);
+}
+
+// Compute silu(gate) * up, where a row of x holds gate and then up: x [T, 2F] -> out [T, F].
+extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
+#pragma omp parallel for if (T * F > 4096)
+    for (int64_t t = 0; t < T; t++) {
+        const float *gate = x + t * 2 * F, *up = gate + F;
+        float* row = out + t * F;
+#pragma omp simd
+        for (int64_t i = 0; i < F; i++) row[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    }
+}
+
+// Norm q and k (where there are weights) and rotate them, in place in qkv [T, H + 2G, D]. Store k and v in the caches, but
+// not those of a token whose slot is -1.
+extern "C" void qk_norm_rope_store(
+    float* qkv, const float* q_weight, const float* k_weight, const float* cos_sin, const int64_t* positions,
+    const int64_t* slots, float* k_cache, float* v_cache, int64_t T, int64_t H, int64_t G, int64_t D, float eps) {
+    const int64_t half = D / 2;
+#pragma omp parallel for if (T * (H + G) * D > 4096)
+    for (int64_t t = 0; t < T; t++) {
+        float* heads = qkv + t * (H + 2 * G) * D;
+        const float *cos = cos_sin + positions[t] * D, *sin = cos + half;
+        for (int64_t h = 0; h < H + G; h++) {
+            float *x1 = heads + h * D, *x2 = x1 + half;
+            if (q_weight) norm_row(x1, h < H ? q_weight : k_weight, x1, D, eps);
+#pragma omp simd
+            for (int64_t i = 0; i < half; i++) {
+                const float a = x1[i], b = x2[i];
+                x1[i] = a * cos[i] - b * sin[i];
+                x2[i] = b * cos[i] + a * sin[i];
+            }
+        }
+        if (k_cache && slots[t] >= 0) {
+            const float *k = heads + H * D, *v = k + G * D;
+            std::copy(k, v, k_cache + slots[t] * G * D);
+            std::copy(v, v + G * D, v_cache + slots[t] * G * D);
+        }
+    }
+}
+
+// Attend with `heads` queries of one sequence to its tokens [first, end). The queries share a KV head, so its memory is
+// read once for all of them. A score s becomes softcap tanh(s / softcap) unless softcap is 0. Where there are sinks, each
+// head has one more score, of a token that does not exist. DIM is the head size where it is a constant, so that loops over
+// it compile to straight vector code, and 0 where the head size is known only at run time.
+template <int64_t DIM>
+static void attend(const float* query, const float* k_cache, const float* v_cache, const int32_t* table, int64_t first,
+                   int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float softcap,
+                   const float* sinks, float* out) {
+    const int64_t D = DIM ? DIM : any_dim, len = end - first;
+    auto for_each_token = [&](const float* cache, auto use) {  // calls use(t, K or V of token first + t)
+        for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
+            const int64_t stop = std::min((start / block_size + 1) * block_size, end);
+            const float* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
+            for (int64_t t = start - first; t < stop - first; t++, token += G * D) use(t, token);
+        }
+    };
+    static thread_local std::vector<float> weights;
+    weights.resize(heads * len);
+    for_each_token(k_cache, [&](int64_t t, const float* k) {
+        for (int64_t h = 0; h < heads; h++) weights[h * len + t] = scale * dot(query + h * D, k, D);
+    });
+    for (int64_t h = 0; h < heads; h++) {
+        float* row = &weights[h * len];
+        if (softcap > 0) {
+#pragma omp simd
+            for (int64_t t = 0; t < len; t++) row[t] = softcap * (1 - 2 / (1 + exponential(2 * row[t] / softcap)));
+        }
+        float peak = row[0], total = 0;
+#pragma omp simd reduction(max : peak)
+        for (int64_t t = 0; t < len; t++) peak = std::max(peak, row[t]);
+        if (sinks) {
+            peak = std::max(peak, sinks[h]);
+            total = exponential(sinks[h] - peak);
+        }
+#pragma omp simd reduction(+ : total)
+        for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
+#pragma omp simd
+        for (int64_t t = 0; t < len; t++) row[t] /= total;
+    }
+    std::fill(out, out + heads * D, 0.0f);
+    for_each_token(v_cache, [&](int64_t t, const float* v) {
+        for (int64_t h = 0; h < heads; h++) {
+            const float weight = weights[h * len + t];
+            float* sum = out + h * D;
+#pragma omp simd
+            for (int64_t i = 0; i < D; i++) sum[i] += weight * v[i];
+        }
+    });
+}
+
+// Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
+// -> out [B, H, D].
+extern "C" void decode_attention(
+    const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables,
+    const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
+    int64_t block_size, int64_t window, float scale, float softcap) {
+    const int64_t heads = H / G;
+    const int64_t at_once = B > 8 ? G : 1;  // one thread takes all KV heads of a sequence: they are neighbours in memory
+    const auto attend_dim = D == 64 ? attend<64> : D == 128 ? attend<128> : attend<0>;
+#pragma omp parallel for collapse(2) schedule(dynamic, at_once)
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t g = 0; g < G; g++)
+            attend_dim(q + b * q_stride + g * heads * D, k_cache + g * D, v_cache + g * D, tables + b * W,
+                       std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, softcap,
+                       sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
+}

@@ -1,0 +1,197 @@
+"""Fused CPU kernels in C++ for float32 (cpp_ops.cpp), compiled for this machine at the first start.
+
+The kernels compute what the plain layers RMSNorm, GatedMLP and SelfAttention compute.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.cpu.library_cache import load_library, open_cache
+from nanovllm.layers.attention import AttentionOptions
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
+# Let loops with sums, exponentials and comparisons become vector code. The flags are safe because
+# no loop meets a NaN, an infinity or a trap.
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
+FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+# Tell only the compiler of -fopenmp, not the linker. Then no second OpenMP library is linked, and
+# the kernels run on the threads of the one that PyTorch has loaded.
+FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
+
+KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
+# The kinds of each kernel's arguments, in order, by the letters above.
+ARGUMENTS = {
+    "rms_norm": "pppnnf",
+    "silu_and_mul": "ppnn",
+    "qk_norm_rope_store": "ppppppppnnnnf",
+    "decode_attention": "pppppppnnnnnnnnff",
+}
+
+
+@cache
+def load() -> ctypes.CDLL | None:
+    """Load the kernels; compile them first, in half a second, unless an earlier start kept them.
+
+    Returns None if there is no compiler, or if it fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    command = [*compiler, *FLAGS]
+    name = file_name(command)
+    loaded = None
+    with open_cache() as cache:
+        if cache and (library := cache.read(name)):
+            with suppress(OSError):  # it was compiled where the C library is newer
+                loaded = load_library(library)
+        if loaded is None:
+            try:
+                library = compile_library(command)
+                loaded = load_library(library)
+            except (OSError, subprocess.SubprocessError):
+                return None
+            if cache:
+                cache.keep(name, library)
+    for name, kinds in ARGUMENTS.items():
+        getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
+    return loaded
+
+
+def find_compiler() -> list[str] | None:
+    """Return the command that compiles C++: the variable CXX, else g++.
+
+    CXX may hold options, as in make. Returns None if there is no such program.
+    """
+    try:
+        chosen = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # CXX has a quotation mark without its partner
+        return None
+    command = chosen or ["g++"]
+    return command if shutil.which(command[0]) else None
+
+
+def file_name(command: list[str]) -> str:
+    """Return the file name of the library that `command` compiles on this CPU."""
+    # Machines may share a home folder, but code of -march=native fits one CPU. So the CPU is part
+    # of the name.
+    parts = [SOURCE.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
+    return f"cpp_ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+
+
+def this_cpu() -> str:
+    """Describe this CPU so that CPUs for which compilers make different code differ."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # this is not Linux
+        lines = []
+    names = ("model name", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(sorted({x for x in lines if x.startswith(names)}))
+
+
+def compile_library(command: list[str]) -> bytes:
+    """Compile the kernels and return the bytes of the library.
+
+    Raises SubprocessError if the compiler fails, and OSError if it leaves no file.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "cpp_ops.so")
+        command = [*command, "-o", str(library)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        return library.read_bytes()
+
+
+def _call(name: str, *args: Tensor | int | float | None) -> None:
+    """Call a kernel. Tensors must be dense and are passed as pointers, None as a null pointer."""
+    values = []
+    for x in args:
+        if isinstance(x, Tensor):
+            assert x.is_contiguous()
+            x = x.data_ptr()
+        values.append(x)
+    kernels = load()
+    assert kernels is not None
+    getattr(kernels, name)(*values)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm each row by its root mean square: x [..., N], weight [N] -> [..., N]."""
+    out = torch.empty_like(x)
+    _call("rms_norm", x, weight, out, x.numel() // x.shape[-1], x.shape[-1], eps)
+    return out
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """Compute silu(gate) * up, where a row of x holds gate and then up: [T, 2F] -> [T, F]."""
+    out = x.new_empty(x.shape[0], x.shape[1] // 2)
+    _call("silu_and_mul", x, out, *out.shape)
+    return out
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    head_dim: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate q and k, and store k and v in the caches: qkv [T, (H + 2G) D] is overwritten.
+
+    q and k are not normed where q_weight and k_weight are None. Returns views of qkv: q [T, H, D],
+    k and v [T, G, D].
+    """
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    caches = (k_cache, v_cache) if k_cache.numel() else (None, None)
+    sizes = qkv.shape[0], num_heads, num_kv_heads, head_dim
+    _call(
+        "qk_norm_rope_store",
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        slots,
+        *caches,
+        *sizes,
+        eps,
+    )
+    return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+def decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lens: Tensor,
+    tables: Tensor,
+    options: AttentionOptions,
+) -> Tensor:
+    """Attend with one query a sequence: q [B, H, D], lens [B], tables [B, W] -> [B, H, D]."""
+    out = q.new_empty(q.shape)
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    if q.stride()[1:] != (head_dim, 1):
+        q = q.contiguous()
+    sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
+    how = options.window or 2**62, options.scale, options.softcap or 0.0
+    tensors = k_cache, v_cache, lens, tables, options.sinks, out
+    _call("decode_attention", q.data_ptr(), *tensors, *sizes, *how)
+    return out

@@ -1,0 +1,1 @@
+"""The backend that runs a model on CUDA devices."""

@@ -1,0 +1,141 @@
+"""The choice of an attention backend: the fastest that device, options and packages allow.
+
+This file knows the order of preference. If the user names a backend that cannot serve, it raises
+ValueError.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.layers import attention as plain
+
+# The least number of pairs of query and key for which flash-attn 4 is used: 16,384 tokens of
+# prompts of 2,048. On an H200's host, a process took 8 s to import flash-attn 4, and 3 to 4 s to
+# compile it for each kind of prompt. With fewer pairs it would save 1 to 4 % of a prefill, by the
+# times of the kernels alone.
+MANY_PAIRS = 1 << 25
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """Two functions that compute attention: one for prompt chunks, one for decoding.
+
+    Both take the arguments of their namesakes in layers/attention.py, and a keyword `out`: the
+    tensor that receives the result. They return the result. The last positional argument of
+    `decode` is the metadata's shared_prefix_len.
+    """
+
+    name: str
+    prefill: Callable[..., Tensor]
+    decode: Callable[..., Tensor]
+    takes_tiles: bool = False  # whether `prefill` also takes a TiledPrefill
+
+
+def written(result: Tensor, out: Tensor | None) -> Tensor:
+    """Copy `result` to `out`, if there is one, and return the tensor that holds it."""
+    return result if out is None else out.copy_(result)
+
+
+def _plain_prefill(*args, out=None):
+    return written(plain.prefill_attention(*args), out)
+
+
+def _plain_decode(q, k_cache, v_cache, lens, tables, options, shared=None, out=None):
+    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, options), out)
+
+
+PLAIN_BACKEND = AttentionBackend("plain", _plain_prefill, _plain_decode)
+
+
+def select_attention_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    *,
+    sinks: bool = False,
+) -> AttentionBackend:
+    """Choose the backend for a model. Prompt chunks and decoding may use different packages.
+
+    Args:
+        name: auto, flash-attn, triton or torch.
+        sinks: whether the model has attention sinks.
+    Raises:
+        ValueError: if the backend of that name cannot serve.
+    """
+    device = torch.device(device)
+    if name == "torch" or name == "auto" and device.type != "cuda":
+        return PLAIN_BACKEND
+
+    from nanovllm.backends.cuda import flash_attention
+
+    asked = (device, dtype, head_dim, block_size, sinks)
+    if name == "flash-attn":
+        if reason := flash_attention.why_not_v2(*asked):
+            raise ValueError(f"attention_backend is 'flash-attn', but {reason}")
+        backend = _flash_attn_2_backend()
+    else:
+        backend = _triton_backend()
+    # Measured on an H200. In prefill, flash-attn 4 takes 0.77 to 0.95 of the Triton kernel's time;
+    # flash-attn 2, which was written for the generation before, takes more than the Triton kernel.
+    # In decoding, Triton is at worst as fast as flash-attn 2, and three times as fast at one
+    # sequence.
+    if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
+        prefill = _large_by_v4(backend.prefill)
+        name = f"flash-attn 4 for long prefills, else {backend.name}"
+        return AttentionBackend(name, prefill, backend.decode, backend.takes_tiles)
+    if (
+        name == "auto"
+        and torch.cuda.get_device_capability(device)[0] < 9
+        and not flash_attention.why_not_v2(*asked)
+    ):
+        prefill = _flash_attn_2_backend().prefill
+        return AttentionBackend("flash-attn 2 prefill, Triton decode", prefill, backend.decode)
+    return backend
+
+
+def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a prefill function that uses flash-attn 4 for many pairs, and `small` otherwise.
+
+    flash-attn 4 is imported when the first prefill that uses it comes.
+    """
+    from nanovllm.backends.cuda import flash_attention
+
+    def prefill(q, k, v, k_cache, v_cache, meta, options, out=None):
+        # flash-attn 4 was not tried with windows, caps and sinks: `small` serves them.
+        is_plain = options.window is options.softcap is options.sinks is None
+        is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
+        if is_large and flash_attention.find_v4():
+            large = flash_attention.prefill_attention_v4
+            return written(large(q, k, v, k_cache, v_cache, meta, options.scale), out)
+        return small(q, k, v, k_cache, v_cache, meta, options, out=out)
+
+    return prefill
+
+
+def _flash_attn_2_backend() -> AttentionBackend:
+    from nanovllm.backends.cuda import flash_attention
+
+    def prefill(*args, out=None):
+        return written(flash_attention.prefill_attention_v2(*args), out)
+
+    def decode(q, k_cache, v_cache, lens, tables, options, shared=None, out=None):
+        decode_v2 = flash_attention.decode_attention_v2
+        return written(decode_v2(q, k_cache, v_cache, lens, tables, options), out)
+
+    return AttentionBackend("flash-attn 2", prefill, decode)
+
+
+def _triton_backend() -> AttentionBackend:
+    try:
+        from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+        from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
+    except ImportError as error:
+        raise ValueError(
+            f"attention on a GPU needs Triton ({error}): pip install triton"
+        ) from error
+    return AttentionBackend("Triton", prefill_attention, decode_attention, takes_tiles=True)

@@ -1,0 +1,433 @@
+"""Fused layers, which compute the same as a model's plain layers by fewer and faster kernels.
+
+They differ from the plain layers in two ways. A layer's small operations are fused into Triton
+kernels. And attention and MLPs do not add their results to the residual stream: the kernel of the
+next norm sums them over the ranks, adds them and norms the total. Layers that a model family
+defines in its own way stay plain, and the layers around them are fused.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
+from nanovllm.backends.cuda.triton import moe
+from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
+from nanovllm.backends.cuda.triton.elementwise import (
+    add_rms_norm,
+    norm_add_norm,
+    qk_norm_rope_store,
+    rms_norm,
+)
+from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
+from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.context import AttentionMetadata, current_metadata
+from nanovllm.layers.embedding import ParallelLMHead
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    StackedLinear,
+)
+from nanovllm.layers.mlp import GatedMLP, gelu_tanh
+from nanovllm.layers.moe import ClampedSwiGLU, Experts, MixtureOfExperts, swiglu
+from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.partial_rotary import (
+    InterleavedRotaryEmbedding,
+    NoRotaryEmbedding,
+    PartialRotaryEmbedding,
+)
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.granite import GraniteLayer
+from nanovllm.models.post_norm import PostNormLayer, SandwichNormLayer
+from nanovllm.models.transformer import Decoder, DecoderLayer
+
+
+def fuse(model: nn.Module, backend: AttentionBackend) -> None:
+    """Turn the model's layers into fused ones, where their class and options are known here."""
+    for module in reversed(list(model.modules())):  # children before their parents
+        fused = FUSED.get(type(module))
+        if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
+            module.__class__ = fused
+            if isinstance(module, FusedSelfAttention):
+                module.backend = backend
+            if isinstance(module, FusedLayer):
+                module.prepare()
+
+
+class FusedRMSNorm(RMSNorm):
+    """An RMSNorm in one kernel."""
+
+    zero_centered = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
+    """A norm that multiplies by 1 + weight, in one kernel."""
+
+    zero_centered = True
+
+
+class FusedLinear(StackedLinear):
+    """The forward pass of the fused linear layers: a base class that comes before the plain one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class FusedReplicatedLinear(FusedLinear, ReplicatedLinear):
+    pass
+
+
+class FusedMergedColumnParallelLinear(FusedLinear, MergedColumnParallelLinear):
+    pass
+
+
+class FusedQKVParallelLinear(FusedLinear, QKVParallelLinear):
+    pass
+
+
+class FusedRowParallelLinear(RowParallelLinear):
+    """A row-parallel linear layer whose sum over the ranks can be left to the next norm."""
+
+    multiplier: float | None = None  # multiplies the result; None: 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Compute this rank's part of the sum. `out`: memory that the result may take."""
+        result = linear(x, self.weight, self.bias_of_this_rank, out)
+        return result if self.multiplier is None else result.mul_(self.multiplier)
+
+
+class FusedLMHead(ParallelLMHead):
+    """A head that pads its rows to the number of rows of a decode step."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        # cuBLAS has a kernel for every few numbers of rows, and took 20 to 40 ms to load one on an
+        # H200. The kernels for decode steps are loaded already.
+        rows = len(hidden)
+        padding = (size_for(rows, SIZES) or rows) - rows
+        if padding:
+            hidden = F.pad(hidden, (0, 0, 0, padding))
+        return linear(hidden, self.weight, None)[:rows]
+
+
+class FusedSelfAttention(SelfAttention):
+    """Self-attention that norms and rotates q and k and stores k and v in one kernel.
+
+    The kernel does not know all norms: others are applied before it.
+    """
+
+    backend: AttentionBackend
+    o_proj: FusedRowParallelLinear
+
+    @staticmethod
+    def suits(plain: SelfAttention) -> bool:
+        """Tell whether the kernel knows the rotary embedding."""
+        return type(plain.rotary) in ROTARIES
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.o_proj(self.heads(self.qkv_proj(x), positions))
+
+    def heads(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Compute the heads' results from qkv, overwriting it: [T, (H + 2G) D] -> [T, H D]."""
+        metadata = current_metadata()
+        norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
+        zero_centered = False
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if isinstance(q_norm, FusedRMSNorm) and type(k_norm) is type(q_norm):
+            norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+            zero_centered = q_norm.zero_centered
+        elif not type(q_norm) is type(k_norm) is nn.Identity:
+            q, k, v = self.split_heads(qkv)
+            qkv = torch.cat((q_norm(q), k_norm(k), v), dim=1).flatten(1)
+        q, k, v = qk_norm_rope_store(
+            qkv,
+            self.head_dim,
+            self.num_kv_heads,
+            *norms,
+            self.rotary.cos_sin,
+            positions,
+            metadata.slot_mapping,
+            self.k_cache,
+            self.v_cache,
+            zero_centered,
+            isinstance(self.rotary, InterleavedRotaryEmbedding),
+        )
+        return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
+
+    def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+        decodes, prefill = metadata.num_decodes, metadata.prefill
+        caches = self.k_cache, self.v_cache
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if decodes:
+            rows = slice(decodes)
+            step = *metadata.decode_inputs, self.options, metadata.shared_prefix_len
+            self.backend.decode(q[rows], *caches, *step, out=out[rows])
+        if prefill is not None:
+            # A TiledPrefill counts from the step's first token, the others from their own first.
+            rows = slice(0 if isinstance(prefill, TiledPrefill) else decodes, None)
+            inputs = q[rows], k[rows], v[rows], *caches
+            self.backend.prefill(*inputs, prefill, self.options, out=out[rows])
+        return out
+
+
+class FusedGatedMLP(GatedMLP):
+    """A gated MLP that computes its activation in one kernel, or within the first product's."""
+
+    down_proj: FusedRowParallelLinear
+
+    @staticmethod
+    def suits(plain: GatedMLP) -> bool:
+        """Tell whether the kernels know the activation."""
+        return plain.activation in (F.silu, gelu_tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Compute this rank's part of the sum. The result may take the memory of x."""
+        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+        hidden = gated_linear(x, weight, bias, self.activation is gelu_tanh)
+        return self.down_proj.partial(hidden, out=x)
+
+    def warmup(self) -> None:
+        """Launch the kernels that only steps with prompts launch."""
+        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
+        warmup_gated_linear(weight, bias, self.activation is gelu_tanh)
+
+
+class FusedMixtureOfExperts(MixtureOfExperts):
+    """A mixture of experts in the kernels of triton/moe.py."""
+
+    @staticmethod
+    def suits(plain: MixtureOfExperts) -> bool:
+        """Tell whether the kernels know the experts' gating and compute as their class does."""
+        kind, gating = type(plain.experts), plain.experts.gating
+        is_known = gating is swiglu or type(gating) is ClampedSwiGLU
+        return is_known and kind.forward is Experts.forward and kind.run is Experts.run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Compute this rank's part of the sum."""
+        experts = self.experts
+        return moe.moe(
+            x,
+            self.gate(x),
+            experts.gate_up_proj,
+            experts.down_proj,
+            self.top_k,
+            self.renormalize,
+            *experts.biases_of_this_rank,
+            experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
+        )
+
+
+class FusedLayer(nn.Module):
+    """A layer that FusedDecoder runs part by part. Its own forward is the plain layer's."""
+
+    self_attn: Any  # FusedSelfAttention
+    mlp: Any  # FusedGatedMLP or FusedMixtureOfExperts
+
+    # The names of the norms before attention, after attention, before the MLP and after the MLP.
+    # None: the layer has no norm there.
+    norm_names: tuple[str | None, ...]
+    norms: tuple[FusedRMSNorm | None, ...]  # the norms of these names
+
+    @classmethod
+    def suits(cls, plain: nn.Module) -> bool:
+        """Tell whether the layer's parts are fused and its norms are of one kind."""
+        norms = [getattr(plain, name) for name in cls.norm_names if name]
+        return (
+            type(plain.self_attn) is FusedSelfAttention
+            and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
+            and all(isinstance(norm, FusedRMSNorm) for norm in norms)
+            and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1
+        )
+
+    def prepare(self) -> None:
+        """Collect the norms. Called once, when the layer and its parts have become fused ones."""
+        self.norms = tuple([getattr(self, name) if name else None for name in self.norm_names])
+
+
+class FusedDecoderLayer(FusedLayer, DecoderLayer):
+    """A pre-norm layer."""
+
+    norm_names = ("input_layernorm", None, "post_attention_layernorm", None)
+
+
+class FusedGraniteLayer(FusedLayer, GraniteLayer):
+    """A pre-norm layer whose output projections multiply their results."""
+
+    norm_names = FusedDecoderLayer.norm_names
+    forward = DecoderLayer.forward
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.self_attn.o_proj.multiplier = self.mlp.down_proj.multiplier = self.multiplier
+
+
+class FusedSandwichNormLayer(FusedLayer, SandwichNormLayer):
+    """A layer with norms before and after attention and MLP."""
+
+    norm_names = (
+        "input_layernorm",
+        "attention_output_norm",
+        "post_attention_layernorm",
+        "mlp_output_norm",
+    )
+
+
+class FusedPostNormLayer(FusedLayer, PostNormLayer):
+    """A layer with norms after attention and MLP alone."""
+
+    norm_names = (None, "attention_output_norm", None, "mlp_output_norm")
+
+
+class FusedDecoder(Decoder):
+    """A decoder that leaves additions to the residual stream to the norms.
+
+    From one part to the next it passes two tensors: the last part's result, not yet summed over the
+    ranks, and the residual stream without that result.
+    """
+
+    norm: FusedRMSNorm
+    # Whether a forward pass runs only one layer of each kind and the last one, which launch every
+    # kernel of the decoder.
+    dry_run = False
+
+    @staticmethod
+    def suits(plain: Decoder) -> bool:
+        """Tell whether the layers and the last norm are fused."""
+        return isinstance(plain.norm, FusedRMSNorm) and all(
+            isinstance(layer, FusedLayer) for layer in plain.layers
+        )
+
+    @property
+    def fused_layers(self) -> list[FusedLayer]:
+        """The layers that a forward pass runs."""
+        layers = [layer for layer in self.layers if isinstance(layer, FusedLayer)]
+        return layers_of_dry_run(layers) if self.dry_run else layers
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        indices = current_metadata().logits_indices
+        layers = self.fused_layers
+        residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
+        x = self.first_norm(layers)(residual)
+        for layer, next_norm in zip(layers, self.following_norms(layers)):
+            heads = layer.self_attn.heads(layer.self_attn.qkv_proj(x), positions)
+            if layer is layers[-1] and indices is not None:
+                # No token attends to the last layer's result, so only the wanted rows are computed.
+                x, residual = self.finish_layer(layer, heads[indices], residual[indices], next_norm)
+            else:
+                x, residual = self.finish_layer(layer, heads, residual, next_norm, out=x)
+        return x
+
+    def first_norm(self, layers: Sequence[FusedLayer]) -> Callable[[Tensor], Tensor]:
+        """Return the norm before the first layer's attention, or a copy function if it has none."""
+        return layers[0].norms[0] or torch.clone
+
+    def following_norms(self, layers: Sequence[FusedLayer]) -> list[FusedRMSNorm | None]:
+        """List the norm that reads the residual stream after each layer."""
+        return [*(layer.norms[0] for layer in layers[1:]), self.norm]
+
+    def finish_layer(
+        self,
+        layer: FusedLayer,
+        heads: Tensor,
+        residual: Tensor,
+        next_norm: FusedRMSNorm | None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run what follows attention: heads [T, H D], residual [T, hidden] -> (normed, residual).
+
+        `out` [T, hidden]: memory that intermediate results may take.
+        """
+        _, after_attention, before_mlp, after_mlp = layer.norms
+        x = layer.self_attn.o_proj.partial(heads, out)
+        x, residual = self.add_and_norm(x, residual, after_attention, before_mlp)
+        return self.add_and_norm(layer.mlp.partial(x), residual, after_mlp, next_norm)
+
+    def add_and_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        after: FusedRMSNorm | None,
+        norm: FusedRMSNorm | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (norm(total), total), where total = residual + after(sum of the ranks' x).
+
+        A norm that is None changes nothing. The results may overwrite x and residual.
+        """
+        # A group of several ranks has methods that ParallelGroup lacks: see
+        # tensor_parallel/collectives.py.
+        group: Any = self.embed_tokens.group
+        if group.size > 1:
+            if after is None and norm is not None and not norm.zero_centered:
+                if (rows := group.shared_rows(x)) is not None:
+                    return sum_add_rms_norm(x, residual, norm.weight, norm.eps, rows)
+            x = group.all_reduce(x)
+        return add_summed_and_norm(x, residual, after, norm)
+
+
+def add_summed_and_norm(
+    x: Tensor, residual: Tensor, after: FusedRMSNorm | None, norm: FusedRMSNorm | None
+) -> tuple[Tensor, Tensor]:
+    """Compute FusedDecoder.add_and_norm of an x that is summed over the ranks already."""
+    if after is None:
+        assert norm is not None, "a layer norms what it reads or what it adds"
+        return add_rms_norm(x, residual, norm.weight, norm.eps, norm.zero_centered)
+    weight = None if norm is None else norm.weight
+    return norm_add_norm(x, residual, after.weight, weight, after.eps, after.zero_centered)
+
+
+def layers_of_dry_run(layers: list[FusedLayer]) -> list[FusedLayer]:
+    """List the first layer of each kind, and the last layer, in their order."""
+    first: dict[tuple, FusedLayer] = {}
+    for layer in layers:
+        first.setdefault((kind_of(layer.self_attn), type(layer.mlp)), layer)
+    return list(dict.fromkeys([*first.values(), layers[-1]]))
+
+
+def kind_of(attention: SelfAttention) -> tuple:
+    """Return the options that decide, besides sizes, which kernels a layer's attention launches."""
+    options = attention.options
+    has_sinks = options.sinks is not None
+    return options.window, options.softcap, has_sinks, type(attention.rotary)
+
+
+ROTARIES = (
+    RotaryEmbedding,
+    PartialRotaryEmbedding,
+    InterleavedRotaryEmbedding,
+    NoRotaryEmbedding,
+)
+FUSED: dict[type[nn.Module], type[nn.Module]] = {
+    RMSNorm: FusedRMSNorm,
+    ZeroCenteredRMSNorm: FusedZeroCenteredRMSNorm,
+    ReplicatedLinear: FusedReplicatedLinear,
+    MergedColumnParallelLinear: FusedMergedColumnParallelLinear,
+    QKVParallelLinear: FusedQKVParallelLinear,
+    RowParallelLinear: FusedRowParallelLinear,
+    ParallelLMHead: FusedLMHead,
+    SelfAttention: FusedSelfAttention,
+    GatedMLP: FusedGatedMLP,
+    MixtureOfExperts: FusedMixtureOfExperts,
+    DecoderLayer: FusedDecoderLayer,
+    GraniteLayer: FusedGraniteLayer,
+    SandwichNormLayer: FusedSandwichNormLayer,
+    PostNormLayer: FusedPostNormLayer,
+    Decoder: FusedDecoder,
+}

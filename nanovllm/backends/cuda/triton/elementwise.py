@@ -1,0 +1,431 @@
+"""Triton kernels of memory-bound operations: norms, activation, rotary embedding, decode inputs.
+
+The kernels move each byte once. Their twins are the plain layers: RMSNorm, GatedMLP, SelfAttention
+(its norms, rotation and store_kv) and BatchState.advance. Arithmetic is float32, and results are
+rounded to the tensors' dtype wherever the twin rounds.
+
+Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W
+block-table width.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, launch, overlap, wait_for_inputs
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
+    """Compute RMSNorm of x [..., N]. `zero_centered`: multiply by 1 + weight, not by weight."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows)
+    _launch_norm(rows, None, weight, eps, out, zero_centered)
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return (norm(total), total), where total = residual + x; [..., N] each.
+
+    norm(total) overwrites x, and total overwrites residual.
+    """
+    rows = x.view(-1, x.shape[-1])
+    _launch_norm(rows, residual.view(rows.shape), weight, eps, rows, zero_centered)
+    return x, residual
+
+
+def norm_add_norm(
+    x: Tensor,
+    residual: Tensor,
+    after: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return (norm(total), total), where total = residual + norm(x); [T, N] each.
+
+    `after` is the weight of x's norm, `weight` that of the total's. If `weight` is None, return
+    total twice. The first result overwrites x, and total overwrites residual.
+    """
+    if x.shape[0]:
+        block = triton.next_power_of_2(x.shape[1])
+        launch(
+            _norm_add_norm_kernel,
+            (x.shape[0],),
+            *(x, residual, after, weight, eps, x.shape[1], block, zero_centered),
+            num_warps=max(1, min(8, block // 512)),
+            **overlap(x),
+        )
+    return x, residual
+
+
+def _launch_norm(x, residual, weight, eps, out, zero_centered):
+    width = x.shape[1]
+    if x.shape[0]:
+        block = triton.next_power_of_2(width)
+        warps = max(1, min(8, block // 512))
+        launch(
+            _norm_kernel,
+            (x.shape[0],),
+            x,
+            residual,
+            weight,
+            out,
+            eps,
+            width,
+            block,
+            residual is not None,
+            zero_centered,
+            num_warps=warps,
+            **overlap(x),
+        )
+
+
+@triton.jit
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * N
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    scale = tl.load(weight + cols, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + start + cols, mask=inside, other=0.0)
+    if ADD:
+        summed = value.to(tl.float32) + tl.load(residual + start + cols, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        value = summed.to(value.dtype)
+        tl.store(residual + start + cols, value, mask=inside)
+    tl.store(out + start + cols, normed(value, scale, eps, N, ZERO_CENTERED), mask=inside)
+
+
+@triton.jit
+def _norm_add_norm_kernel(
+    x,
+    residual,
+    after,
+    weight,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * N
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    first = tl.load(after + cols, mask=inside, other=0.0)
+    second = first
+    if weight is not None:
+        second = tl.load(weight + cols, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + start + cols, mask=inside, other=0.0)
+    value = normed(value, first, eps, N, ZERO_CENTERED)
+    stream = tl.load(residual + start + cols, mask=inside, other=0.0)
+    value = (value.to(tl.float32) + stream.to(tl.float32)).to(value.dtype)
+    tl.store(residual + start + cols, value, mask=inside)
+    if weight is not None:
+        value = normed(value, second, eps, N, ZERO_CENTERED)
+    tl.store(x + start + cols, value, mask=inside)
+
+
+@triton.jit
+def normed(row, weight, eps, N: tl.constexpr, ZERO_CENTERED: tl.constexpr = False):
+    """Compute the norm of a row of N elements. The elements behind them must be 0."""
+    wide = row.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide) / N + eps)
+    if ZERO_CENTERED:
+        result = scaled * (1.0 + weight.to(tl.float32))
+    else:
+        result = scaled.to(row.dtype).to(tl.float32) * weight.to(tl.float32)
+    return result.to(row.dtype)
+
+
+def activate_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
+    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [T, 2 F] -> [T, F].
+
+    Each row of x consists of gates and then ups. If there are many tokens, the result overwrites
+    the gates, because `x` is the largest tensor of a long prefill.
+    """
+    tokens, width = x.shape[0], x.shape[1] // 2
+    out = x[:, :width] if tokens > MAX_ROWS else x.new_empty(tokens, width)
+    if tokens:
+        block = 1024
+        launch(
+            _activate_and_mul_kernel,
+            (tokens * triton.cdiv(width, block),),
+            x,
+            out,
+            out.stride(0),
+            width,
+            block,
+            gelu,
+            num_warps=4,
+            **overlap(x),
+        )
+    return out
+
+
+@triton.jit
+def _activate_and_mul_kernel(
+    x,
+    out,
+    out_stride,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    # Neighbouring programs compute parts of one token, so that memory is read in its order.
+    parts: tl.constexpr = tl.cdiv(F, BLOCK)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    cols = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < F
+    gate = tl.load(x + token * 2 * F + cols, mask=inside, other=0.0)
+    up = tl.load(x + token * 2 * F + F + cols, mask=inside, other=0.0)
+    active = activated(gate.to(tl.float32), GELU).to(gate.dtype)
+    product = active.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + token * out_stride + cols, product.to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """Compute SiLU, x sigmoid(x), or GELU by tanh, x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))."""
+    slope = gate
+    if GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-slope))
+
+
+def qk_norm_rope_store(
+    qkv: Tensor,
+    head_dim: int,
+    num_kv_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    zero_centered: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate q and k in place, and store k and v in the cache.
+
+    Args:
+        qkv: [T, (H + 2G) D].
+        q_weight: [D], the weight of q's norm; None: neither q nor k is normed.
+        k_weight: [D], the weight of k's norm.
+        cos_sin: [positions, R]; R elements of a head are rotated. R may be 0.
+        slots: [T], the KV slot of each token; -1: its k and v are not stored.
+        zero_centered: whether the norms multiply by 1 + weight.
+        interleaved: whether the two elements of a rotated pair are neighbours.
+    Returns:
+        q [T, H, D], k and v [T, G, D], which are views of `qkv`.
+    """
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    if heads.shape[0]:
+        heads_per_program = 8
+        sizes = num_heads, num_kv_heads, head_dim, cos_sin.shape[1]
+        launch(
+            _qk_norm_rope_store_kernel,
+            (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
+            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache),
+            qkv.stride(0),
+            *sizes,
+            interleaved,
+            zero_centered,
+            heads_per_program,
+            triton.next_power_of_2(head_dim // 2),
+            q_weight is not None,
+            k_cache.numel() > 0,
+            num_warps=1,
+            **overlap(qkv),
+        )
+    return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+
+
+# positions and slots are rows of one tensor, and its number of tokens decides whether they are
+# aligned: without do_not_specialize, Triton would compile a kernel for each case.
+@triton.jit(do_not_specialize=["positions", "slots"])
+def _qk_norm_rope_store_kernel(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    cos_sin,
+    positions,
+    slots,
+    k_cache,
+    v_cache,
+    token_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    STORE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    # Heads are those of q, then those of k, then those of v.
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    # The two elements of a pair are rotated together: x1 holds one, x2 the other.
+    pair = tl.arange(0, HALF)[None, :]
+    in_half = pair < D // 2
+    inside = (head < H + 2 * G) & in_half
+    col1, col2 = _columns(pair, D, R, INTERLEAVED)
+    at = qkv + token * token_stride + head * D
+    x1 = tl.load(at + col1, mask=inside, other=0.0)
+    x2 = tl.load(at + col2, mask=inside, other=0.0)
+    y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(y1 * y1, axis=1) + tl.sum(y2 * y2, axis=1)) / D + eps)[:, None]
+        # Round to the tensors' dtype after the scale and after the weight, as the twin does.
+        w1 = _head_weight(q_weight, k_weight, head < H, col1, in_half)
+        w2 = _head_weight(q_weight, k_weight, head < H, col2, in_half)
+        if ZERO_CENTERED:
+            y1 = (y1 * scale * (1.0 + w1)).to(x1.dtype).to(tl.float32)
+            y2 = (y2 * scale * (1.0 + w2)).to(x1.dtype).to(tl.float32)
+        else:
+            y1 = ((y1 * scale).to(x1.dtype).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
+            y2 = ((y2 * scale).to(x1.dtype).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
+    z1, z2 = y1.to(x1.dtype), y2.to(x1.dtype)
+    if R > 0:
+        angles = cos_sin + tl.load(positions + token) * R + pair
+        cos = tl.load(angles, mask=pair < R // 2, other=1.0)
+        sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
+        z1 = (y1 * cos - y2 * sin).to(x1.dtype)
+        z2 = (y2 * cos + y1 * sin).to(x1.dtype)
+    rotates = inside & (head < H + G)
+    tl.store(at + col1, z1, mask=rotates)
+    tl.store(at + col2, z2, mask=rotates)
+    if STORE:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            k_at = k_cache + (slot * G + head - H) * D
+            tl.store(k_at + col1, z1, mask=rotates & (head >= H))
+            tl.store(k_at + col2, z2, mask=rotates & (head >= H))
+            v_at = v_cache + (slot * G + head - H - G) * D
+            tl.store(v_at + col1, x1, mask=inside & (head >= H + G))
+            tl.store(v_at + col2, x2, mask=inside & (head >= H + G))
+
+
+@triton.jit
+def _columns(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the columns of the first and the second elements of a head's pairs.
+
+    The first R / 2 pairs are rotated. The others are not, and pair whatever columns are left.
+    """
+    if INTERLEAVED:
+        col1 = tl.where(pair < R // 2, 2 * pair, pair + R // 2)
+        col2 = tl.where(pair < R // 2, 2 * pair + 1, pair + D // 2)
+    elif R == D:
+        col1, col2 = pair, pair + D // 2
+    else:
+        col1 = tl.where(pair < R // 2, pair, pair + R // 2)
+        col2 = tl.where(pair < R // 2, pair + R // 2, pair + D // 2)
+    return col1, col2
+
+
+@triton.jit
+def _head_weight(q_weight, k_weight, is_q, col, inside):
+    """Load the norm's weight for each head: that of q or that of k."""
+    q = tl.load(q_weight + col, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(k_weight + col, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(is_q, q, k)
+
+
+def decode_inputs(
+    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gather the inputs of a decode step, and count its tokens in context_lens.
+
+    Args:
+        rows: [B] int64, the batch slots that decode. The last slot of the state is padding, and may
+            occur more than once.
+        last_tokens, context_lens, block_tables: the state of all batch slots.
+    Returns:
+        token_ids, positions and KV slots, [B] int64; context lengths [B] and block tables [B, W],
+        int32. The context lengths count this step's tokens.
+    """
+    batch, width = rows.shape[0], block_tables.shape[1]
+    token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
+    lens = torch.empty(batch, dtype=torch.int32, device=rows.device)
+    tables = torch.empty(batch, width, dtype=torch.int32, device=rows.device)
+    if batch:
+        _decode_inputs_kernel[(batch,)](
+            rows,
+            last_tokens,
+            context_lens,
+            block_tables,
+            token_ids,
+            positions,
+            slots,
+            lens,
+            tables,
+            context_lens.shape[0] - 1,
+            width,
+            block_size,
+            min(1024, triton.next_power_of_2(width)),
+            num_warps=1,
+            **overlap(rows),
+        )
+    return token_ids, positions, slots, lens, tables
+
+
+@triton.jit
+def _decode_inputs_kernel(
+    rows,
+    last_tokens,
+    context_lens,
+    block_tables,
+    token_ids,
+    positions,
+    slots,
+    lens,
+    tables,
+    scratch,
+    W,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    i = tl.program_id(0)
+    row = tl.load(rows + i)
+    position = tl.load(context_lens + row)
+    tl.store(token_ids + i, tl.maximum(tl.load(last_tokens + row), 0))  # an invalid token is -1
+    tl.store(positions + i, position.to(tl.int64))
+    tl.store(lens + i, position + 1)
+    block = tl.load(block_tables + row * W + position // BLOCK_SIZE).to(tl.int64)
+    is_real = row != scratch
+    tl.store(slots + i, tl.where(is_real, block * BLOCK_SIZE + position % BLOCK_SIZE, -1))
+    # Only the scratch row may occur twice. Its length is not counted, so no two programs write to
+    # the same row.
+    tl.store(context_lens + row, position + 1, mask=is_real)
+    for start in range(0, W, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        entry = tl.load(block_tables + row * W + col, mask=col < W)
+        tl.store(tables + i * W + col, entry, mask=col < W)

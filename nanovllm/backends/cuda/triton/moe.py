@@ -1,0 +1,353 @@
+"""A mixture of experts in five kernels: route, sort, gate and up, down, sum.
+
+A pair is a token and one of its experts. Pairs are sorted by expert, so that the pairs of an expert
+are a run of rows. A run is cut into tiles of BLOCK_M rows. A program multiplies one tile by some
+columns of its expert's weights. Only the device knows how many tiles there are. So the launch has
+programs for the greatest possible number, and programs without a tile end at once. The host never
+waits for the device, and a CUDA graph can hold the kernels.
+
+Sizes need not be powers of two. Rows of a multiple of 16 bytes are read at full speed, others
+slower.
+
+Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a row, F width of an
+expert.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.layers.moe import ClampedSwiGLU
+
+# A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
+CHUNK_TOKENS = 8
+MAX_CHUNKS = 256
+# Tiles by the number of pairs for each expert, measured on an H200: the greatest number of pairs,
+# then rows, outputs and inputs of a tile, warps and stages.
+TILES = (
+    (4, 16, 64, 128, 2, 4),
+    (16, 32, 128, 128, 4, 3),
+    (64, 64, 128, 64, 4, 4),
+    (float("inf"), 128, 256, 64, 8, 4),
+)
+FLOAT32_TILE = 16, 64, 32, 4, 3  # tensor cores do not compute products of float32
+
+
+def moe(
+    x: Tensor,
+    logits: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    top_k: int,
+    renormalize: bool,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamped: ClampedSwiGLU | None = None,
+) -> Tensor:
+    """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
+
+    Args:
+        logits: [T, E], the router's.
+        gate_up: [E, 2 F, N].
+        down: [E, N, F].
+        top_k: experts of a token.
+        renormalize: whether the weights of a token's experts are scaled to a sum of 1.
+        gate_up_bias: [E, 2 F].
+        down_bias: [E, N].
+        clamped: the experts' gating; None: swiglu.
+    """
+    out = torch.empty_like(x)
+    (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
+    pairs = num_tokens * top_k
+    if not pairs:
+        return out
+    tile = next(tile for limit, *tile in TILES if pairs <= limit * num_experts)
+    block_m, block_n, most_k, warps, most_stages = (
+        FLOAT32_TILE if x.dtype == torch.float32 else tile
+    )
+    weights, order, runs, max_tiles = sort_by_expert(logits, top_k, renormalize, block_m, x)
+    # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
+    hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
+    alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
+    for source, weight, bias, to in (
+        (x, gate_up, gate_up_bias, hidden),
+        (hidden, down, down_bias, results),
+    ):
+        block_k = min(most_k, max(16, triton.next_power_of_2(weight.shape[2])))
+        stages = min(
+            most_stages,
+            _shared_memory(x.device) // ((block_m + block_n) * block_k * x.element_size()),
+        )
+        _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], block_n),)](
+            *(source, weight, bias, order, runs, to, alpha, limit),
+            *(top_k, *weight.shape[1:], weight is gate_up, block_m, block_n, block_k),
+            num_warps=warps,
+            num_stages=stages,
+            **overlap(x),
+        )
+    _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
+        results, weights, out, width, top_k, 512, **overlap(x)
+    )
+    return out
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes that the stages of a program may take: all but 2 KB, for its other needs."""
+    if device.type != "cuda":  # the interpreter
+        return 1 << 17
+    return (
+        triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+        - 2048
+    )
+
+
+def sort_by_expert(
+    logits: Tensor, top_k: int, renormalize: bool, block_m: int, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
+
+    Returns:
+        weights: [P] float32, of the pairs.
+        order: [P] int32, the pairs in sorted order.
+        runs: [1 + max_tiles, 3] int32. The first row begins with the number of tiles. Each further
+            row has a tile's expert, its first index in `order`, and the end of its run.
+        max_tiles: the greatest possible number of tiles.
+    """
+    num_tokens, num_experts = logits.shape
+    pairs = num_tokens * top_k
+    max_tiles = (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
+    passes = triton.cdiv(num_tokens, CHUNK_TOKENS * MAX_CHUNKS)
+    chunks = triton.cdiv(num_tokens, CHUNK_TOKENS * passes)
+    weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
+    experts, order, counts, runs = (
+        torch.empty(size, dtype=torch.int32, device=x.device)
+        for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 3))
+    )
+    block_e = triton.next_power_of_2(num_experts)
+    _route_kernel[(chunks,)](
+        *(logits, weights, experts, counts, num_tokens, passes),
+        *(num_experts, top_k, renormalize),
+        CHUNK_TOKENS,
+        block_e,
+        triton.next_power_of_2(top_k),
+        **overlap(x),
+    )
+    _sort_kernel[(chunks + 1,)](
+        *(experts, counts, order, runs, pairs, passes, chunks),
+        *(num_experts, CHUNK_TOKENS * top_k, block_m),
+        block_e,
+        triton.next_power_of_2(CHUNK_TOKENS * top_k),
+        32,
+        num_warps=8,
+        **overlap(x),
+    )
+    return weights, order, runs, max_tiles
+
+
+@triton.jit(do_not_specialize=["T", "passes"])
+def _route_kernel(
+    logits,
+    weights,
+    experts,
+    counts,
+    T,
+    passes,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    chunk = tl.program_id(0)
+    expert, pick = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    count = tl.zeros([BLOCK_E], tl.int32)
+    for i in range(passes):
+        token = ((chunk * passes + i) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+        inside = (token < T) & (expert < E)
+        scores = tl.load(logits + token * E + expert, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
+        peak = tl.max(tl.where(token < T, scores, 0.0), axis=1)[:, None]
+        total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
+        # Rows of padding may be NaN (see cuda/padded_forward.py). Threads find a row's arg max by
+        # exchanging values. Every comparison with NaN is false, so each thread would keep another
+        # expert. The pairs that threads count would then differ from those that they store, and the
+        # sort would lose pairs of other rows.
+        scores = tl.where(scores == scores, scores, float("-inf"))
+        best_scores = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
+        best_experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+        for k in tl.static_range(K):
+            best = tl.argmax(scores, axis=1)[:, None]
+            best_scores = tl.where(pick == k, tl.max(scores, axis=1)[:, None], best_scores)
+            best_experts = tl.where(pick == k, best, best_experts)
+            count += tl.sum(((expert == best) & (token < T)).to(tl.int32), axis=0)
+            scores = tl.where(expert == best, float("-inf"), scores)
+        weight = tl.exp(best_scores - peak)
+        weight /= tl.sum(weight, axis=1)[:, None] if RENORMALIZE else total
+        weight = tl.where(total == total, weight, total)  # all NaN if the row has a NaN
+        tl.store(weights + token * K + pick, weight, mask=(token < T) & (pick < K))
+        tl.store(experts + token * K + pick, best_experts, mask=(token < T) & (pick < K))
+    tl.store(counts + chunk * E + tl.arange(0, BLOCK_E), count, mask=tl.arange(0, BLOCK_E) < E)
+
+
+@triton.jit(do_not_specialize=["P", "passes", "chunks"])
+def _sort_kernel(
+    experts,
+    counts,
+    order,
+    runs,
+    P,
+    passes,
+    chunks,
+    E: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write a chunk's pairs to their places in the order, or the tiles of all runs.
+
+    There is a program for each chunk, which places at most PAIRS pairs a pass. One more program
+    writes the tiles.
+    """
+    wait_for_inputs(PDL)
+    chunk = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    total = tl.zeros([BLOCK_E], tl.int32)
+    before = tl.zeros([BLOCK_E], tl.int32)  # pairs of the expert in earlier chunks
+    for start in range(0, chunks, BLOCK_C):
+        c = (start + tl.arange(0, BLOCK_C))[:, None]
+        count = tl.load(
+            counts + c * E + expert[None, :], mask=(c < chunks) & (expert < E)[None, :], other=0
+        )
+        total += tl.sum(count, axis=0)
+        before += tl.sum(tl.where(c < chunk, count, 0), axis=0)
+    run = tl.cumsum(total, axis=0) - total
+    if chunk < chunks:
+        place = run + before
+        for i in range(passes):
+            offset = tl.arange(0, BLOCK_P)
+            pair = (chunk * passes + i) * PAIRS + offset
+            inside = (offset < PAIRS) & (pair < P)
+            mine = tl.load(experts + pair, mask=inside, other=BLOCK_E)[:, None] == expert[None, :]
+            rank = tl.cumsum(mine.to(tl.int32), axis=0)  # from 1
+            at = tl.sum(tl.where(mine, place[None, :] + rank - 1, 0), axis=1)
+            tl.store(order + at, pair, mask=inside)
+            place += tl.sum(mine.to(tl.int32), axis=0)
+    else:
+        tiles = (total + BLOCK_M - 1) // BLOCK_M
+        first = tl.cumsum(tiles, axis=0) - tiles
+        tl.store(runs, tl.sum(tiles, axis=0))
+        for i in range(tl.max(tiles, axis=0)):
+            at = runs + (1 + first + i) * 3
+            tl.store(at, expert, mask=i < tiles)
+            tl.store(at + 1, run + i * BLOCK_M, mask=i < tiles)
+            tl.store(at + 2, run + total, mask=i < tiles)
+
+
+@triton.jit
+def _product_kernel(
+    x,
+    weight,
+    bias,
+    order,
+    runs,
+    out,
+    alpha,
+    limit,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply a tile of rows by some columns of its expert's weights.
+
+    With GATED, the rows are those of the tokens. The first half of the outputs are gates, the
+    second half ups, and their gated product is written.
+    """
+    wait_for_inputs(PDL)
+    # Neighbouring programs share their rows, or else their expert, so that shared data are read
+    # from memory once.
+    tile, part = tl.program_id(0) // tl.cdiv(OUT, BLOCK_N), tl.program_id(0) % tl.cdiv(OUT, BLOCK_N)
+    if tile < tl.load(runs):
+        runs += (1 + tile) * 3
+        expert, first, end = tl.load(runs).to(tl.int64), tl.load(runs + 1), tl.load(runs + 2)
+        place = first + tl.arange(0, BLOCK_M)
+        inside = (place < end)[:, None]
+        pair = tl.load(order + place, mask=place < end, other=0)
+        source, target = (pair // K, place) if GATED else (place, pair)
+        column = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        # Each gate's column comes right before that of its up, so that one thread holds both.
+        row = column // 2 + column % 2 * (OUT // 2) if GATED else column
+        k = tl.arange(0, BLOCK_K)
+        x_at = x + source.to(tl.int64)[:, None] * IN + k[None, :]
+        weight_at = weight + expert * OUT * IN + row[None, :] * IN + k[:, None]
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, IN, BLOCK_K):
+            if IN % BLOCK_K == 0 and OUT % BLOCK_N == 0:
+                rows, weights = tl.load(x_at, mask=inside, other=0.0), tl.load(weight_at)
+            else:
+                in_row = start + k < IN
+                rows = tl.load(x_at, mask=inside & in_row[None, :], other=0.0)
+                weights = tl.load(
+                    weight_at, mask=(column < OUT)[None, :] & in_row[:, None], other=0.0
+                )
+            total = tl.dot(rows, weights, total, input_precision="ieee")
+            x_at += BLOCK_K
+            weight_at += BLOCK_K
+        if bias is not None:
+            added = tl.load(bias + expert * OUT + row, mask=column < OUT, other=0.0)
+            total += added.to(tl.float32)[None, :]
+        result = total.to(out.dtype.element_ty)
+        if GATED:
+            gate, up = tl.split(result.reshape(BLOCK_M, BLOCK_N // 2, 2))
+            result = _gated(gate, up, alpha, limit)
+            column = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = OUT // 2 if GATED else OUT
+        out_at = out + target.to(tl.int64)[:, None] * width + column[None, :]
+        tl.store(out_at, result, mask=inside & (column < width)[None, :])
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit):
+    """Compute swiglu or, if there is a limit, ClampedSwiGLU."""
+    wide = gate.to(tl.float32)
+    if limit is not None:
+        wide = tl.minimum(wide, limit)
+        wide_up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit) + 1.0
+        result = (wide / (1.0 + tl.exp(-alpha * wide)) * wide_up).to(gate.dtype)
+    else:
+        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+        result = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return result
+
+
+@triton.jit
+def _sum_kernel(
+    results, weights, out, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < N
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(K):
+        result = tl.load(results + (token * K + k) * N + column, mask=inside, other=0.0).to(
+            tl.float32
+        )
+        total += result * tl.load(weights + token * K + k)
+    tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: the ranks' processes, the engine's commands to them, and collectives."""

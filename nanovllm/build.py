@@ -1,0 +1,163 @@
+"""The assembly of an engine from the parts that a configuration asks for.
+
+The core knows none of the packages beside it; this module knows all of them. Only `llm.py` and the
+process of a rank use this module. A backend is imported inside a function if it needs packages that
+a user may lack or that are slow to import.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from os import fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.backends.cpu.batch_size import enough_sequences
+from nanovllm.backends.cpu.layers import use_cpu_layers
+from nanovllm.backends.cpu.threads import SharedCores
+from nanovllm.backends.cuda.device import resolve_device, start_cuda_driver
+from nanovllm.config import Config
+from nanovllm.engine.batch import RunnerInfo
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.features.policies import choose_policy
+from nanovllm.features.sampling.constraints import Constraints
+from nanovllm.features.sampling.grammars import Grammars
+from nanovllm.features.sampling.prompt_logprobs import score_prompts
+from nanovllm.features.sampling.resampler import Resampler
+from nanovllm.features.trace.recorder import Recorder
+from nanovllm.frontend.detokenizer import Detokenizer
+from nanovllm.frontend.tokenizer import Tokenizer, load_tokenizer
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import find_model
+from nanovllm.weights.hf_config import load_eos_ids, load_hf_config
+from nanovllm.weights.hub import resolve_model_folder
+from nanovllm.weights.loader import check_num_layers
+
+
+def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
+    """Load the model that `config` names, and build the engine that runs it.
+
+    Returns the engine, and the model's tokenizer or None if the model folder has none. Raises
+    ValueError for a model folder that cannot be run as `config` asks.
+    """
+    policy = choose_policy(config.scheduling_policy)
+    recorder = None if config.trace is None else Recorder(fspath(config.trace))
+    folder = resolve_model_folder(config.model)
+    start_cuda_driver(config.device)
+    hf_config = load_hf_config(folder)
+    model_class = find_model(hf_config)  # raises ValueError for an unknown architecture
+    if config.load_format == "auto":
+        check_num_layers(hf_config.num_hidden_layers, folder, model_class)
+    # Tokenizer and weights are loaded at the same time, because each can take seconds.
+    with ThreadPoolExecutor(1) as beside:
+        loading = beside.submit(load_tokenizer, folder)
+        runner = build_runners(config, hf_config, folder)
+    try:
+        tokenizer = loading.result()
+        stop_ids = load_eos_ids(folder)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            stop_ids |= {tokenizer.eos_token_id}
+        forms = Grammars(tokenizer, hf_config.vocab_size, stop_ids)
+        engine = LLMEngine(
+            config,
+            hf_config,
+            folder,
+            runner,
+            policy,
+            stop_ids=stop_ids,
+            constraints=Constraints(hf_config.vocab_size, stop_ids, forms),
+            enough_seqs=count_enough_sequences(runner.info, hf_config),
+            make_detokenizer=None if tokenizer is None else lambda: Detokenizer(tokenizer),
+            listeners=() if recorder is None else (recorder,),
+        )
+        if recorder is not None:
+            recorder.follow(engine, config, hf_config, folder)
+    except BaseException:
+        runner.close()
+        raise
+    return engine, tokenizer
+
+
+def build_runners(config: Config, hf_config, folder: str | Path) -> Any:
+    """Build the runner of a single rank, or start all ranks behind the interface of one runner."""
+    if config.tensor_parallel_size == 1:
+        return build_runner(config, hf_config, folder)
+    from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
+
+    return TensorParallelRunner(config, hf_config, folder, build_runner)
+
+
+def build_runner(
+    config: Config,
+    hf_config,
+    folder: str | Path,
+    *,
+    group: ParallelGroup = ParallelGroup(),
+) -> ModelRunner:
+    """Build the runner of one rank, with the parts that make it fast on its device."""
+    device = resolve_device(config.device, group.rank)
+    check_kernels(config, device)
+    make_runner: Callable[..., ModelRunner] = ModelRunner
+    make_resampler: Callable[[ModelRunner], Any] = Resampler
+    if device.type == "cuda":
+        from nanovllm.backends.cuda.resampler import make_resampler as make_cuda_resampler
+        from nanovllm.backends.cuda.runner import CUDAModelRunner
+
+        make_runner = CUDAModelRunner
+        if config.kernels == "auto":
+            make_resampler = make_cuda_resampler
+    return make_runner(
+        config,
+        hf_config,
+        folder,
+        device=device,
+        group=group,
+        transform=choose_transform(config, device),
+        make_resampler=make_resampler,
+        score_prompts=score_prompts,
+    )
+
+
+def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Module], None] | None:
+    """Return the transform of the loaded model, if any. A CUDA runner replaces layers itself."""
+    if config.kernels == "compile":
+        from nanovllm.backends.compile import compile_layers
+
+        return compile_layers
+    if config.kernels == "auto" and device.type == "cpu":
+        return use_cpu_layers
+    return None
+
+
+def check_kernels(config: Config, device: torch.device) -> None:
+    """Raise ValueError if the attention backend does not suit the kernels or the device."""
+    kernels, attention = config.kernels, config.attention_backend
+    if kernels != "auto" and attention not in ("auto", "torch"):
+        raise ValueError(
+            f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is "
+            f"{attention!r}: use 'auto' for one of them"
+        )
+    if device.type == "cpu" and attention in ("triton", "flash-attn"):
+        raise ValueError(
+            f"attention_backend is {attention!r}, but device {device} is not a GPU: use 'auto'"
+        )
+
+
+def count_enough_sequences(info: RunnerInfo, hf_config) -> int | None:
+    """Return the number of sequences from which on more of them make the device hardly faster.
+
+    None: more sequences are always faster.
+    """
+    if info.device == "cpu":
+        return enough_sequences(info.num_parameters, hf_config)
+    return None
+
+
+def share_cores(engine: LLMEngine, config: Config) -> Callable[[], AbstractContextManager]:
+    """Return the context that each step runs in. On a CPU, it gives way to other processes."""
+    computes_here = engine.runner.info.device == "cpu" and config.tensor_parallel_size == 1
+    return SharedCores().step if computes_here else nullcontext

@@ -1,1 +1,0 @@
-"""What makes a model fast on a CPU."""

@@ -1,1 +1,0 @@
-"""Several ranks: their processes, how they are commanded, and their collectives."""

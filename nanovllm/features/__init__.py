@@ -1,0 +1,1 @@
+"""What some requests and some users ask for, beside plain generation."""

@@ -1,0 +1,1 @@
+"""Sampling parameters beyond temperature and seed: filters, penalties, constraints, forms."""

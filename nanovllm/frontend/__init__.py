@@ -1,0 +1,1 @@
+"""The layer between the user's calls and the engine: inputs, session, tokenizer, outputs."""

@@ -1,1 +1,0 @@
-"""What runs a model on a CUDA device."""

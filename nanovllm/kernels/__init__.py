@@ -1,1 +1,0 @@
-"""Kernels that take the place of plain layers, each tested against what it replaces."""

@@ -1,1 +1,0 @@
-"""Sampling beyond temperature and seed."""

@@ -1,0 +1,159 @@
+"""Compile the kernels that are launched early, for a GPU that need not be there, and say what each
+reads, and whether it writes, before it waits for the kernel before it.
+
+Run as a script, without TRITON_INTERPRET: it writes JSON, a list of [kernel, arguments that are
+read before the wait, whether anything is written before it, whether it waits on every path].
+"""
+
+import inspect
+import json
+import re
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nanovllm.backends.cuda.triton import (
+    allreduce_norm,
+    decode_attention,
+    decode_gemm,
+    dispatch,
+    elementwise,
+    gemv,
+    moe,
+    sampling,
+)
+from nanovllm.layers.attention import AttentionOptions
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 512, 8, 2, 64
+BLOCK = r"\$L__BB\w+"
+
+
+def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, bool]:
+    """Find what is read before `griddepcontrol.wait`, whether anything is written, and whether no
+    way through the kernel avoids the wait.
+
+    Follows each address back to the arguments that it was computed from. The name of one that is
+    a number is "".
+    """
+    before, wait, _ = re.sub("//.*", "", ptx).partition("griddepcontrol.wait")
+    body = before[before.index("{", before.index(".reqntid")) :]
+    sources: dict[str, set[int]] = {}
+    reads: set[int] = set()
+    for line in re.split(r"[;\n]", body):
+        if found := re.search(r"ld\.param\S*\s+(%\w+), \[\w+_param_(\d+)", line):
+            sources[found[1]] = {int(found[2])}
+        elif registers := re.findall(r"%(?:rd|rs|r|p|f)\d+", line):
+            of = set().union(*[sources.get(register, set()) for register in registers])
+            sources[registers[0]] = of
+            if "ld.global" in line or "prefetch.global" in line:
+                address = re.findall(r"\[\s*(%\w+)", line)
+                reads |= set().union(*[sources.get(register, set()) for register in address])
+    writes = re.search(r"\b(st|atom|red)\.(?!shared)|cp\.async\.bulk", body) is not None
+    # Whatever branches before the wait leads to labels before it.
+    labels = set(re.findall(rf"({BLOCK}):", body))
+    targets = set(re.findall(rf"\bbra(?:\.uni)?\s+({BLOCK})", body))
+    always = bool(wait) and not re.search(r"\bret\b", body) and targets <= labels
+    return sorted({argument_names[i] for i in reads} - {""}), writes, always
+
+
+def report_launches() -> list:
+    """Replace the launch of a kernel by its compilation. Returns the list to which each adds."""
+    found, run = [], JITFunction.run
+
+    def compile_it(self, grid):
+        def call(*args, **options):
+            compiled = run(self, *args, grid=grid, warmup=True, **options)
+            bound = inspect.signature(self.fn).bind_partial(*args)
+            constants = {p.name for p in self.params if p.is_constexpr}
+            names = []
+            for name, value in bound.arguments.items():
+                # None and constants are no arguments of the compiled kernel; nor is 1, a constant.
+                if name in constants or value is None or type(value) in (int, bool) and value == 1:
+                    continue
+                if isinstance(value, dispatch.TensorDescriptor):
+                    names += [name] * (1 + 2 * value.base.dim())
+                else:
+                    names.append(name if isinstance(value, torch.Tensor) else "")
+            assert options["launch_pdl"] and compiled.metadata.launch_pdl, self.__name__
+            found.append(
+                [self.__name__, *early_reads(compiled.asm["ptx"], [*names, "scratch", "scratch"])]
+            )
+
+        return call
+
+    JITFunction.__getitem__ = compile_it
+    return found
+
+
+def stand_in_for_a_gpu() -> None:
+    """Let Triton compile for an H200, and let every launch be an early one."""
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            utils=SimpleNamespace(get_device_properties=lambda i: {"max_shared_mem": 232448}),
+        )
+    )
+    CUDABackend.make_cubin = lambda *_, **__: b""  # what comes after PTX is not looked at
+    dispatch.can_overlap = decode_gemm.can_overlap = lambda device: True
+    for module in (dispatch, decode_gemm, decode_attention):
+        module.has_large_shared_memory = lambda device: True
+        module.num_processors = lambda device: 132
+    moe._shared_memory = lambda device: 1 << 17
+    for module in (dispatch, allreduce_norm, decode_attention, decode_gemm, elementwise, gemv, moe):
+        module.overlap = lambda x: {"PDL": True, "launch_pdl": True}
+    sampling.overlap = gemv.overlap
+
+
+def run_all() -> None:
+    """Launch each kernel that takes PDL once."""
+
+    def new(*shape, dtype=torch.bfloat16):
+        return torch.zeros(shape, dtype=dtype)
+
+    rows, ints = 2, torch.zeros(2, dtype=torch.int64)
+    x, weight = new(rows, HIDDEN), new(HIDDEN)
+    gemv.linear(x, new(64, HIDDEN), new(64))
+    gemv.gated_linear(x, new(128, HIDDEN))
+    many = new(64, HIDDEN)
+    tiling = decode_gemm.Tiling(32, 2, 3)
+    decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)
+    decode_gemm.gated_linear(many, new(64, HIDDEN), tiling)
+    for direct_bytes in (1 << 20, 0):
+        shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
+        allreduce_norm.sum_add_rms_norm(x, x.clone(), weight, 1e-6, shared)
+    elementwise.add_rms_norm(x, x.clone(), weight, 1e-6)
+    elementwise.norm_add_norm(x, x.clone(), weight, weight, 1e-6)
+    elementwise.activate_and_mul(x)
+    heads = new(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+    norms, angles = (new(HEAD_DIM), new(HEAD_DIM), 1e-6), new(64, HEAD_DIM, dtype=torch.float32)
+    caches = new(4, 16, KV_HEADS, HEAD_DIM), new(4, 16, KV_HEADS, HEAD_DIM)
+    elementwise.qk_norm_rope_store(
+        heads, HEAD_DIM, KV_HEADS, *norms, angles, ints, ints.clone(), *caches
+    )
+    lens, tables = new(9, dtype=torch.int32), new(9, 8, dtype=torch.int32)
+    elementwise.decode_inputs(ints, new(9, dtype=torch.int64), lens, tables, 16)
+    q = new(rows, HEADS, HEAD_DIM)
+    decode_attention.decode_attention(
+        q, *caches, lens[:rows], tables[:rows], AttentionOptions(0.125)
+    )
+    gate_up, down = new(8, 64, HIDDEN), new(8, HIDDEN, 32)
+    biases = new(8, 64), new(8, HIDDEN)
+    moe.moe(x, new(rows, 8), gate_up, down, 2, True, *biases)
+    sampling.sample(new(rows, 256), new(rows, dtype=torch.float32), ints, ints.clone())
+
+
+if __name__ == "__main__":
+    # Nobody else may find kernels that are not whole.
+    with TemporaryDirectory() as knobs.cache.dir:
+        stand_in_for_a_gpu()
+        found = report_launches()
+        run_all()
+    print(json.dumps(found))

@@ -1,0 +1,54 @@
+"""How many sequences run at once on a CPU: as many as make it about as fast as it gets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_scheduler import make_scheduler
+
+from nanovllm.backends.cpu import batch_size
+from nanovllm.backends.cpu.batch_size import FEWEST, enough_sequences
+
+DENSE = SimpleNamespace()
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """A function that sets how many threads compute."""
+
+    def set_threads(number: int) -> None:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+        monkeypatch.setattr(batch_size, "usable_cores", lambda: number)
+
+    return set_threads
+
+
+def test_a_large_model_needs_few_sequences_and_a_small_one_many(threads):
+    threads(2)
+    counts = [enough_sequences(size, DENSE) for size in (4 * 10**6, 10**7, 135 * 10**6, 8 * 10**9)]
+    assert counts == [500, 200, FEWEST, FEWEST]
+
+
+def test_more_threads_need_more_sequences(threads):
+    threads(64)
+    assert enough_sequences(135 * 10**6, DENSE) == 474
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_a_mixture_of_experts_needs_as_many_as_keep_each_expert_busy(threads, name):
+    threads(2)
+    config = SimpleNamespace(num_experts_per_tok=8, **{name: 128})
+    assert enough_sequences(30 * 10**9, config) == 16 * FEWEST
+
+
+def test_max_num_seqs_is_the_most():
+    assert make_scheduler(max_num_seqs=8, enough_seqs=500).enough_seqs == 8
+    assert make_scheduler(max_num_seqs=8).enough_seqs == 8
+
+
+def test_the_scheduler_of_an_llm_on_a_cpu_knows_how_many_are_enough(make_llm, monkeypatch):
+    monkeypatch.setattr("nanovllm.build.enough_sequences", lambda *_: 2)
+    llm = make_llm()
+    assert llm.engine.scheduler.enough_seqs == 2
+    llm.engine.reset()  # as after an error
+    assert llm.engine.scheduler.enough_seqs == 2

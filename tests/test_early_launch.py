@@ -1,0 +1,60 @@
+"""Kernels that start while the one before them runs: what they do before they wait for it, in the
+code that is compiled for a GPU.
+"""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from process_helpers import SECONDS
+
+from nanovllm.backends.cuda.triton import dispatch
+
+pytestmark = pytest.mark.skipif(not dispatch.TAKES_ALL_ARGUMENTS, reason="Triton is too old")
+
+# What no kernel writes. `addresses`: of memory that ranks share, written once at the start.
+CONSTANT = {"weight", "gate_weight", "up_weight", "after", "addresses"}
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """[kernel, arguments read before the wait, whether it writes before, whether it waits]."""
+    environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    command = [sys.executable, "-W", "ignore", str(TESTS / "compiled_kernels.py")]
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_every_kernel_that_may_start_early_is_looked_at(compiled):
+    kernels = set()
+    for path in Path(dispatch.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and "PDL" in [arg.arg for arg in node.args.args]:
+                kernels.add(node.name)
+    assert {name for name, *_ in compiled} == kernels - {"wait_for_inputs"}
+
+
+def test_a_kernel_that_starts_early_waits_on_every_path(compiled):
+    assert [name for name, _, _, waits in compiled if not waits] == []
+
+
+def test_a_kernel_that_starts_early_reads_only_what_no_kernel_writes_before_it_waits(compiled):
+    assert {name: reads for name, reads, *_ in compiled if not set(reads) <= CONSTANT} == {}
+    # Else it would be launched early for little.
+    assert ["_skinny_linear_kernel", ["weight"]] in [found[:2] for found in compiled]
+
+
+def test_a_kernel_that_starts_early_writes_nothing_before_it_waits(compiled):
+    assert [name for name, _, writes, _ in compiled if writes] == []
