@@ -70,8 +70,8 @@ def test_one_replica_imports_nothing_of_ray(model, tmp_path):
         (["--replicas", "2"], "pip install 'nanovllm[ray]'"),
         (["--address", "auto"], "pip install 'nanovllm[ray]'"),
         (["--replicas", "0"], "--replicas is 0: use 1 or more"),
-        (["--replicas", "2", "--device", "cuda:1"], "GPUs of its own: use cuda"),
-        (["--replicas", "2", "--trace", "run.html"], "--trace is of one LLM"),
+        (["--replicas", "2", "--device", "cuda:1"], "Ray assigns GPUs to each replica: use cuda"),
+        (["--replicas", "2", "--trace", "run.html"], "--trace records a single LLM"),
     ],
 )
 def test_replicas_that_cannot_be_are_refused(model, tmp_path, capsys, monkeypatch, flags, words):

@@ -372,6 +372,14 @@ def test_a_template_may_do_more_for_a_longer_conversation(monkeypatch):
     assert len(render(template, {"messages": [{"a": "x" * 10**6}]})) == 2 * 10**6
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_conversation_of_thousands_of_messages_is_written(tokenizer, family):
+    chat = [SYSTEM, *[USER, ANSWER] * 1000, USER]
+    how = {"chat_template": TEMPLATES[family], "add_generation_prompt": True}
+    expected = tokenizer.apply_chat_template(chat, tokenize=False, **how)
+    assert write_chats(tokenizer, [chat], how) == [expected]
+
+
 ENDLESS = LOOPS[0]
 CHAT = [{"role": "user", "content": "hello"}]
 

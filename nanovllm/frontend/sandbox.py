@@ -43,8 +43,12 @@ CONTAINERS: Any = (
     type({}.values()),
     type({}.items()),
 )
-# Methods and tests that do not read all of what they are given.
+# Methods, filters and tests that do not read all of what they are given.
 QUICK_METHODS = ("get", "items", "keys", "values", "startswith", "endswith")
+QUICK_FILTERS = (
+    *("length", "count", "default", "d", "first", "last", "list", "items", "safe", "attr", "map"),
+    *("select", "reject", "selectattr", "rejectattr", "batch", "slice"),
+)
 QUICK_TESTS = (
     *("defined", "undefined", "none", "boolean", "true", "false", "integer", "float", "number"),
     *("string", "mapping", "sequence", "iterable", "callable", "sameas", "filter", "test"),
@@ -394,7 +398,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name in TAKE_ALL:
                 values = (self._listed(values[0]), *values[1:])
             self.charge(CALL)
-            self.charge_for((values, kwargs))
+            if name not in QUICK_FILTERS:
+                self.charge_for((values, kwargs))
             if name == "format":
                 text = values[0] if isinstance(values[0], TEXTS) else ""
                 self.charge(self._work_of_format(text, kwargs or values[1:]))
