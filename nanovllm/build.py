@@ -65,7 +65,6 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
         engine = LLMEngine(
             config,
             hf_config,
-            folder,
             runner,
             policy,
             stop_ids=stop_ids,

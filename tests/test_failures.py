@@ -310,7 +310,7 @@ def test_of_several_completions_those_without_an_error_are_whole(poisoned_llm):
         ids = other["token_ids"]
         if ids[0] % 2:
             assert one["token_ids"] == ids[:4] and one["finish_reason"] == view.finish_reason
-            assert "there is no token" in one["error"] == view.error
+            assert "no token can come next" in one["error"] == view.error
         else:
             assert one == other and view.error is None
         reasons.add(one["finish_reason"])

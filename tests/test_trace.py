@@ -559,7 +559,7 @@ def browse(path: Path, address: str = "", script: str = "") -> str:
     return browser.stdout
 
 
-def short_repr(dom: str, id: str) -> str:
+def shown_text(dom: str, id: str) -> str:
     """The text of an element."""
     found = re.search(rf'<(\w+)[^>]*\bid="{id}"[^>]*>(.*?)</\1>', dom, flags=re.DOTALL)
     assert found, id
@@ -587,7 +587,7 @@ def test_the_page_counts_what_metrics_counts(make_llm, tmp_path):
     for event in events[1:]:
         replay.apply(event)
     assert number(dom, "count-evictions") == replay.num_evictions
-    assert short_repr(dom, "count-output") == f"{total['output_tokens']:,}"
+    assert shown_text(dom, "count-output") == f"{total['output_tokens']:,}"
     assert 'id="error" hidden' in dom
 
 
@@ -699,8 +699,8 @@ def test_an_address_leads_to_a_step_and_a_sequence(make_llm, tmp_path):
     write(events, tmp_path / "run.html")
     started = next(e for e in events if type(e).__name__ == "Started" and e.cached_tokens)
     dom = browse(tmp_path / "run.html", f"step=12&sequence={started.seq}&theme=dark")
-    assert short_repr(dom, "now-title") == "Step 12" and 'data-theme="dark"' in dom
-    assert f"{started.cached_tokens} found in the prefix cache" in short_repr(dom, "follow")
+    assert shown_text(dom, "now-title") == "Step 12" and 'data-theme="dark"' in dom
+    assert f"{started.cached_tokens} found in the prefix cache" in shown_text(dom, "follow")
     dom = browse(tmp_path / "run.html", "step=99999&sequence=x&block=-1")  # nonsense is left out
     assert 'id="follow-card" hidden' in dom
 
@@ -758,7 +758,7 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
     """
     dom = browse(tmp_path / "run.html", script=script)
     assert 'data-images="0"' in dom and "<title>run</title>" not in dom
-    assert MARKUP in short_repr(dom, "facts")
+    assert MARKUP in shown_text(dom, "facts")
     assert MARKUP in html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
 
 
@@ -772,16 +772,16 @@ def test_a_pause_is_shown(make_llm, tmp_path):
     paused, events = paused_run(make_llm, tmp_path)
     write(events, tmp_path / "run.html")
     dom = browse(tmp_path / "run.html", f"sequence={paused}")
-    assert re.search(r"paused\s*once, for [0-9.]+", short_repr(dom, "follow"))
+    assert re.search(r"paused\s*once, for [0-9.]+", shown_text(dom, "follow"))
     dom = browse(tmp_path / "run.html", f"sequence={1 - paused}")
-    assert "paused" not in short_repr(dom, "follow")
+    assert "paused" not in shown_text(dom, "follow")
 
 
 @needs_chromium
 def test_a_trace_without_a_step_or_with_unfinished_requests_is_shown(make_llm, tmp_path):
     events = trace_of(make_llm, tmp_path)
     write(events[:1], tmp_path / "run.html")
-    assert short_repr(browse(tmp_path / "run.html"), "count-steps") == "0"
+    assert shown_text(browse(tmp_path / "run.html"), "count-steps") == "0"
     write(events[: len(events) // 2], tmp_path / "run.html")
     dom = browse(tmp_path / "run.html", "step=99")
     assert number(dom, "count-steps") > 0 and 'id="error" hidden' in dom

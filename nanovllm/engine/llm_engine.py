@@ -7,7 +7,6 @@ for Python.
 import itertools
 import random
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -46,7 +45,6 @@ class LLMEngine:
         self,
         config: Config,
         hf_config,
-        folder: str | Path,
         runner: Any,
         policy: SchedulingPolicy = SchedulingPolicy(),
         *,
@@ -56,7 +54,7 @@ class LLMEngine:
         enough_seqs: int | None = None,
         listeners: tuple[EngineListener, ...] = (),
     ) -> None:
-        """Build an engine for the model in `folder`, whose configuration is `hf_config`.
+        """Build an engine for the model whose configuration is `hf_config`.
 
         Args:
             runner: The ModelRunner that holds the model, or an object with the same interface.
