@@ -337,7 +337,7 @@ def test_a_request_with_a_lower_priority_number_overtakes(make_llm):
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "priority"])
 def test_a_priority_that_would_be_ignored_is_refused(make_llm, policy):
     llm = make_llm(scheduling_policy=policy)
-    message = rf"sampling_params\[1\].priority is 3, of which scheduling_policy='{policy}' takes no"
+    message = rf"sampling_params\[1\].priority is 3, which scheduling_policy='{policy}' ignores"
     with pytest.raises(ValueError, match=message):
         llm.generate(PROMPTS[:2], [greedy(3), SamplingParams(priority=3)], use_tqdm=False)
 
