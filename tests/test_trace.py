@@ -493,7 +493,7 @@ def test_bench_traces_its_last_run_alone(monkeypatch, capsys, tmp_path):
     arguments = ["--model", "tiny", "--workload", "laptop", "--options", options, "--repeat", "3"]
     run(monkeypatch, *arguments, "--trace", str(path))
     out = capsys.readouterr().out
-    assert "replayed in" in out and "2 requests, 83 tokens in, 8 out" in out
+    assert "trace of the last run: " in out and "2 requests, 83 tokens in, 8 out" in out
     first, *events = read_jsonl(path)
     assert isinstance(first, Run) and len(first.cached_blocks) >= 2
     replay = Replay(first)
