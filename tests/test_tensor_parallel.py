@@ -549,7 +549,7 @@ def test_a_failing_rank_is_reported_and_takes_all_along(
     assert set(leftovers()) <= set(before)
     if action == "hang":
         assert "in fail_at" in capfd.readouterr().err
-    with pytest.raises(RankError, match="make a new one"):
+    with pytest.raises(RankError, match="make a new LLM"):
         run(llm, [[1]])
     llm.close()
 
