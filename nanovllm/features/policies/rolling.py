@@ -6,9 +6,8 @@ It is the policy of `generate`, with three differences:
   `window` requests that came one after the other, and all of these start before later ones.
 - Pacing, which spreads all tokens that are left over the steps of the longest request, would slow
   down a job whose other requests have not come yet. So it begins when the last request has come.
-- Results are kept as they come. So no more requests run than make the device about as fast as it
-  gets (`Scheduler.enough_seqs`). The last result comes no later for that, and the others come one
-  after the other instead of all at the end.
+- Results are kept as they come. So no more requests run than make the device nearly as fast as it
+  gets (`Scheduler.enough_seqs`). Results then come one after the other instead of all at the end.
 """
 
 from typing import Any
