@@ -19,7 +19,7 @@ from nanovllm.backends.cpu.threads import usable_cores
 # 256 and 6,600 with 512. Where nobody else uses the memory, reading the weights takes less time,
 # and fewer sequences are enough.
 # A job of 200 lines of 120 tokens each, the same model on two quiet cores: with 200 at once, the
-# first result after 69.5 s and all after 70.6 s; with 48, 26.6 and 92.9 s; with 16, 15.5 and 108.7 s.
+# first result after 69.5 s and all after 70.6 s; with 48, 26.6 and 92.9 s; with 16, 15.5 and 109 s.
 FEWEST = 48
 # A step in which a thread multiplies this many weights, counted once for each sequence, spends the
 # larger part of its time on products: 2 GFLOP.
