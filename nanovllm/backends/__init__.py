@@ -1,1 +1,1 @@
-"""The same results, faster or on more devices."""
+"""Backends, which compute the same results faster or on more devices."""

@@ -146,7 +146,7 @@ class LLMEngine:
         return seq
 
     def _most_at_once(self, seq: Sequence) -> int:
-        """How many completions of a sequence's prompt can begin together: each needs a batch slot,
+        """Return how many completions of a prompt can start together: each needs a batch slot,
         and a block of its own after those that the prompt fills, which they share.
         """
         blocks = self.scheduler.blocks

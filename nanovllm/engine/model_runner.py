@@ -138,7 +138,7 @@ class ModelRunner:
 
     @property
     def info(self) -> RunnerInfo:
-        """What this runner is, as the engine and users see it."""
+        """The figures of this runner that the engine and users see."""
         return RunnerInfo(
             num_blocks=self.num_blocks,
             device=str(self.device),

@@ -22,7 +22,7 @@ class PromptScores:
 
     @property
     def are_done(self) -> bool:
-        """Whether the scores of all tokens are planned."""
+        """True if the scores of all tokens are planned."""
         return self.num_done == len(self.prompt)
 
     def take(self, start: int, end: int) -> ScoredTokens | None:

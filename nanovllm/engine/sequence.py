@@ -128,7 +128,7 @@ class Sequence:
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether the last token is one of `stop_ids` and ended the sequence."""
+        """True if the last token is one of `stop_ids` and ended the sequence."""
         return self.finish_reason == "stop" and self.token_ids[-1] in self.stop_ids
 
     @property

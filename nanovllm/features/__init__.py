@@ -1,1 +1,1 @@
-"""What some requests and some users ask for, beside plain generation."""
+"""Features beside plain generation, which some requests and some users ask for."""

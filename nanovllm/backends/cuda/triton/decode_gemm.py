@@ -39,7 +39,7 @@ PREFETCH = tl.constexpr(1024)
 
 
 class Tiling(NamedTuple):
-    """How a product is cut into programs."""
+    """The tiling of a product: how it is cut into programs."""
 
     block_n: int  # outputs of a tile
     splits: int  # programs that share a tile
