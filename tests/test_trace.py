@@ -20,10 +20,11 @@ from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
 from test_bench import run, use_work
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams, SchedulingPolicy
 from nanovllm.apps.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.policies.rolling import RollingPolicy
 from nanovllm.features.trace.__main__ import main
 from nanovllm.features.trace.events import (
     KINDS,
@@ -343,6 +344,112 @@ def test_a_step_that_only_decodes_adds_two_events_however_many_sequences_run(mak
     assert [event.decode_tokens for event in last if isinstance(event, Launched)] == [32]
 
 
+def test_a_trace_holds_the_text_of_prompts_and_outputs(tmp_path):
+    path = tmp_path / "run.jsonl"
+    long = "import os\n" * 400  # 1,200 tokens, of which the trace has 512
+    prompts = ["import re", MARKUP, [5, 6, 7], long]
+    with LLM(TINY_MODEL, device="cpu", trace=path) as llm:
+        twice = SamplingParams(temperature=0, max_tokens=6, n=2, ignore_eos=True)
+        outputs = llm.generate(prompts, [greedy(6)] * 3 + [twice], use_tqdm=False)
+        scored = SamplingParams(prompt_logprobs=0, max_tokens=0)
+        llm.generate("import re", scored, use_tqdm=False)
+        ids = llm.tokenizer(long)["input_ids"][:512]
+        (in_ids,) = llm.tokenizer.batch_decode([[5, 6, 7]])
+        cut = llm.tokenizer.decode(ids) + " …"
+    events = read_jsonl(path)
+    added = {event.seq: event.text for event in events if isinstance(event, Added)}
+    assert added == {0: "import re", 1: MARKUP, 2: in_ids, 3: cut, 4: "", 5: "import re"}
+    ended = {event.seq: event.text for event in events if isinstance(event, Finished)}
+    expected = [one["text"] for output in outputs for one in output.get("completions", [output])]
+    assert ended == dict(enumerate([*expected, ""])) and all(expected)
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.html"])
+def test_a_trace_without_text_holds_no_word_of_prompts_and_outputs(tmp_path, name):
+    with LLM(TINY_MODEL, device="cpu", trace=tmp_path / name, trace_text=False) as llm:
+        (output,) = llm.generate("class Zebra:\n    def", greedy(12), use_tqdm=False)
+    written = (tmp_path / name).read_text()
+    assert "Finished" in written and "Zebra" not in written
+    assert json.dumps(output["text"])[1:-1] not in written
+
+
+class Unexplained:
+    """A policy without a base class, and without the method `reason`."""
+
+    key = staticmethod(lambda seq: -seq.id)
+    running_limit = staticmethod(lambda scheduler: 2)
+    started = order_decodes = staticmethod(lambda _: None)
+    shared_prefix_blocks = staticmethod(lambda decoding: 0)
+
+
+class ShortestPromptFirst(SchedulingPolicy):
+    def key(self, seq):
+        return seq.num_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "policy, reason",
+    [
+        ("throughput", "longest first: at most 25 new tokens"),
+        ("fcfs", "first come, first served"),
+        ("shortest-first", "shortest first: at most 25 new tokens"),
+        ("longest-first", "longest first: at most 25 new tokens"),
+        ("priority", "lowest number first: priority 7"),
+        (RollingPolicy(64), "longest first among 64 requests in a row: at most 25 new tokens"),
+        (ShortestPromptFirst(), "smallest key of ShortestPromptFirst: 30"),
+        (Unexplained(), ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_each_start_has_the_reason_that_the_policy_gives(make_llm, tmp_path, policy, reason):
+    llm = make_llm(trace=tmp_path / "run.jsonl", scheduling_policy=policy, **TIGHT)
+    priority = 7 if policy == "priority" else 0
+    params = SamplingParams(max_tokens=25, ignore_eos=True, priority=priority)
+    llm.generate([[i] * 30 for i in range(9)], params, use_tqdm=False)
+    events = llm.engine.listeners[-1].events
+    starts = [event for event in events if isinstance(event, Started)]
+    again = {i for i, event in enumerate(starts) if event.seq in {e.seq for e in starts[:i]}}
+    assert len(starts) - len(again) == 9
+    for i, event in enumerate(starts):
+        expected = "preempted sequences start before new ones" if i in again else reason
+        assert event.reason == expected
+    assert again or isinstance(policy, Unexplained), "some were preempted"
+    llm.add_request([1], SamplingParams(max_tokens=2, n=2, priority=priority))
+    while llm.has_unfinished():
+        llm.step()
+    last = [event.reason for event in llm.engine.listeners[-1].events if isinstance(event, Started)]
+    assert last[-1] == last[-2], "completions that start together have the same reason"
+    if policy == "throughput":
+        assert last[-1] == "interactive requests start before the others, in order of arrival"
+
+
+def test_without_a_trace_no_policy_is_asked_for_a_reason(make_llm, tmp_path):
+    class Asked(SchedulingPolicy):
+        count = 0
+
+        def reason(self, seq):
+            self.count += 1
+            return "because"
+
+    for options, count in ({}, 0), ({"trace": tmp_path / "run.jsonl"}, 3):
+        policy = Asked()
+        llm = make_llm(scheduling_policy=policy, **options)
+        llm.generate(PROMPTS[:3], greedy(2), use_tqdm=False)
+        assert policy.count == count
+
+
+def test_a_trace_of_a_version_without_texts_and_reasons_is_read(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    path = tmp_path / "run.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for field in ("text", *(["reason"] if line["event"] == "Started" else [])):
+            line.pop(field, None)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    older = read_jsonl(path)
+    assert older != events and Summary(older).lines() == Summary(events).lines()
+
+
 def test_a_trace_changes_no_token(make_llm, checkpoint, tmp_path):
     for overlap in (False, True):
         llm = make_llm(trace=str(tmp_path / "run.html"), overlap=overlap, **TIGHT)
@@ -397,7 +504,7 @@ def test_json_lines_give_the_figures_and_the_page_of_the_run(
 
 SCRIPT = """
 import os, signal, sys
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams, SchedulingPolicy
 llm = LLM({folder!r}, device="cpu", kvcache_block_size=16, num_kvcache_blocks=8, trace="run.jsonl")
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
 os.mkdir("elsewhere"); os.chdir("elsewhere")
