@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
 
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
@@ -642,7 +643,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 
-def browse(path: Path, address: str = "", script: str = "") -> str:
+def browse(path: Path, address: str = "", script: str = "", width: int = 1280) -> str:
     """What a browser makes of a page: its DOM once `script` has run. No error may be logged."""
     if script:
         text = path.read_text(encoding="utf-8")
@@ -653,7 +654,7 @@ def browse(path: Path, address: str = "", script: str = "") -> str:
     browser = subprocess.run(
         [
             *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *("--enable-logging=stderr", "--v=0", "--window-size=1280,1000"),
+            *("--enable-logging=stderr", "--v=0", f"--window-size={width},1000"),
             *(f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=1000"),
             f"{path.as_uri()}#{address}",
         ],
@@ -846,9 +847,8 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
     events[0] = events[0]._replace(model=MARKUP, dtype=MARKUP, attention=MARKUP, began_at=MARKUP)
     lines = []
     for event in events:
-        line = (
-            dict(event._asdict(), reason=MARKUP) if isinstance(event, Finished) else event._asdict()
-        )
+        line = event._asdict()
+        line |= dict.fromkeys({"reason", "text"} & {*line}, MARKUP)
         for field in ("seq", "request", "joined", "left"):
             if field in line:
                 line[field] = marked(line[field])
@@ -866,7 +866,8 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
     dom = browse(tmp_path / "run.html", script=script)
     assert 'data-images="0"' in dom and "<title>run</title>" not in dom
     assert MARKUP in shown_text(dom, "facts")
-    assert MARKUP in html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
+    shown = html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
+    assert shown.count(MARKUP) >= 4, "prompt, output, why it started, and how it ended"
 
 
 def marked(ids):
@@ -892,3 +893,168 @@ def test_a_trace_without_a_step_or_with_unfinished_requests_is_shown(make_llm, t
     write(events[: len(events) // 2], tmp_path / "run.html")
     dom = browse(tmp_path / "run.html", "step=99")
     assert number(dom, "count-steps") > 0 and 'id="error" hidden' in dom
+
+
+def told_by(dom: str) -> Any:
+    """What a script told: the JSON in the attribute data-told of the page's body."""
+    return json.loads(html.unescape(re.search(r'data-told="([^"]*)"', dom)[1]))
+
+
+def steps_of(seconds: list[float], slow_commits: Collection[int] = ()) -> list[Event]:
+    """The events of one sequence whose steps follow one another and take so many seconds."""
+    run = Run("m", "cpu", "float32", "plain", False, 8, 256, 2, 512, 1.0, 1)
+    events: list[Event] = [run, Added(0.0, 0, 0, 1, len(seconds)), Started(0, 0, (0,), 0, 0)]
+    step = dict(forked=(), grown=(), left=(), running=1, waiting=0)
+    time = 0.0
+    for i, taken in enumerate(seconds):
+        first = i == 0
+        decode = dict(decode_tokens=0 if first else 1, prefills=((0, 0, 1),) if first else ())
+        joined = (0,) if i == 1 else ()
+        launched = dict(step, **decode, joined=joined, schedule_seconds=0.0, launch_seconds=taken)
+        events.append(Launched(i, time, blocks_in_use=1 + i % 3, **launched))
+        time += taken
+        commit = 0.03 if i in slow_commits else 0.0
+        events.append(Committed(i, time, 1, 0.0, commit))
+        time += commit + 0.0001
+    return [*events, Finished(time, 0, "length", len(seconds)), Released(0)]
+
+
+@needs_chromium
+def test_the_page_opens_at_the_first_step_and_play_shows_the_whole_run(tmp_path):
+    write(steps_of([0.01] * 30), tmp_path / "run.html")
+    script = """
+        const seen = [position];
+        $("speed").value = "10";
+        play(true);
+        for (let now = 0; playing && now < 1e6; now += 100) {
+          cancelAnimationFrame(frame);
+          tick(now);
+          seen.push(position);
+        }
+        document.body.dataset.told = JSON.stringify(seen);
+    """
+    seen = told_by(browse(tmp_path / "run.html", script=script))
+    assert sorted({*seen}) == [*range(31)] and seen == sorted(seen)
+
+
+WAITS = """
+const told = {};
+for (const seq of seqs.values()) {
+  follow({seq: seq.id});
+  seek(steps.length);
+  told[seq.name] = [seq.label, $("follow").textContent];
+}
+document.body.dataset.told = JSON.stringify(told);
+"""
+
+
+@needs_chromium
+def test_the_page_shows_texts_and_says_why_each_sequence_started_then(tmp_path):
+    common = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+    prompts = [common + "    def push(self, item):", common + "    def pop(self):", "import re"]
+    path = tmp_path / "run.html"
+    options = dict(device="cpu", trace=path, kvcache_block_size=16, num_kvcache_blocks=20)
+    params = [greedy(8), greedy(12), greedy(9)]
+    with LLM(TINY_MODEL, max_num_seqs=2, scheduling_policy="fcfs", **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    told = told_by(browse(path, script=WAITS))
+    for name, prompt, output in zip(("#0", "#1", "#2"), prompts, outputs):
+        assert prompt in told[name][1] and output["text"] in told[name][1]
+        assert "first come, first served." in told[name][1]
+    labels = [label for label, _ in told.values()]
+    assert labels == ["…def push(self, item):", "…= [] ↵ def pop(self):", "import re"]
+    waited = "In the step before, no batch slot was free."
+    assert [waited in text for _, text in told.values()] == [False, False, True]
+
+    with LLM(TINY_MODEL, scheduling_policy=Unexplained(), **options) as llm:
+        llm.generate(["a", "b", "c"], [greedy(8), greedy(12), greedy(9)], use_tqdm=False)
+    waited = "Until now, the policy let it wait."
+    texts = [text for _, text in told_by(browse(path, script=WAITS)).values()]
+    assert [waited in text for text in texts] == [True, False, False]
+
+
+LANES = """
+const told = {drawn: []};
+const draws = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+  told.drawn.push(text);
+  draws.call(this, text, ...where);
+};
+drawSteps();
+told.label = $("steps").getAttribute("aria-label");
+// The bottom row of the lane of decode tokens, as far as steps decode.
+const pixels = $("steps").getContext("2d");
+const [from, to] = [Math.ceil(X(steps[1].time)) + 1, Math.floor(X(span.end)) - 1];
+const row = pixels.getImageData(from, 4 + LANE - 3, to - from, 1).data;
+told.empty = 0;
+for (let i = 3; i < row.length; i += 4) if (row[i] === 0) told.empty++;
+document.body.dataset.told = JSON.stringify(told);
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("first", [0.02, 0.96])
+def test_a_cut_bar_is_marked_with_its_value(tmp_path, first):
+    write(steps_of([first] + [0.01] * 50), tmp_path / "run.html")
+    told = told_by(browse(tmp_path / "run.html", script=LANES))
+    assert ("bars cut" in told["drawn"]) == ("960.0 ms" in told["drawn"]) == (first == 0.96)
+    assert ("the longest step took 960.0 ms" in told["label"]) == (first == 0.96)
+
+
+@needs_chromium
+def test_steps_that_follow_one_another_leave_no_gaps(tmp_path):
+    """Not even where a step takes long to commit, so that the next one begins later."""
+    write(steps_of([0.01] * 90, slow_commits={30, 60}), tmp_path / "run.html")
+    assert told_by(browse(tmp_path / "run.html", script=LANES))["empty"] == 0
+
+
+@needs_chromium
+def test_a_screen_reader_hears_what_the_canvases_show(make_llm, tmp_path):
+    """Also that numbers in the map are those of sequences, and counts of sharers begin with ×."""
+    events = trace_of(make_llm, tmp_path)
+    write(events, tmp_path / "run.html")
+    script = """
+        const told = [];
+        for (const p of [0, 5, steps.length]) {
+          seek(p);
+          told.push(["steps", "rows", "map"].map((id) => $(id).getAttribute("aria-label")));
+        }
+        const drawn = [];
+        CanvasRenderingContext2D.prototype.fillText = (text) => drawn.push(text);
+        for (let p = 0; p < steps.length; p++) { seek(p); drawMap(); }
+        told.push(drawn);
+        document.body.dataset.told = JSON.stringify(told);
+    """
+    *told, drawn = told_by(browse(tmp_path / "run.html", script=script))
+    assert all(len({*texts}) > 1 for texts in zip(*told)), "they change with the position"
+    replay = Replay(events[0])
+    launched = 0
+    for event in events[1:]:
+        replay.apply(event)
+        launched += isinstance(event, Launched)
+        if launched == 6:
+            break
+    steps, rows, blocks = told[1]
+    assert f"Now: step {event.step}, " in steps
+    assert f"Now {len(replay.tables)} hold a batch slot: " in rows
+    shared = sum(count > 1 for count in replay.ref_counts)
+    used = event.blocks_in_use
+    assert f"Map of 14 KV blocks. Now {used} are in use, {shared} of them shared;" in blocks
+    assert {"×2", "#0"} <= {*drawn} and all(text[0] in "#×" for text in drawn if "." not in text)
+
+
+@needs_chromium
+def test_on_a_narrow_page_the_cache_and_the_play_bar_stay_in_view(tmp_path):
+    write(steps_of([0.01] * 30), tmp_path / "run.html")
+    script = """
+        window.scrollTo(0, 1e6);
+        const place = (id) => document.querySelector(id).getBoundingClientRect();
+        const [bar, map, words] = [place(".bar"), place("#map"), place("#words-card")];
+        const width = document.documentElement.scrollWidth;
+        document.body.dataset.told = JSON.stringify(
+          [scrollY, bar.top, bar.bottom, map.top, map.bottom, words.bottom, innerHeight, width]);
+    """
+    dom = browse(tmp_path / "run.html", script=script, width=800)
+    scrolled, bar_top, bar_bottom, top, bottom, end, height, width = told_by(dom)
+    assert scrolled > 100 and width <= 800
+    assert bar_top == 0 < bar_bottom <= top < bottom < height / 2 < end <= height
