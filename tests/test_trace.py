@@ -962,7 +962,7 @@ def test_the_page_shows_texts_and_says_why_each_sequence_started_then(tmp_path):
         assert prompt in told[name][1] and output["text"] in told[name][1]
         assert "first come, first served." in told[name][1]
     labels = [label for label, _ in told.values()]
-    assert labels == ["…def push(self, item):", "…= [] ↵ def pop(self):", "import re"]
+    assert labels == ["…push(self, item):", "…def pop(self):", "import re"]
     waited = "In the step before, no batch slot was free."
     assert [waited in text for _, text in told.values()] == [False, False, True]
 
