@@ -243,7 +243,7 @@ def language_model_of(json: dict[str, Any]) -> dict[str, Any]:
     language = json.get("text_config")
     if not isinstance(language, dict):
         return json
-    whole = ("architectures", "dtype", "quantization_config", "tie_word_embeddings")
+    whole = ("architectures", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
     return {**json, **language} | {n: json[n] for n in whole if json.get(n) is not None}
 
 
