@@ -81,7 +81,7 @@ def expected_ids(plain, prompt, params, completion=0):
         logits = edited(plain.logits(prompt + output).tolist(), params, output)
         scores = torch.tensor([process(logits, params, prompt, output, stop_ids)])
         position = torch.tensor([len(prompt) + len(output)])
-        token, _ = sample(scores, torch.ones(1), seed, position)
+        token, _ = sample(scores, temperatures=torch.ones(1), seeds=seed, positions=position)
         output.append(int(token))
     return output
 
@@ -231,8 +231,12 @@ def expected_walk(plain, prompt, params, completion):
         allowed = Walk.allowed(output)
         kept[allowed] = logits[allowed]
         seed, position = params.seed + completion, len(prompt) + len(output)
-        scores = kept.unsqueeze(0), torch.tensor([params.temperature])
-        token, _ = sample(*scores, torch.tensor([seed]), torch.tensor([position]))
+        token, _ = sample(
+            kept.unsqueeze(0),
+            temperatures=torch.tensor([params.temperature]),
+            seeds=torch.tensor([seed]),
+            positions=torch.tensor([position]),
+        )
         output.append(int(token))
     return output
 

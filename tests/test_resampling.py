@@ -98,9 +98,9 @@ def test_rows_get_the_same_tokens_alone_as_among_others():
         assert token[0] == tokens[row] and of_token.get(0) == logprobs.get(row), params[row]
     plain_tokens, _ = sample(
         logits,
-        torch.full((rows,), 0.7, device=DEVICE),
-        torch.arange(rows, device=DEVICE),
-        torch.full((rows,), 6, device=DEVICE),
+        temperatures=torch.full((rows,), 0.7, device=DEVICE),
+        seeds=torch.arange(rows, device=DEVICE),
+        positions=torch.full((rows,), 6, device=DEVICE),
     )
     assert tokens[::4].tolist() == plain_tokens[::4].tolist()
 

@@ -41,7 +41,8 @@ def test_a_special_draw_is_the_plain_reference_with_the_same_noise():
         scores = torch.tensor(
             [process(logits[row].tolist(), params[row], prompt, output, stop_ids)]
         )
-        expected, _ = sample(scores, torch.ones(1), seeds[row : row + 1], torch.tensor([48]))
+        seed, position = seeds[row : row + 1], torch.tensor([48])
+        expected, _ = sample(scores, temperatures=torch.ones(1), seeds=seed, positions=position)
         assert tokens[row] == expected[0], params[row]
 
 

@@ -320,9 +320,12 @@ class Resampler:
             divisors = torch.where(temperatures > 0, temperatures, 1.0)
             kept = keep_likeliest(logits, divisors, top_k, top_p, margin, width)
             logits = logits.masked_fill(~kept, -torch.inf)
-        seeds = self.state.seeds[slots]
-        temperatures = temperatures.squeeze(1).contiguous()
-        tokens, _ = self._sample_tokens(logits, temperatures, seeds, positions)
+        tokens, _ = self._sample_tokens(
+            logits,
+            temperatures=temperatures.squeeze(1).contiguous(),
+            seeds=self.state.seeds[slots],
+            positions=positions,
+        )
         # A filter may have hidden NaN logits, which the first pass has found.
         tokens = torch.where(output.tokens[rows.at] == INVALID_TOKEN, INVALID_TOKEN, tokens)
         if counts is not None:
