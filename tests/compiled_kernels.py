@@ -26,7 +26,7 @@ from nanovllm.backends.cuda.triton import (
     elementwise,
     gemv,
     moe,
-    sampling,
+    sampler,
 )
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
@@ -110,7 +110,7 @@ def stand_in_for_a_gpu() -> None:
     moe._shared_memory = lambda device: 1 << 17
     for module in (dispatch, allreduce_norm, decode_attention, decode_gemm, elementwise, gemv, moe):
         module.overlap = lambda x: {"PDL": True, "launch_pdl": True}
-    sampling.overlap = gemv.overlap
+    sampler.overlap = gemv.overlap
 
 
 def run_all() -> None:
@@ -163,7 +163,7 @@ def run_all() -> None:
         renormalize=True,
     )
     temperatures = new(rows, dtype=torch.float32)
-    sampling.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
+    sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 
 
 if __name__ == "__main__":

@@ -497,7 +497,7 @@ class Waiting:
 def test_kernels_and_the_plain_sampler_agree_on_edited_and_waiting_rows():
     pytest.importorskip("triton")
     from nanovllm.backends.cuda.resampler import CUDAResampler
-    from nanovllm.backends.cuda.triton.sampling import sample as kernel
+    from nanovllm.backends.cuda.triton.sampler import sample as kernel
 
     r, rows, vocab = random.Random(2), 24, 300
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from nanovllm.backends.cuda.triton import (
     prefill_gemm,
 )
 from nanovllm.backends.cuda.triton import moe as triton_moe
-from nanovllm.backends.cuda.triton import sampling as triton_sampling
+from nanovllm.backends.cuda.triton import sampler as triton_sampler
 from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
     arrivals,
@@ -357,7 +357,7 @@ def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
     seeds = torch.tensor([0, 1, -5, 2**40 + 3, 2**63 - 1, 9], device=DEVICE)
     positions = torch.tensor([0, 2, 3, 2**33, 77, 9], device=DEVICE)
     options = dict(temperatures=temperatures, seeds=seeds, positions=positions)
-    tokens, values = triton_sampling.sample(logits, **options, vocab_start=vocab_start)
+    tokens, values = triton_sampler.sample(logits, **options, vocab_start=vocab_start)
     expected_tokens, expected_values = sample(logits, **options, vocab_start=vocab_start)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(values, expected_values)
@@ -369,10 +369,10 @@ def test_sample_passes_over_rows_of_a_temperature_below_0(rows):
     temperatures = torch.full((rows,), 0.8, device=DEVICE)
     at = torch.arange(rows, device=DEVICE)
     options = dict(temperatures=temperatures, seeds=at, positions=at)
-    whole, _ = triton_sampling.sample(logits, **options)
+    whole, _ = triton_sampler.sample(logits, **options)
     temperatures[1] = -1
     logits[1] = torch.nan
-    tokens, values = triton_sampling.sample(logits, **options)
+    tokens, values = triton_sampler.sample(logits, **options)
     assert tokens[1] == 0 and values[1] == 0 and whole[1] != 0
     assert tokens[0] == whole[0] and tokens[2:].tolist() == whole[2:].tolist()
 
@@ -381,14 +381,14 @@ def test_sample_gives_a_tie_to_the_lowest_token():
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [300, 299, 1030, 8888]] = 1.0
     zero, greedy = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, device=DEVICE)
-    tokens, _ = triton_sampling.sample(logits, temperatures=greedy, seeds=zero, positions=zero)
+    tokens, _ = triton_sampler.sample(logits, temperatures=greedy, seeds=zero, positions=zero)
     assert tokens.item() == 299
 
 
 @pytest.mark.parametrize("vocab_start", [0, 777])
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.5, 1.0])
 @pytest.mark.parametrize(
-    "sampler_under_test", [triton_sampling.sample, sample], ids=["triton", "plain"]
+    "sampler_under_test", [triton_sampler.sample, sample], ids=["triton", "plain"]
 )
 def test_a_row_with_logits_that_are_no_numbers_samples_no_token(
     sampler_under_test, temperature, vocab_start
@@ -419,9 +419,9 @@ def test_sample_of_shards_equals_sample_of_the_whole():
     temperatures = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)
     seeds, positions = torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE) + 10
     options = dict(temperatures=temperatures, seeds=seeds, positions=positions)
-    whole, _ = triton_sampling.sample(logits, **options)
+    whole, _ = triton_sampler.sample(logits, **options)
     shards = [
-        triton_sampling.sample(logits[:, begin : begin + 1248], **options, vocab_start=begin)
+        triton_sampler.sample(logits[:, begin : begin + 1248], **options, vocab_start=begin)
         for begin in range(0, 4992, 1248)
     ]
     tokens, values = (torch.stack(x) for x in zip(*shards))

@@ -47,7 +47,7 @@ class StepOutput(NamedTuple):
     logits: Tensor
     positions: Tensor  # [B] int32, the positions of the tokens in their sequences
     slots: Tensor  # [B] int64, the batch slots of the sequences
-    # Log-probabilities of prompt tokens, if requested: see features/sampling/prompt_logprobs.py.
+    # Log-probabilities of prompt tokens, if requested: see features/sampling/logprobs.py.
     prompt_logprobs: Any = None
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton import resampling
+from nanovllm.backends.cuda.triton import resampler as kernels
 from nanovllm.features.sampling.resampler import Resampler, Rows
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def make_resampler(runner: "ModelRunner") -> Resampler:
     """Make a CUDAResampler, or the plain one if Triton is too old for its kernels."""
-    return CUDAResampler(runner) if resampling.CAN_COMPILE else Resampler(runner)
+    return CUDAResampler(runner) if kernels.CAN_COMPILE else Resampler(runner)
 
 
 class CUDAResampler(Resampler):
@@ -33,7 +33,7 @@ class CUDAResampler(Resampler):
             # The ranks' logits of so many rows are gathered at a time.
             self.rows_at_once = min(128, self.rows_at_once)
         device = self.slots.table.device
-        self._space = resampling.Workspace(self.rows_at_once, self.vocab_size, device)
+        self._space = kernels.Workspace(self.rows_at_once, self.vocab_size, device)
         self._all = torch.arange(runner.max_num_seqs, device=device)
         self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -58,7 +58,7 @@ class CUDAResampler(Resampler):
             nothing.view(torch.bool) if table is None else table
             for table in (slots.barred, slots.cells)
         ]
-        resampling.resample(
+        kernels.resample(
             logits,
             self._all[: len(logits)] if rows.at is None else rows.at,
             output,
@@ -71,4 +71,4 @@ class CUDAResampler(Resampler):
     def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
         at = self._all[: len(logits)] if rows.at is None else rows.at
         most = rows.most_logprobs
-        return resampling.logprobs(logits, at, output, self.slots, most, self._space)
+        return kernels.logprobs(logits, at, output, self.slots, most, self._space)

@@ -38,7 +38,7 @@ from nanovllm.backends.cuda.overlapped_decoder import (
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
-from nanovllm.backends.cuda.triton import elementwise, sampling
+from nanovllm.backends.cuda.triton import elementwise, sampler
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
@@ -394,7 +394,7 @@ class CUDAModelRunner(ModelRunner):
         return (super()._forward(*inputs),)
 
     def _sample_tokens(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        sample = sampling.sample if self._has_own_kernels else super()._sample_tokens
+        sample = sampler.sample if self._has_own_kernels else super()._sample_tokens
         return sample(logits, **options)
 
     def _advance(self, slots: Tensor) -> DecodeInputs:

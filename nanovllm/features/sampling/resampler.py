@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.sampling.logits_edits import RowEdits, SlotEdits
-from nanovllm.features.sampling.slots import SlotParams, Starting, limit
+from nanovllm.features.sampling.slot_params import SlotParams, Starting, limit
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingMetadata, SamplingParams
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from sampling_helpers import Draws, random_params
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cuda.resampler import CUDAResampler
-from nanovllm.backends.cuda.triton import resampling as kernels
-from nanovllm.backends.cuda.triton.sampling import sample, scale_of
+from nanovllm.backends.cuda.triton import resampler as kernels
+from nanovllm.backends.cuda.triton.sampler import sample, scale_of
 from nanovllm.engine.model_runner import StepOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

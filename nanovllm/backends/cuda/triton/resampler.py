@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import launch
-from nanovllm.backends.cuda.triton.sampling import (
+from nanovllm.backends.cuda.triton.sampler import (
     INVALID,
     LN_2,
     LOG2_E,
@@ -47,7 +47,7 @@ CHUNK = tl.constexpr(8 * CELL_)
 # A tile, which a program holds in registers at a time.
 TILE_CELLS = tl.constexpr(256)
 TILE_CHUNKS = tl.constexpr(256 // 8)
-# Columns of the table of the slots' parameters: see features/sampling/slots.py. Kernels call its
+# Columns of the table of the slots' parameters: see features/sampling/slot_params.py. Kernels call its
 # `params` `settings`, because Triton's launcher uses the name `params` itself.
 TEMPERATURE, TOP_P, MARGIN = (tl.constexpr(i) for i in range(3))
 REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(3, 6))
@@ -93,7 +93,7 @@ def resample(
         state: a BatchState: temperatures, seeds and last_tokens [S]. Rows whose temperature is not
             below 0 are skipped.
         asked: the slots' parameters, as columns of one table: params [S, 6] float32 and limits
-            [S, 3] int32; see features/sampling/slots.py.
+            [S, 3] int32; see features/sampling/slot_params.py.
         tables: counts [S, V] int32, barred [S, V] bool, and cells [S, V / CELL] bool. A table may
             have one element if no slot needs it.
     """
