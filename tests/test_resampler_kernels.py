@@ -69,7 +69,7 @@ def test_kernels_sample_what_the_plain_sampler_does(vocab, rows, kind, dtype):
     expected_tokens, expected_logprobs = plain.run()
     assert tokens.tolist() == expected_tokens.tolist()
     penalized = [kernel.slots[i] for i, one in enumerate(params) if one.penalizes]
-    counts = [one.resampler.slots.counts[penalized] for one in (kernel, plain)]
+    counts = [one.resampler.token_tables.counts[penalized] for one in (kernel, plain)]
     assert torch.equal(*counts) and counts[0].max() > 1
     assert logprobs.keys() == expected_logprobs.keys() and logprobs
     for row, expected in expected_logprobs.items():
@@ -183,7 +183,8 @@ def least_kept(logits, params):
     """By the kernels: the least logits that the filters keep, and how many chunks hold such."""
     draws = kernel_draws(logits, params)
     draws.run()
-    space, table = draws.resampler._space, draws.resampler.slots.table[draws.slots_d]
+    space = draws.resampler._workspace
+    table = draws.resampler.slot_params.table[draws.slots_d]
     out = torch.zeros(len(logits), 2, dtype=torch.int32, device=DEVICE)
     _kept_kernel[(len(logits),)](
         logits,

@@ -67,7 +67,7 @@ class SampledTokens:
     """The sampled tokens of a step, which may still be in flight.
 
     tokens: Tensor [B].
-    logprobs: The log-probabilities of requests that want them: see features/sampling/resampler.py.
+    logprobs: The log-probabilities of requests that want them: see features/sampling/logprobs.py.
     prompt_logprobs: The `prompt_logprobs` of StepOutput.
     """
 
@@ -217,7 +217,7 @@ class ModelRunner:
         The returned object replaces that of `launch`, in which the tokens of these rows have no
         meaning.
         """
-        return self._answer(*self.resampler.constrain(edits))
+        return self._answer(*self.resampler.sample_constrained(edits))
 
     @torch.inference_mode()
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:

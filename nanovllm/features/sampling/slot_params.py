@@ -1,7 +1,7 @@
 """Tables on the device with the sampling parameters of the sequences in the batch slots.
 
 With these tables a step needs only one thing from the host: which of its rows ask for more. A new
-parameter that changes logits or bars tokens is one more column, or one more table, in this file.
+parameter is one more column.
 
 Shapes: S batch slots, V vocabulary entries.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.layers.sampler import CELL
+from nanovllm.features.sampling.filters import num_top_k
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
 Upload = Callable[[np.ndarray], Tensor]
@@ -38,24 +38,16 @@ class SlotParams:
         limits: [S, 3] int32: top_k (V: no bound); the length from which on the sequence may end;
             the number of likeliest tokens to report (-1: not even the sampled token).
         table: params and limits side by side, as int32 bits; these two are views of it.
-        counts: [S, V] int32: 0 for a token that is neither in prompt nor output, else 1 + how often
-            it is in the output. None until a slot has penalties.
-        barred: [S, V] bool: tokens that would end the sequence. None until a slot has min_tokens.
-        cells: [S, C] bool: cells of the vocabulary in which counts or barred have entries. None
-            until either table exists.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, upload: Upload) -> None:
-        self.num_slots, self.vocab_size = num_slots, vocab_size
+        self.vocab_size = vocab_size
         self._upload = upload
         self.table = upload(np.tile(_rows([SamplingParams()], [0], vocab_size), (num_slots, 1)))
         self.params = self.table[:, :-LIMITS].view(torch.float32)
         self.limits = self.table[:, -LIMITS:]
-        self.counts: Tensor | None = None
-        self.barred: Tensor | None = None
-        self.cells: Tensor | None = None
 
-    def start(self, asked: Asked, temperatures: Tensor) -> None:
+    def start(self, asked: Asked, slots: Tensor, temperatures: Tensor) -> None:
         """Fill the rows of sequences that ask for more and start to sample in these slots.
 
         temperatures [S] float32 are those of the first sampling pass. They are set below 0 for
@@ -67,71 +59,8 @@ class SlotParams:
         # One upload brings the temperatures and the rows.
         columns = np.array(first, dtype=np.float32).view(np.int32)[:, None]
         rows = self._upload(np.hstack((columns, _rows(params, lengths, self.vocab_size))))
-        slots = self._upload(np.array([slot for slot, _ in asked], dtype=np.int64))
         temperatures[slots] = rows[:, 0].view(torch.float32)
         self.table[slots] = rows[:, 1:]
-        if self.cells is not None:
-            self.cells.index_fill_(0, slots, False)
-        if penalized := [(slot, one) for slot, one in asked if one.params.penalizes]:
-            self._start_counts(penalized)
-        if barring := [(slot, one) for slot, one in asked if one.params.min_tokens]:
-            self._start_barred(barring)
-
-    def _start_counts(self, asked: Asked) -> None:
-        """Count the tokens of sequences with penalties."""
-        if self.counts is None:
-            self.counts = self._new_table(torch.int32)
-        held = [self._places(slot, one.token_ids) for slot, one in asked]
-        output_places = [places[one.num_prompt_tokens :] for places, (_, one) in zip(held, asked)]
-        self._clear(self.counts, asked)
-        counts = self.counts.view(-1)
-        places = self._upload(np.concatenate(held))
-        counts.index_fill_(0, places, 1)
-        self._mark_cells(places)
-        output = self._upload(np.concatenate(output_places))
-        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-
-    def _start_barred(self, asked: Asked) -> None:
-        """Mark the tokens that would end sequences with min_tokens."""
-        if self.barred is None:
-            self.barred = self._new_table(torch.bool)
-        self._clear(self.barred, asked)
-        held = [self._places(slot, list(one.stop_ids)) for slot, one in asked]
-        places = self._upload(np.concatenate(held))
-        self.barred.view(-1).index_fill_(0, places, True)
-        self._mark_cells(places)
-
-    def _new_table(self, dtype: torch.dtype) -> Tensor:
-        """Make a table [S, V] of zeros, and `cells` with the first of them."""
-        shape = self.num_slots, self.vocab_size
-        if self.cells is None:
-            size = -(-self.vocab_size // CELL)
-            self.cells = torch.zeros(
-                self.num_slots, size, dtype=torch.bool, device=self.table.device
-            )
-        return torch.zeros(shape, dtype=dtype, device=self.table.device)
-
-    def _mark_cells(self, places: Tensor) -> None:
-        """Mark the cells of `places`, which are indices into a flattened table [S, V]."""
-        assert self.cells is not None
-        slots, tokens = places // self.vocab_size, places % self.vocab_size
-        # Assignment by index would copy True to the device, and the host would wait for that.
-        self.cells.view(-1).index_fill_(0, slots * self.cells.shape[1] + tokens // CELL, True)
-
-    def _clear(self, table: Tensor, asked: Asked) -> None:
-        """Zero the rows of the slots in `asked`."""
-        slots = np.array([slot for slot, _ in asked], dtype=np.int64)
-        table.index_fill_(0, self._upload(slots), 0)
-
-    def _places(self, slot: int, token_ids: list[int]) -> np.ndarray:
-        """Return the indices of a slot's tokens in a flattened table [S, V]."""
-        tokens = np.array(token_ids, dtype=np.int64)
-        return tokens[tokens < self.vocab_size] + slot * self.vocab_size
-
-
-def limit(params: SamplingParams, vocab_size: int) -> int:
-    """Return top_k as a number of tokens: vocab_size if it sets no bound."""
-    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
 
 
 def _rows(params: list[SamplingParams], prompt_lens: list[int], vocab_size: int) -> np.ndarray:
@@ -145,7 +74,7 @@ def _row(
     params: SamplingParams, num_prompt_tokens: int, vocab_size: int
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
     """Return the rows of `SlotParams.params` and `SlotParams.limits` for one request."""
-    top_p, margin, top_k = params.top_p, -math.inf, limit(params, vocab_size)
+    top_p, margin, top_k = params.top_p, -math.inf, num_top_k(params, vocab_size)
     if params.temperature == 0:  # a greedy row: the likeliest token passes every filter
         top_p, top_k = 1.0, vocab_size
     elif params.min_p > 0:
