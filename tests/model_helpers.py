@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.loader import load_weights
@@ -58,6 +59,9 @@ class Driver:
             if isinstance(layer, SelfAttention):
                 shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
                 layer.k_cache, layer.v_cache = torch.full((2, *shape), 1e3)
+            if isinstance(layer, RecurrentLayer):
+                shape = (num_sequences, *layer.state_shape)
+                layer.state = torch.zeros(shape, dtype=layer.state_dtype)
 
     @torch.inference_mode()
     def step(self, decodes: dict[int, int], chunks: dict[int, list[int]]) -> torch.Tensor:
@@ -92,6 +96,7 @@ class Driver:
             torch.tensor([self.lens[i] for i in decodes], dtype=torch.int32),
             self.tables[list(decodes)],
             prefill=prefill,
+            state_rows=torch.tensor([*decodes, *chunks]),
         )
         with forward_context(meta):
             return self.model.compute_logits(

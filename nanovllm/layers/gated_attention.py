@@ -7,9 +7,9 @@ from nanovllm.layers.attention import SelfAttention
 
 
 class GatedSelfAttention(SelfAttention):
-    """Self-attention with a gate for each element of its heads' outputs: [T, hidden] -> [T, hidden].
+    """Self-attention with a gate for each element of each head's output.
 
-    The gates are projected from the layer's input, as the queries are.
+    [T, hidden] -> [T, hidden]. The gates are projected from the layer's input, as the queries are.
     """
 
     has_gate = True

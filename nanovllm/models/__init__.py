@@ -13,7 +13,10 @@ from nanovllm.models.olmo3 import Olmo3ForCausalLM
 from nanovllm.models.phi3 import Phi3ForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from nanovllm.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanovllm.models.qwen3_next import Qwen3NextForCausalLM
 from nanovllm.models.seed_oss import SeedOssForCausalLM
 from nanovllm.models.smollm3 import SmolLM3ForCausalLM
 from nanovllm.models.transformer import CausalLM
@@ -22,6 +25,11 @@ from nanovllm.weights.hf_config import SIZES
 MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

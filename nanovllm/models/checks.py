@@ -10,13 +10,15 @@ from nanovllm.weights.hf_config import OF_EXPERTS, SIZES
 # larger sizes does not fit into 64 bits.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
-LAYER_KINDS = ("full_attention", "sliding_attention")
+LAYER_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 LARGEST = 3e38  # of a number that is no count: models compute in float32
 
 
 def check_sizes(hf_config) -> None:
     """Raise ValueError for sizes that describe no model."""
     for name in SIZES:
+        if name == "intermediate_size" and hasattr(hf_config, "shared_expert_intermediate_size"):
+            continue
         check_count(hf_config, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if heads % kv_heads:

@@ -70,7 +70,7 @@ def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
     language: Any = getattr(config, "text_config", None)
     if not hasattr(language, "num_hidden_layers"):
         return config
-    for name in ("architectures", "dtype", "quantization_config"):  # said of the whole
+    for name in ("architectures", "dtype", "quantization_config", "tie_word_embeddings"):
         if getattr(config, name, None) is not None:
             setattr(language, name, getattr(config, name))
     return language

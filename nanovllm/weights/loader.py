@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.weights import mxfp4
+from nanovllm.weights.fused_experts import split_experts
 from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -40,6 +41,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError if the checkpoint is broken or belongs to another model.
     """
     checkpoint = open_checkpoint(Path(folder))
+    if not getattr(model, "stacks_experts", False):
+        split_experts(checkpoint)
     with ThreadPoolExecutor(READERS) as pool:
         untie_heads(model, checkpoint, pool)
         slices = list(model_weight_slices(model))
@@ -171,7 +174,8 @@ def check_num_layers(num_layers: int, folder: str | Path, model: type[nn.Module]
     names = open_checkpoint(Path(folder))
     found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
     if others := left_out(model, names):
-        parts = ", ".join(sorted({name.split(".")[0] for name in others}))
+        named = [part for part in model.left_out if any(n.startswith(f"{part}.") for n in others)]
+        parts = ", ".join(sorted(named))
         logger.info(
             f"{folder}: {parts} left out ({len(others)} tensors): the model runs on text alone"
         )

@@ -1,0 +1,23 @@
+"""Qwen3.5 and 3.6 with a mixture of experts, and an expert that all tokens share, in each layer."""
+
+from nanovllm.layers.moe import SharedExpertMixture
+from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    def build_layer_mlp(self, config, index, group):
+        return SharedExpertMixture(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            group,
+            shared_size=config.shared_expert_intermediate_size,
+            renormalize=True,
+        )
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
+    """The text model within a checkpoint that also has a vision tower."""
+
+    checkpoint_names = Qwen3_5ForConditionalGeneration.checkpoint_names
