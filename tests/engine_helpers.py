@@ -24,8 +24,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -57,6 +60,20 @@ MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
 }
+# Three of four layers have a state instead of K and V.
+DELTA = SHAPE | dict(
+    num_hidden_layers=4,
+    linear_num_key_heads=3,
+    linear_num_value_heads=6,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+)
+SHARED_EXPERT = dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=20,
+)
 # Further families, with what sets each apart.
 FAMILIES = {
     "phi3": Phi3Config(
@@ -95,6 +112,9 @@ FAMILIES = {
         **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
         attn_logit_softcapping=3.0,
     ),
+    "qwen3.5": Qwen3_5TextConfig(**DELTA | dict(linear_num_value_heads=9)),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(**DELTA, **SHARED_EXPERT),
+    "qwen3-next": Qwen3NextConfig(**DELTA, **SHARED_EXPERT),
 }
 
 

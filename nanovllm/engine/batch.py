@@ -101,7 +101,9 @@ class RunnerInfo:
     # A rank counts what it holds. The runner of several ranks reports num_parameters of the whole
     # model, and kv_cache_bytes of all ranks together.
     num_parameters: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int  # the state of recurrent layers included
+    num_state_slots: int = 0  # sequences whose state has room; 0: no layer is recurrent
+    num_snapshots: int = 0  # states that are kept for later prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,9 @@ class Batch:
     prefills: tuple[PrefillChunk, ...] = ()
     # (source, copy): blocks to copy before the step writes any. All sources are read first.
     block_copies: tuple[tuple[int, int], ...] = ()
+    # (source, copy): rows of the state of recurrent layers to copy before the step computes
+    # anything, as if one after the other
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def first_samples(self) -> list[PrefillChunk | Fork]:

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
 from nanovllm.engine.block_tables import BlockTables
+from nanovllm.engine.branches import Branches
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -58,7 +59,8 @@ class Scheduler:
         # sequences would soon need more blocks than there are, and one would be preempted.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
-        self.waiting = WaitingQueue()
+        self.states = self.tables.states
+        self.waiting = WaitingQueue(None if self.states is None else self.states.branches)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
         # Decoding sequences, without those whose last token is in flight.
         self.running: list[Sequence] = []
@@ -112,8 +114,14 @@ class Scheduler:
             assert self._steps_in_flight or not stuck, "without a step in flight, a sequence runs"
             return None
         self._steps_in_flight.append(decoding + started)
-        copies = tuple(self.tables.copies)
-        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
+        return Batch(
+            decode_slots,
+            tuple(new_blocks),
+            shared_blocks,
+            tuple(chunks),
+            block_copies=tuple(self.tables.copies),
+            state_copies=() if self.states is None else self.states.snapshots.take_copies(),
+        )
 
     def _make_room(self) -> bool:
         """Preempt sequences until there is a block for each sequence that needs one.
@@ -181,6 +189,8 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
         forks: list[Sequence] = []
+        # Sequences whose chunk ended early, at a snapshot. They go on in the next step.
+        held: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         while budget > 0:
             if self.waiting and not self.prefilling and self.num_running < limit:
@@ -193,6 +203,9 @@ class Scheduler:
                 break
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
+            if self.states is not None and self.states.chunk_planned(seq):
+                held.append(self.prefilling.pop(0))
+                continue
             if not chunk.is_last:
                 break
             self.prefilling.pop(0)
@@ -203,6 +216,7 @@ class Scheduler:
                 if one.num_tokens < one.max_len:
                     self.running.append(one)
             seq.forks = ()
+        self.prefilling[:0] = held
         if started:
             self.policy.order_decodes(self.running)
         return chunks, started + forks
@@ -210,16 +224,20 @@ class Scheduler:
     def _start_next(self) -> None:
         """Start the first waiting sequence and its forks, if there are slots and blocks for all."""
         seq = self.waiting.first
-        start = self.tables.plan(seq)
         reserve = self.reserve if self.running else 0
-        while len(self._free_slots) <= len(seq.forks) or not self.tables.have_room(start, reserve):
+        while True:
+            start = self.tables.plan(seq)
+            if len(self._free_slots) > len(seq.forks) and self.tables.have_room(start, reserve):
+                break
             if not self._preempt_paused():
                 return
-        self.waiting.remove(seq)
-        num_cached = self.tables.start(seq, start)
+        if start.waits_for_snapshot:
+            return
         for one in (seq, *seq.forks):
             one.batch_slot = self._free_slots.pop()
             one.status = Status.RUNNING
+        num_cached = self.tables.start(seq, start)
+        self.waiting.remove(seq)
         # The last reusable token is computed even if it is cached, because the sampler needs its
         # hidden state.
         seq.num_computed = min(num_cached, seq.num_reusable - 1)
@@ -241,7 +259,10 @@ class Scheduler:
         The chunk is empty if no block is free.
         """
         start = seq.num_computed
-        end = self.tables.make_room(seq, min(start + budget, seq.num_tokens))
+        end = min(start + budget, seq.num_tokens)
+        if self.states is not None:
+            end = self.states.end_of_chunk(seq, end)
+        end = self.tables.make_room(seq, end)
         # Blocks that are already registered are shared, or an earlier chunk has written them.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
@@ -378,7 +399,9 @@ class Scheduler:
 class WaitingQueue:
     """The waiting sequences in the order in which they start: preempted sequences first."""
 
-    def __init__(self) -> None:
+    def __init__(self, branches: Branches | None = None) -> None:
+        """Build an empty queue. `branches` is told which sequences wait, if it is not None."""
+        self.branches = branches
         self._sequences: list[Sequence] = []
         # Tokens that the waiting sequences and their forks may still generate.
         self.num_tokens_left = 0
@@ -390,10 +413,14 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
         self.num_tokens_left += seq.num_tokens_left_with_forks
+        if self.branches is not None:
+            self.branches.add(seq, NO_PREFIX)
 
     def remove(self, seq: Sequence) -> None:
         self._sequences.remove(seq)
         self.num_tokens_left -= seq.num_tokens_left_with_forks
+        if self.branches is not None:
+            self.branches.remove(seq)
 
     def __len__(self) -> int:
         return len(self._sequences)

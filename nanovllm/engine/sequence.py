@@ -71,6 +71,10 @@ class Sequence:
     num_computed: int = field(init=False)  # tokens whose K and V are written or in flight
     num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
     prefix: Prefix = field(init=False)  # the prefix that ends with the last registered block
+    # Of a model with recurrent layers: the tokens after which the state was last kept or restored,
+    # and numbers of prompt tokens after which it is to be kept.
+    num_in_snapshot: int = field(init=False)
+    snapshots_at: list[int] = field(init=False)
 
     # What is reported of the sequence.
     prompt_text: str | None = None  # set if the prompt was given as text
@@ -100,6 +104,8 @@ class Sequence:
         self.num_computed = 0
         self.num_registered_blocks = 0
         self.prefix = NO_PREFIX
+        self.num_in_snapshot = 0
+        self.snapshots_at = []
 
     @property
     def num_tokens_left(self) -> int:

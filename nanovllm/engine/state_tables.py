@@ -1,0 +1,92 @@
+"""The recurrent states of sequences: the snapshot that a sequence starts with, and those it leaves.
+
+The pool of snapshots knows prefixes and rows; this module knows sequences. A model without
+recurrent layers has no such tables.
+
+A snapshot is kept where a sequence ends or is preempted. Besides, a prompt leaves snapshots on its
+way, where other prompts will begin alike: where waiting prompts part from it, and where known K and
+V end if they reach further than the snapshot that the prompt starts with. There, a chunk of the
+prompt ends, since the state is known only at the end of a chunk.
+"""
+
+from nanovllm.engine.block_manager import NO_PREFIX, TOKEN_BYTES, BlockManager, Prefix
+from nanovllm.engine.branches import Branches
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.snapshots import MIN_GAIN, Key, Snapshots
+
+
+class StateTables:
+    """The states of all sequences, which begin and end here."""
+
+    def __init__(self, blocks: BlockManager, snapshots: Snapshots) -> None:
+        self.blocks = blocks
+        self.snapshots = snapshots
+        self.block_size = blocks.block_size
+        self.branches = Branches(blocks.block_size)
+
+    def find(self, cached: list[int], reusable: list[int]) -> tuple[Key | None, int]:
+        """Find the snapshot after the most leading tokens of `reusable`, without the last token.
+
+        cached: the known blocks that hold leading tokens. Returns the snapshot, and the number of
+        its tokens. The K and V of all these tokens are known, too.
+        """
+        size, last = self.block_size, len(reusable) - 1
+        for depth in range(min(len(cached), last // size), -1, -1):
+            prefix = self.blocks.prefix(cached[depth - 1]) if depth else NO_PREFIX
+            start = depth * size
+            following = reusable[start : min(start + size - 1, last)]
+            if depth == len(cached):  # beyond the cached blocks, another block may begin alike
+                run = self.blocks.match_run(prefix, following)
+                following = following[: run[1] if run else 0]
+            key = self.snapshots.find(prefix, following)
+            if key is not None:
+                return key, start + len(key[1]) // TOKEN_BYTES
+        return None, 0
+
+    def start(self, seq: Sequence, key: Key | None, num_tokens: int, reach: list[int]) -> None:
+        """Start a waiting sequence in its batch slot with a snapshot that `find` found.
+
+        reach: numbers of leading tokens up to which K and V are known.
+        """
+        self.snapshots.restore(key, seq.batch_slot)
+        seq.num_in_snapshot = num_tokens
+        seq.snapshots_at = []
+        last, limit = num_tokens, seq.num_reusable - 1
+        for length in sorted({*self.branches.find(seq, num_tokens), *reach}):
+            if last + MIN_GAIN <= length <= limit:
+                seq.snapshots_at.append(length)
+                last = length
+
+    def end_of_chunk(self, seq: Sequence, end: int) -> int:
+        """Return where a chunk ends: at `end`, or at the next snapshot if that is before."""
+        return min(end, seq.snapshots_at[0]) if seq.snapshots_at else end
+
+    def chunk_planned(self, seq: Sequence) -> bool:
+        """Keep the state after the chunk that was just planned, if a snapshot is wanted there.
+
+        Returns whether it is.
+        """
+        if not seq.snapshots_at or seq.snapshots_at[0] != seq.num_computed:
+            return False
+        seq.snapshots_at.pop(0)
+        self._save(seq, after_step=True)
+        return True
+
+    def release(self, seq: Sequence) -> None:
+        """Keep the state of a sequence that gives its batch slot back.
+
+        The K and V of its computed tokens have been registered.
+        """
+        if seq.num_computed - seq.num_in_snapshot >= MIN_GAIN:
+            self._save(seq, after_step=False)
+
+    def _save(self, seq: Sequence, *, after_step: bool) -> None:
+        depth = seq.num_computed // self.block_size
+        prefix: Prefix | None = seq.prefix
+        if depth < seq.num_registered_blocks:  # the blocks from here on were known before
+            prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else NO_PREFIX
+        if prefix is None or not self.blocks.enable_prefix_caching:
+            return
+        tail = seq.token_ids[depth * self.block_size : seq.num_computed]
+        self.snapshots.save(seq.batch_slot, prefix, tail, after_step=after_step)
+        seq.num_in_snapshot = seq.num_computed
