@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -334,6 +334,30 @@ def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
         check_answers(request, sequences[id])
     check_empty(server.scheduler)
     assert server.batches == server.as_planned
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "throughput", "shuffled"])
+@settings(max_examples=300)
+@given(streams(), st.integers(0, 8))
+def test_any_stream_is_served_right_by_a_model_with_recurrent_layers(policy, stream, num_snapshots):
+    """Each token is computed from the state of all tokens before it, whatever is kept of states."""
+    sizes, requests, delays = stream
+    requests = [replace(request, completions=1) for request in requests]
+    options = dict(policy=POLICIES[policy](), num_snapshots=num_snapshots)
+    server = Server(make_scheduler(**{**sizes, "window": None}, **options))
+    sequences = serve(server, requests, delays)
+    for id, request in enumerate(requests):
+        check_answers(request, sequences[id])
+    check_empty(server.scheduler)
+    check_snapshots(server.scheduler.blocks.snapshots)
+    assert server.batches == server.as_planned
+
+
+def check_snapshots(snapshots):
+    """Each row holds one snapshot or is free."""
+    rows = [*snapshots._rows.values(), *snapshots._free]
+    assert sorted(rows) == list(snapshots.rows.snapshots)
+    assert sum(map(Counter.total, snapshots._lengths.values())) == len(snapshots)
 
 
 @settings(max_examples=200)

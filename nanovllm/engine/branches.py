@@ -9,7 +9,6 @@ from itertools import islice
 
 from nanovllm.engine.block_manager import Prefix, chained_hash, make_key
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.snapshots import MIN_GAIN
 
 MOST_BRANCHES = 3  # of one prompt: each ends a chunk of the prompt, and takes a row
 MOST_COMPARED = 64  # waiting prompts that are compared within a block
@@ -56,12 +55,7 @@ class Branches:
             if count and start + self.block_size > position:
                 leaving += self._within_block(seq, node, path[depth + 1 : depth + 2], start, count)
         worth = sorted((count * (tokens - position), tokens) for tokens, count in leaving)
-        best = sorted(tokens for _, tokens in worth[-MOST_BRANCHES:])
-        branches: list[int] = []
-        for tokens in best:
-            if tokens - (branches[-1] if branches else position) >= MIN_GAIN:
-                branches.append(tokens)
-        return branches
+        return sorted(tokens for _, tokens in worth[-MOST_BRANCHES:])
 
     def _within_block(
         self, seq: Sequence, node: int, deeper: list[int], start: int, count: int

@@ -15,9 +15,6 @@ from typing import NamedTuple
 
 from nanovllm.engine.block_manager import TOKEN, TOKEN_BYTES, Prefix
 
-# Tokens: a state that saves a prompt fewer tokens than this is not worth a row.
-MIN_GAIN = 16
-
 Key = tuple[int, bytes]  # the prefix id of the last block, the ids of the tokens after it
 
 
@@ -133,7 +130,8 @@ class Snapshots:
 
     def tails(self, prefix_id: int, tokens: bytes) -> list[bytes]:
         """List the tails of snapshots after a prefix id that are leading tokens of `tokens`."""
-        tails = [tokens[: n * TOKEN_BYTES] for n in self._lengths.get(prefix_id, ())]
+        sizes = [length * TOKEN_BYTES for length in self._lengths.get(prefix_id, ())]
+        tails = [tokens[:size] for size in sizes if size <= len(tokens)]
         return [tail for tail in tails if (prefix_id, tail) in self._rows]
 
     def drop(self, prefix_id: int, tail: bytes) -> None:

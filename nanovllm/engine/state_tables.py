@@ -12,7 +12,9 @@ prompt ends, since the state is known only at the end of a chunk.
 from nanovllm.engine.block_manager import NO_PREFIX, TOKEN_BYTES, BlockManager, Prefix
 from nanovllm.engine.branches import Branches
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.snapshots import MIN_GAIN, Key, Snapshots
+from nanovllm.engine.snapshots import Key, Snapshots
+
+MIN_GAIN = 16  # tokens: a state that saves a prompt fewer of them is not worth a row
 
 
 class StateTables:
@@ -23,6 +25,7 @@ class StateTables:
         self.snapshots = snapshots
         self.block_size = blocks.block_size
         self.branches = Branches(blocks.block_size)
+        self.min_gain = MIN_GAIN
 
     def find(self, cached: list[int], reusable: list[int]) -> tuple[Key | None, int]:
         """Find the snapshot after the most leading tokens of `reusable`, without the last token.
@@ -53,7 +56,7 @@ class StateTables:
         seq.snapshots_at = []
         last, limit = num_tokens, seq.num_reusable - 1
         for length in sorted({*self.branches.find(seq, num_tokens), *reach}):
-            if last + MIN_GAIN <= length <= limit:
+            if last + self.min_gain <= length <= limit:
                 seq.snapshots_at.append(length)
                 last = length
 
@@ -77,7 +80,7 @@ class StateTables:
 
         The K and V of its computed tokens have been registered.
         """
-        if seq.num_computed - seq.num_in_snapshot >= MIN_GAIN:
+        if seq.num_computed - seq.num_in_snapshot >= self.min_gain:
             self._save(seq, after_step=False)
 
     def _save(self, seq: Sequence, *, after_step: bool) -> None:
