@@ -87,6 +87,9 @@ class BlockManager:
         self._prefixes = [NO_PREFIX] * num_blocks  # by block; valid for known blocks only
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
         self._ordered: list[tuple[Key, int]] = []  # (key, block) of all other known blocks, sorted
+        # Blocks that were registered again since `begin_step`, with the key of what earlier steps
+        # have computed. This key is still in `_ordered`.
+        self._outgrown: dict[int, Key] = {}
         self._new_prefix_ids = count(1)
 
     @property
@@ -99,6 +102,9 @@ class BlockManager:
 
     def begin_step(self) -> None:
         """Allow copies of the blocks registered so far, which earlier steps compute."""
+        for block, key in self._outgrown.items():
+            self._remove_key(key, block)
+        self._outgrown.clear()
         for block in self._new:
             insort(self._ordered, (self._known_key(block), block))
         self._new.clear()
@@ -176,7 +182,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching or len(token_ids) < self.min_run:
             return NO_PREFIX
-        self._unregister(block)
+        self._unregister(block, keeps_key=True)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)
         # If another sequence has computed the same tokens, its block stays the known block.
@@ -206,7 +212,10 @@ class BlockManager:
                 if self._longest_run((key[0], tail))[0] * TOKEN_BYTES < len(tail):
                     self.snapshots.drop(key[0], tail)
 
-    def _unregister(self, block: int) -> None:
+    def _unregister(self, block: int, keeps_key: bool = False) -> None:
+        """Make a block unknown. `keeps_key`: what earlier steps computed may still be copied."""
+        if block in self._outgrown and not keeps_key:
+            self._remove_key(self._outgrown.pop(block), block)
         key = self._keys[block]
         if key is None:
             return
@@ -218,10 +227,15 @@ class BlockManager:
             del self._known[prefix_hash]
         if block in self._new:
             self._new.remove(block)
+        elif keeps_key:
+            self._outgrown[block] = key
         else:
-            del self._ordered[bisect_left(self._ordered, (key, block))]
+            self._remove_key(key, block)
         if block in self._free:
             self._free.move_to_end(block, last=False)
+
+    def _remove_key(self, key: Key, block: int) -> None:
+        del self._ordered[bisect_left(self._ordered, (key, block))]
 
     def _find(self, prefix_hash: int, key: Key) -> int | None:
         """Find the known block that has this hash and exactly this key."""

@@ -31,17 +31,18 @@ class StateTables:
         """Find the snapshot after the most leading tokens of `reusable`, without the last token.
 
         cached: the known blocks that hold leading tokens. Returns the snapshot, and the number of
-        its tokens. The K and V of all these tokens are known, too.
+        its tokens. The K and V of these tokens are known, too, or will be when the snapshot is.
         """
         size, last = self.block_size, len(reusable) - 1
         for depth in range(min(len(cached), last // size), -1, -1):
             prefix = self.blocks.prefix(cached[depth - 1]) if depth else NO_PREFIX
             start = depth * size
             following = reusable[start : min(start + size - 1, last)]
-            if depth == len(cached):  # beyond the cached blocks, another block may begin alike
-                run = self.blocks.match_run(prefix, following)
-                following = following[: run[1] if run else 0]
             key = self.snapshots.find(prefix, following)
+            if key is not None and depth == len(cached) and not self.snapshots.is_new(key):
+                # Beyond the cached blocks, another block must hold the tokens of the snapshot.
+                run = self.blocks.match_run(prefix, following)
+                key = self.snapshots.find(prefix, following[: run[1] if run else 0])
             if key is not None:
                 return key, start + len(key[1]) // TOKEN_BYTES
         return None, 0
