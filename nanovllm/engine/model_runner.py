@@ -43,6 +43,7 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import init_dummy_weights, load_weights
 
@@ -112,7 +113,7 @@ class ModelRunner:
     def __init__(
         self,
         config: Config,
-        hf_config,
+        model_config: ModelConfig,
         folder: str,
         *,
         device: torch.device,
@@ -122,17 +123,17 @@ class ModelRunner:
         score_prompts: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
-        self.hf_config = hf_config
+        self.model_config = model_config
         self.device = device
         self.group = group
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
-        limit = hf_config.max_position_embeddings
+        limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self.vocab_size = hf_config.vocab_size
+        self.vocab_size = model_config.vocab_size
         self.max_blocks = -(-self.max_model_len // self.block_size)  # the most of one sequence
-        self.dtype = resolve_dtype(config.dtype, hf_config, device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
@@ -161,14 +162,14 @@ class ModelRunner:
             num_snapshots=self.state_rows.num_snapshots,
         )
 
-    def _build_model(self, hf_config) -> CausalLM:
+    def _build_model(self, model_config: ModelConfig) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
-            model = build_model(hf_config, self.group, self.max_model_len)
+            model = build_model(model_config, self.group, self.max_model_len)
         return model.eval().requires_grad_(False)
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
         """Build the model, fill it by calling `fill`, and apply the transform."""
-        self.model = self._build_model(self.hf_config)
+        self.model = self._build_model(self.model_config)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)

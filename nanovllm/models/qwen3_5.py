@@ -8,12 +8,17 @@ It differs from a Qwen3 in these points:
 - Norms multiply by 1 + weight, but the norm within Gated DeltaNet by its weight.
 """
 
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
 from torch import nn
 
 from nanovllm.layers.gated_attention import GatedSelfAttention
 from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.norm import ZeroCenteredRMSNorm
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.partial_rotary import PartialRotaryEmbedding
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import (
     CausalLM,
     DecoderLayer,
@@ -23,13 +28,49 @@ from nanovllm.models.transformer import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5Config(ModelConfig):
+    layer_kinds: ClassVar = ("full_attention", "linear_attention")
+
+    head_dim: int = 256
+    full_attention_interval: int | None = 4
+    partial_rotary_factor: float = 0.25
+    attn_output_gate: bool = True
+    output_gate_type: str | None = "swish"  # of Gated DeltaNet
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+
+    def check(self) -> None:
+        super().check()
+        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
+        if values % keys:
+            raise ValueError(
+                f"config.json: linear_num_value_heads is {values}, linear_num_key_heads is {keys}: "
+                "it must divide that"
+            )
+        if self.linear_conv_kernel_dim < 2:
+            raise ValueError(
+                f"config.json: linear_conv_kernel_dim is {self.linear_conv_kernel_dim}: it must be "
+                "2 or more"
+            )
+        if not self.attn_output_gate or self.output_gate_type not in (None, "swish", "silu"):
+            raise ValueError(
+                f"config.json: attn_output_gate is {self.attn_output_gate}, output_gate_type is "
+                f"{self.output_gate_type!r}: {self.architecture} has a gate, and 'swish'"
+            )
+
+
 class Qwen3_5ForCausalLM(CausalLM):
+    config_class = Qwen3_5Config
     norm = ZeroCenteredRMSNorm
     rotary = PartialRotaryEmbedding
     left_out = ("model.visual", "mtp")
     grouped_projections = False  # whether Gated DeltaNet's projections are stored by key head
 
-    def build_layer(self, config, index, rotary, group):
+    def build_layer(self, config: Qwen3_5Config, index, rotary, group):
         mlp = self.build_layer_mlp(config, index, group)
         if config.layer_types[index] == "linear_attention":
             linear = GatedDeltaNet(
@@ -55,7 +96,7 @@ class Qwen3_5ForCausalLM(CausalLM):
         )
         return DecoderLayer(config, attention, mlp, self.norm)
 
-    def build_layer_mlp(self, config, index, group) -> nn.Module:
+    def build_layer_mlp(self, config: Any, index: int, group: ParallelGroup) -> nn.Module:
         return build_mlp(config, group)
 
 

@@ -1,11 +1,28 @@
 """Qwen3.5 and 3.6 with a mixture of experts, and an expert that all tokens share, in each layer."""
 
+from dataclasses import dataclass
+
 from nanovllm.layers.moe import SharedExpertMixture
-from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from nanovllm.models.model_config import ExpertsConfig, json_field
+from nanovllm.models.qwen3_5 import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoeConfig(ExpertsConfig, Qwen3_5Config):
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
+    # No layer has this size, and config.json does not say it.
+    intermediate_size: int = json_field(computed=lambda config: config.moe_intermediate_size)
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
-    def build_layer_mlp(self, config, index, group):
+    config_class = Qwen3_5MoeConfig
+
+    def build_layer_mlp(self, config: Qwen3_5MoeConfig, index, group):
         return SharedExpertMixture(
             config.hidden_size,
             config.moe_intermediate_size,
