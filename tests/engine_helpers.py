@@ -64,7 +64,7 @@ MODELS = {
 DELTA = SHAPE | dict(
     num_hidden_layers=4,
     linear_num_key_heads=3,
-    linear_num_value_heads=6,
+    linear_num_value_heads=9,
     linear_key_head_dim=8,
     linear_value_head_dim=6,
 )
@@ -112,9 +112,13 @@ FAMILIES = {
         **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
         attn_logit_softcapping=3.0,
     ),
-    "qwen3.5": Qwen3_5TextConfig(**DELTA | dict(linear_num_value_heads=9)),
-    "qwen3.5-moe": Qwen3_5MoeTextConfig(**DELTA, **SHARED_EXPERT),
-    "qwen3-next": Qwen3NextConfig(**DELTA, **SHARED_EXPERT),
+    "qwen3.5": Qwen3_5TextConfig(**DELTA),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **DELTA | dict(linear_num_key_heads=2, linear_num_value_heads=6), **SHARED_EXPERT
+    ),
+    "qwen3-next": Qwen3NextConfig(
+        **DELTA | dict(linear_num_key_heads=1, linear_num_value_heads=4), **SHARED_EXPERT
+    ),
 }
 
 

@@ -101,9 +101,12 @@ class RunnerInfo:
     # A rank counts what it holds. The runner of several ranks reports num_parameters of the whole
     # model, and kv_cache_bytes of all ranks together.
     num_parameters: int
-    kv_cache_bytes: int  # the state of recurrent layers included
-    num_state_slots: int = 0  # sequences whose state has room; 0: no layer is recurrent
-    num_snapshots: int = 0  # states that are kept for later prompts
+    kv_cache_bytes: int
+    # The state of recurrent layers: its bytes, the sequences that it has room for, and the states
+    # that are kept for later prompts. All are 0 if no layer is recurrent.
+    state_bytes: int = 0
+    num_state_slots: int = 0
+    num_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,8 @@ class ModelRunner:
             attention=self.attention_name,
             max_model_len=self.max_model_len,
             num_parameters=self.num_parameters,
-            kv_cache_bytes=self.kv_cache.nbytes + self.recurrent.nbytes,
+            kv_cache_bytes=self.kv_cache.nbytes,
+            state_bytes=self.recurrent.nbytes if self.has_state else 0,
             num_state_slots=self.state_rows.num_slots if self.has_state else 0,
             num_snapshots=self.state_rows.num_snapshots,
         )
