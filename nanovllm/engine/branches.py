@@ -43,8 +43,11 @@ class Branches:
             if not members:
                 del self._members[node]
 
-    def find(self, seq: Sequence, position: int) -> list[int]:
-        """List the branches of a waiting sequence beyond `position` tokens, ascending."""
+    def find(self, seq: Sequence, position: int) -> dict[int, int]:
+        """Find the branches of a waiting sequence beyond `position` tokens.
+
+        Returns for each, as a number of tokens, how many waiting prompts part from it there.
+        """
         path = self._paths.get(seq.id, [])
         counts = [len(self._members[node]) - 1 for node in path] + [0]
         # (tokens, waiting prompts that are like this one up to there and no further)
@@ -55,7 +58,8 @@ class Branches:
             if count and start + self.block_size > position:
                 leaving += self._within_block(seq, node, path[depth + 1 : depth + 2], start, count)
         worth = sorted((count * (tokens - position), tokens) for tokens, count in leaving)
-        return sorted(tokens for _, tokens in worth[-MOST_BRANCHES:])
+        best = worth[-MOST_BRANCHES:]
+        return {tokens: gain // (tokens - position) for gain, tokens in best if gain > 0}
 
     def _within_block(
         self, seq: Sequence, node: int, deeper: list[int], start: int, count: int

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Iterator
 
 from nanovllm.engine.batch import Batch, PrefillChunk
-from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
-from nanovllm.engine.branches import Branches
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.state_tables import StateTables
 from nanovllm.sampling_params import INVALID_TOKEN
 
 
@@ -60,7 +60,7 @@ class Scheduler:
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
         self.states = self.tables.states
-        self.waiting = WaitingQueue(None if self.states is None else self.states.branches)
+        self.waiting = WaitingQueue(self.states)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
         # Decoding sequences, without those whose last token is in flight.
         self.running: list[Sequence] = []
@@ -399,9 +399,9 @@ class Scheduler:
 class WaitingQueue:
     """The waiting sequences in the order in which they start: preempted sequences first."""
 
-    def __init__(self, branches: Branches | None = None) -> None:
-        """Build an empty queue. `branches` is told which sequences wait, if it is not None."""
-        self.branches = branches
+    def __init__(self, states: StateTables | None = None) -> None:
+        """Build an empty queue. `states` hears which sequences wait, if it is not None."""
+        self.states = states
         self._sequences: list[Sequence] = []
         # Tokens that the waiting sequences and their forks may still generate.
         self.num_tokens_left = 0
@@ -413,14 +413,14 @@ class WaitingQueue:
     def add(self, seq: Sequence) -> None:
         insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
         self.num_tokens_left += seq.num_tokens_left_with_forks
-        if self.branches is not None:
-            self.branches.add(seq, NO_PREFIX)
+        if self.states is not None:
+            self.states.add(seq)
 
     def remove(self, seq: Sequence) -> None:
         self._sequences.remove(seq)
         self.num_tokens_left -= seq.num_tokens_left_with_forks
-        if self.branches is not None:
-            self.branches.remove(seq)
+        if self.states is not None:
+            self.states.remove(seq)
 
     def __len__(self) -> int:
         return len(self._sequences)

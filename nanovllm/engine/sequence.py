@@ -72,9 +72,10 @@ class Sequence:
     num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
     prefix: Prefix = field(init=False)  # the prefix that ends with the last registered block
     # Of a model with recurrent layers: the tokens after which the state was last kept or restored,
-    # and numbers of prompt tokens after which it is to be kept.
+    # and numbers of prompt tokens after which it is to be kept, each with the number of waiting
+    # prompts that need it.
     num_in_snapshot: int = field(init=False)
-    snapshots_at: list[int] = field(init=False)
+    snapshots_at: list[tuple[int, int]] = field(init=False)
 
     # What is reported of the sequence.
     prompt_text: str | None = None  # set if the prompt was given as text

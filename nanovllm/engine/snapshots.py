@@ -48,6 +48,10 @@ class StateRows(NamedTuple):
 class Snapshots:
     """The pool of snapshots. If it is full, the least recently used snapshot makes room.
 
+    A snapshot that waiting prompts need stays, as long as there is another one to evict. The first
+    prompt that begins with a snapshot does not count as a use: it is often the next turn of a
+    conversation, which leaves a snapshot of its own and does not come back.
+
     num_saved, num_used, num_evicted: Counts of snapshots saved, of sequences that began with one,
         and of snapshots that made room for others.
     """
@@ -57,6 +61,8 @@ class Snapshots:
         self.num_saved = self.num_used = self.num_evicted = 0
         self._free = list(reversed(rows.snapshots))
         self._rows: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
+        self._needed: Counter[Key] = Counter()  # how many waiting prompts need a snapshot
+        self._begun: set[Key] = set()  # snapshots that a prompt has begun with
         # The lengths of the tails, in tokens, that snapshots after a prefix id have.
         self._lengths: dict[int, Counter[int]] = {}
         self._new: set[Key] = set()  # saved after the step that is planned now
@@ -99,27 +105,38 @@ class Snapshots:
         if key is not None:
             assert key not in self._new, "a snapshot is used after the step that computes it"
             self.num_used += 1
-            self._rows.move_to_end(key)
+            if key in self._begun:
+                self._rows.move_to_end(key)
+            self._begun.add(key)
             row = self._rows[key]
         self._copies.append((row, slot))
 
-    def save(self, slot: int, prefix: Prefix, tail: list[int], *, after_step: bool) -> None:
+    def need(self, key: Key, count: int = 1) -> None:
+        """Count `count` more waiting prompts that need a snapshot. The count may be negative."""
+        self._needed[key] += count
+        if self._needed[key] <= 0:
+            del self._needed[key]
+
+    def save(
+        self, slot: int, prefix: Prefix, tail: list[int], *, after_step: bool, num_waiting: int = 0
+    ) -> None:
         """Keep the state of a batch slot as the snapshot after `prefix` and the tokens `tail`.
 
-        after_step: the slot holds this state after the step that is planned now. False: it holds
-            the state before that step.
+        Args:
+            after_step: the slot holds this state after the step that is planned now. False: it
+                holds the state before that step.
+            num_waiting: the number of waiting prompts that need the snapshot.
         """
         key = prefix.id, array(TOKEN, tail).tobytes()
         if key in self._rows:
             self._rows.move_to_end(key)
             return
-        if not self._free:
-            if not self._rows:
-                return  # the pool has no rows
-            self._drop(next(iter(self._rows)))
-            self.num_evicted += 1
+        if not self._free and not self._make_room(is_needed=num_waiting > 0):
+            return
         row = self._free.pop()
         self._rows[key] = row
+        if num_waiting:
+            self._needed[key] = num_waiting
         self._lengths.setdefault(prefix.id, Counter())[len(tail)] += 1
         self.num_saved += 1
         if after_step:
@@ -144,11 +161,26 @@ class Snapshots:
             for key in [key for key in self._rows if key[0] == prefix_id]:
                 self._drop(key)
 
+    def _make_room(self, is_needed: bool) -> bool:
+        """Evict a snapshot; one that waiting prompts need only if the new one is needed, too.
+
+        Returns whether there is room.
+        """
+        unneeded = (key for key in self._rows if key not in self._needed)
+        key = next(unneeded, next(iter(self._rows), None) if is_needed else None)
+        if key is None:
+            return False
+        self._drop(key)
+        self.num_evicted += 1
+        return True
+
     def _drop(self, key: Key) -> None:
         # A copy to the row may still be planned. It takes effect before a copy to the row's next
         # snapshot, so it does no harm.
         self._free.append(self._rows.pop(key))
         self._new.discard(key)
+        self._begun.discard(key)
+        self._needed.pop(key, None)
         length, lengths = len(key[1]) // TOKEN_BYTES, self._lengths[key[0]]
         lengths[length] -= 1
         if not lengths[length]:

@@ -26,6 +26,24 @@ class StateTables:
         self.block_size = blocks.block_size
         self.branches = Branches(blocks.block_size)
         self.min_gain = MIN_GAIN
+        # Waiting sequence -> the snapshot that it would have begun with when it came.
+        self._needs: dict[int, Key] = {}
+
+    def add(self, seq: Sequence) -> None:
+        """Hear that a sequence waits."""
+        self.branches.add(seq, NO_PREFIX)
+        reusable = seq.token_ids[: seq.num_reusable]
+        key, _ = self.find(self.blocks.match(reusable), reusable)
+        if key is not None:
+            self._needs[seq.id] = key
+            self.snapshots.need(key)
+
+    def remove(self, seq: Sequence) -> None:
+        """Hear that a sequence waits no more."""
+        self.branches.remove(seq)
+        key = self._needs.pop(seq.id, None)
+        if key is not None:
+            self.snapshots.need(key, -1)
 
     def find(self, cached: list[int], reusable: list[int]) -> tuple[Key | None, int]:
         """Find the snapshot after the most leading tokens of `reusable`, without the last token.
@@ -53,27 +71,30 @@ class StateTables:
         reach: numbers of leading tokens up to which K and V are known.
         """
         self.snapshots.restore(key, seq.batch_slot)
+        if key is not None and key != self._needs.get(seq.id):
+            self.snapshots.need(key, -1)
         seq.num_in_snapshot = num_tokens
         seq.snapshots_at = []
+        branches = self.branches.find(seq, num_tokens)
         last, limit = num_tokens, seq.num_reusable - 1
-        for length in sorted({*self.branches.find(seq, num_tokens), *reach}):
+        for length in sorted({*branches, *reach}):
             if last + self.min_gain <= length <= limit:
-                seq.snapshots_at.append(length)
+                seq.snapshots_at.append((length, branches.get(length, 0)))
                 last = length
 
     def end_of_chunk(self, seq: Sequence, end: int) -> int:
         """Return where a chunk ends: at `end`, or at the next snapshot if that is before."""
-        return min(end, seq.snapshots_at[0]) if seq.snapshots_at else end
+        return min(end, seq.snapshots_at[0][0]) if seq.snapshots_at else end
 
     def chunk_planned(self, seq: Sequence) -> bool:
         """Keep the state after the chunk that was just planned, if a snapshot is wanted there.
 
         Returns whether it is.
         """
-        if not seq.snapshots_at or seq.snapshots_at[0] != seq.num_computed:
+        if not seq.snapshots_at or seq.snapshots_at[0][0] != seq.num_computed:
             return False
-        seq.snapshots_at.pop(0)
-        self._save(seq, after_step=True)
+        _, num_waiting = seq.snapshots_at.pop(0)
+        self._save(seq, after_step=True, num_waiting=num_waiting)
         return True
 
     def release(self, seq: Sequence) -> None:
@@ -84,7 +105,7 @@ class StateTables:
         if seq.num_computed - seq.num_in_snapshot >= self.min_gain:
             self._save(seq, after_step=False)
 
-    def _save(self, seq: Sequence, *, after_step: bool) -> None:
+    def _save(self, seq: Sequence, *, after_step: bool, num_waiting: int = 0) -> None:
         depth = seq.num_computed // self.block_size
         prefix: Prefix | None = seq.prefix
         if depth < seq.num_registered_blocks:  # the blocks from here on were known before
@@ -92,5 +113,7 @@ class StateTables:
         if prefix is None or not self.blocks.enable_prefix_caching:
             return
         tail = seq.token_ids[depth * self.block_size : seq.num_computed]
-        self.snapshots.save(seq.batch_slot, prefix, tail, after_step=after_step)
+        self.snapshots.save(
+            seq.batch_slot, prefix, tail, after_step=after_step, num_waiting=num_waiting
+        )
         seq.num_in_snapshot = seq.num_computed
