@@ -26,7 +26,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features.policies import choose_policy
 from nanovllm.features.sampling.constraints import Constraints
 from nanovllm.features.sampling.grammars import Grammars
-from nanovllm.features.sampling.prompt_logprobs import score_prompts
+from nanovllm.features.sampling.logprobs import score_prompts
 from nanovllm.features.sampling.resampler import Resampler
 from nanovllm.features.trace.recorder import Recorder
 from nanovllm.frontend.detokenizer import Detokenizer

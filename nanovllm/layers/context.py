@@ -45,12 +45,6 @@ class AttentionMetadata:
     # first. None: the model has no such layers.
     state_rows: Tensor | None = None
 
-    @property
-    def decode_inputs(self) -> tuple[Tensor, Tensor]:
-        """The context_lens and block_tables of a step in which sequences decode."""
-        assert self.context_lens is not None and self.block_tables is not None
-        return self.context_lens, self.block_tables
-
 
 _current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata", default=None)
 
