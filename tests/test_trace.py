@@ -210,7 +210,7 @@ def test_the_figures_are_those_of_metrics(make_llm, tmp_path, overlap):
 
 def test_figures_are_worked_out_from_times_and_block_tables():
     run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
-    step = dict(forked=(), grown=(), waiting=0, schedule_seconds=0.01, launch_seconds=0.5)
+    step = dict(grown=(), waiting=0, schedule_seconds=0.01, launch_seconds=0.5)
     events = [
         run,
         Added(1.0, 0, 0, 6, 2),
@@ -745,7 +745,7 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
         for field in ("seq", "request", "joined", "left"):
             if field in line:
                 line[field] = marked(line[field])
-        for field in {"prefills", "forked", "grown"} & {*line}:
+        for field in {"prefills", "grown"} & {*line}:
             line[field] = [[marked(seq), *rest] for seq, *rest in line[field]]
         lines.append(type(event)(**line))
     write(lines, tmp_path / "run.html")

@@ -9,7 +9,7 @@ V end if they reach further than the snapshot that the prompt starts with. There
 prompt ends, since the state is known only at the end of a chunk.
 """
 
-from nanovllm.engine.block_manager import NO_PREFIX, TOKEN_BYTES, BlockManager, Prefix
+from nanovllm.engine.block_manager import TOKEN_BYTES, BlockManager, Prefix
 from nanovllm.engine.branches import Branches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.snapshots import Key, Snapshots
@@ -31,9 +31,10 @@ class StateTables:
 
     def add(self, seq: Sequence) -> None:
         """Hear that a sequence waits."""
-        self.branches.add(seq, NO_PREFIX)
+        root = seq.request.root
+        self.branches.add(seq, root)
         reusable = seq.token_ids[: seq.num_reusable]
-        key, _ = self.find(self.blocks.match(reusable), reusable)
+        key, _ = self.find(self.blocks.match(reusable, root), reusable, root)
         if key is not None:
             self._needs[seq.id] = key
             self.snapshots.need(key)
@@ -45,15 +46,20 @@ class StateTables:
         if key is not None:
             self.snapshots.need(key, -1)
 
-    def find(self, cached: list[int], reusable: list[int]) -> tuple[Key | None, int]:
-        """Find the snapshot after the most leading tokens of `reusable`, without the last token.
+    def find(
+        self, cached: list[int], reusable: list[int], root: Prefix | None
+    ) -> tuple[Key | None, int]:
+        """Find the snapshot after the most leading tokens of `reusable`, without the last token,
+        for a request that begins at `root`.
 
         cached: the known blocks that hold leading tokens. Returns the snapshot, and the number of
         its tokens. The K and V of these tokens are known, too, or will be when the snapshot is.
         """
+        if root is None:
+            return None, 0
         size, last = self.block_size, len(reusable) - 1
         for depth in range(min(len(cached), last // size), -1, -1):
-            prefix = self.blocks.prefix(cached[depth - 1]) if depth else NO_PREFIX
+            prefix = self.blocks.prefix(cached[depth - 1]) if depth else root
             start = depth * size
             following = reusable[start : min(start + size - 1, last)]
             key = self.snapshots.find(prefix, following)
@@ -107,10 +113,10 @@ class StateTables:
 
     def _save(self, seq: Sequence, *, after_step: bool, num_waiting: int = 0) -> None:
         depth = seq.num_computed // self.block_size
-        prefix: Prefix | None = seq.prefix
+        prefix = seq.prefix
         if depth < seq.num_registered_blocks:  # the blocks from here on were known before
-            prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else NO_PREFIX
-        if prefix is None or not self.blocks.enable_prefix_caching:
+            prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else seq.request.root
+        if prefix is None:
             return
         tail = seq.token_ids[depth * self.block_size : seq.num_computed]
         self.snapshots.save(

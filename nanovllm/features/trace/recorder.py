@@ -15,6 +15,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.trace.events import (
     Added,
@@ -116,7 +117,7 @@ class Recorder(EngineListener):
 
     # The engine calls these methods; see EngineListener.
 
-    def request_added(self, request: Sequence) -> None:
+    def request_added(self, request: Request) -> None:
         max_tokens = 0
         for seq in request.completions:
             if request.params.max_tokens:
@@ -181,9 +182,6 @@ class Recorder(EngineListener):
             time=begin,
             decode_tokens=len(batch.decode_slots),
             prefills=tuple([(seq_of_slot[c.batch_slot], c.start, c.end) for c in batch.prefills]),
-            forked=tuple(
-                [(seq_of_slot[f.batch_slot], f.end) for c in batch.prefills for f in c.forks]
-            ),
             grown=tuple([(seq_of_slot[slot], block) for slot, _, block in batch.new_blocks]),
             joined=tuple(joined),
             left=tuple(left),
