@@ -88,7 +88,7 @@ class BlockManager:
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
         self._ordered: list[tuple[Key, int]] = []  # (key, block) of all other known blocks, sorted
         # Blocks that were registered again since `begin_step`, with the key of what earlier steps
-        # have computed. This key is still in `_ordered`.
+        # have computed. This key is still in `_ordered`, because a snapshot may end there.
         self._outgrown: dict[int, Key] = {}
         self._new_prefix_ids = count(1)
 
@@ -199,7 +199,7 @@ class BlockManager:
         """
         if before is None or len(token_ids) < self.min_run:
             return None
-        self._unregister(block, keeps_key=True)
+        self._unregister(block, keeps_key=self.snapshots is not None)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)
         # If another sequence has computed the same tokens, its block stays the known block.

@@ -11,7 +11,7 @@ from nanovllm.engine.block_manager import Prefix, chained_hash, make_key
 from nanovllm.engine.sequence import Sequence
 
 MOST_BRANCHES = 3  # of one prompt: each ends a chunk of the prompt, and takes a row
-MOST_COMPARED = 64  # waiting prompts that are compared within a block
+MOST_COMPARED = 32  # waiting prompts that are compared within a block
 
 
 class Branches:
@@ -87,7 +87,11 @@ class Branches:
 
 def count_equal(one: list[int], other: list[int]) -> int:
     """Count the leading elements that two lists have in common."""
-    for i, (a, b) in enumerate(zip(one, other)):
-        if a != b:
-            return i
-    return min(len(one), len(other))
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # the first `low` are equal; of the first `high`, nobody knows
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
