@@ -22,11 +22,12 @@ from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
 from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.engine.packing import pack_chunks, sampled_places
-from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import init_dummy_weights, load_weights
 
@@ -39,7 +40,7 @@ class StepOutput(NamedTuple):
     logits: Tensor
     positions: Tensor  # [B] int32, the positions of the tokens in their sequences
     slots: Tensor  # [B] int64, the batch slots of the sequences
-    # Log-probabilities of prompt tokens, if requested: see features/sampling/prompt_logprobs.py.
+    # Log-probabilities of prompt tokens, if requested: see features/sampling/logprobs.py.
     prompt_logprobs: Any = None
 
 
@@ -59,7 +60,7 @@ class SampledTokens:
     """The sampled tokens of a step, which may still be in flight.
 
     tokens: Tensor [B].
-    logprobs: The log-probabilities of requests that want them: see features/sampling/resampler.py.
+    logprobs: The log-probabilities of requests that want them: see features/sampling/logprobs.py.
     prompt_logprobs: The `prompt_logprobs` of StepOutput.
     """
 
@@ -95,7 +96,7 @@ class ModelRunner:
     def __init__(
         self,
         config: Config,
-        hf_config,
+        model_config: ModelConfig,
         folder: str,
         *,
         device: torch.device,
@@ -105,17 +106,17 @@ class ModelRunner:
         score_prompts: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
-        self.hf_config = hf_config
+        self.model_config = model_config
         self.device = device
         self.group = group
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
-        limit = hf_config.max_position_embeddings
+        limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self.vocab_size = hf_config.vocab_size
+        self.vocab_size = model_config.vocab_size
         self.max_blocks = -(-self.max_model_len // self.block_size)  # the most of one sequence
-        self.dtype = resolve_dtype(config.dtype, hf_config, device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
@@ -141,14 +142,14 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.nbytes,
         )
 
-    def _build_model(self, hf_config) -> CausalLM:
+    def _build_model(self, model_config: ModelConfig) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
-            model = build_model(hf_config, self.group, self.max_model_len)
+            model = build_model(model_config, self.group, self.max_model_len)
         return model.eval().requires_grad_(False)
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
         """Build the model, fill it by calling `fill`, and apply the transform."""
-        self.model = self._build_model(self.hf_config)
+        self.model = self._build_model(self.model_config)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
@@ -181,8 +182,8 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(
             layers, num_blocks, self.block_size, self.dtype, self.device
         )
-        for layer, (k_cache, v_cache) in zip(layers, self.kv_cache):
-            layer.k_cache, layer.v_cache = k_cache, v_cache
+        for layer, (k, v) in zip(layers, self.kv_cache):
+            layer.kv_cache = KVCache(k, v)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
@@ -208,7 +209,7 @@ class ModelRunner:
         The returned object replaces that of `launch`, in which the tokens of these rows have no
         meaning.
         """
-        return self._answer(*self.resampler.constrain(edits))
+        return self._answer(*self.resampler.sample_constrained(edits))
 
     @torch.inference_mode()
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
@@ -326,9 +327,13 @@ class ModelRunner:
         `slots` [B]. `positions` [B] are the positions of these tokens in their sequences.
         """
         logits = self.model.compute_logits(hidden)
-        temperatures, seeds = self.state.temperatures[slots], self.state.seeds[slots]
-        start = self.model.lm_head.vocab_start
-        tokens, values = self._sample_tokens(logits, temperatures, seeds, positions.long(), start)
+        tokens, values = self._sample_tokens(
+            logits,
+            temperatures=self.state.temperatures[slots],
+            seeds=self.state.seeds[slots],
+            positions=positions.long(),
+            vocab_start=self.model.lm_head.vocab_start,
+        )
         if self.group.size > 1:
             tokens = best_over_ranks(tokens, values, self.group)
         self.state.last_tokens[slots] = tokens

@@ -14,6 +14,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits
+from nanovllm.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Start:
     store_path: str  # the path of the file through which the ranks find each other
     build_runner: Callable[..., Any]
     config: Config
-    hf_config: Any
+    model_config: ModelConfig
     folder: str
 
 
@@ -45,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """A command to every rank: apply `edits` to waiting logits of the last step, and read `rows`.
+    """A command to every rank: apply `edits` to the last step's logits, and read `rows`.
 
     Every rank answers with Done, rank 0 with an array [len(rows), V] float32.
     """
@@ -56,8 +57,8 @@ class ReadLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class Constrain:
-    """A command to every rank: complete the last step, whose logits wait for edits.
+class SampleConstrained:
+    """A command to every rank: sample the constrained rows of the last step.
 
     Every rank answers as it answers Launch.
     """
@@ -89,7 +90,7 @@ class Task:
     args: tuple[Any, ...]
 
 
-Command = Start | Launch | ReadLogits | Constrain | Synchronize | Task
+Command = Start | Launch | ReadLogits | SampleConstrained | Synchronize | Task
 
 
 def pack_command(command: Command) -> bytes:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -30,9 +29,9 @@ from nanovllm.backends.tensor_parallel.answers import (
 )
 from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
 from nanovllm.backends.tensor_parallel.commands import (
-    Constrain,
     Launch,
     ReadLogits,
+    SampleConstrained,
     Start,
     Synchronize,
     Task,
@@ -52,6 +51,7 @@ from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
 from nanovllm.engine.errors import RankError
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
+from nanovllm.models.model_config import ModelConfig
 
 # The time to wait after a rank reports an error. If the death of another rank caused the error,
 # that rank is seen to be dead by then.
@@ -91,10 +91,14 @@ class TensorParallelRunner:
     """
 
     def __init__(
-        self, config: Config, hf_config, folder: str | Path, build_runner: Callable[..., Any]
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        folder: str | Path,
+        build_runner: Callable[..., Any],
     ) -> None:
         """Start the ranks. Each of them calls `build_runner` to build its runner."""
-        num_parameters = check_split(config, hf_config)
+        num_parameters = check_split(config, model_config)
         self._start_seconds = config.start_timeout
         self._step_seconds = config.step_timeout
         self._step = 0  # the number of the last command
@@ -117,7 +121,7 @@ class TensorParallelRunner:
                 build_runner=build_runner,
                 # A user's own policy may not be picklable, and no rank schedules.
                 config=replace(config, scheduling_policy="fcfs"),
-                hf_config=plain_config(hf_config),
+                model_config=model_config,
                 folder=str(folder),
             )
             infos = self._start(start)
@@ -152,7 +156,7 @@ class TensorParallelRunner:
         return RemoteTokens(self, self._launched)
 
     def sample_constrained(self, edits: LogitsEdits) -> RemoteTokens:
-        """Apply edits to the last step's waiting logits on every rank, and complete the step.
+        """Sample the last step's constrained rows on every rank, from edited logits.
 
         Logits processors are the user's functions. They are called in this process, on a copy of
         the logits in its memory.
@@ -166,7 +170,7 @@ class TensorParallelRunner:
                 row: function(rows[i]).float().numpy(force=True)
                 for i, (row, function) in enumerate(processors.items())
             }
-        step = self._command(Constrain(self._step + 1, edits, logits))
+        step = self._command(SampleConstrained(self._step + 1, edits, logits))
         return RemoteTokens(self, step, replaced=self._launched)
 
     def result_of(self, step: int, kind: type[Result]) -> Result:
@@ -209,7 +213,9 @@ class TensorParallelRunner:
         end_ranks(self._ranks, self._owner)
         self._finalizer.detach()
 
-    def _command(self, message: Launch | Constrain | ReadLogits | Synchronize | Task) -> int:
+    def _command(
+        self, message: Launch | SampleConstrained | ReadLogits | Synchronize | Task
+    ) -> int:
         """Send a command to every rank, and return the command's number."""
         if self._lost is not None:
             raise RankError(f"this LLM lost its ranks: make a new LLM. The cause: {self._lost}")
@@ -337,28 +343,17 @@ class TensorParallelRunner:
         raise RankError(self._lost)
 
 
-def check_split(config: Config, hf_config) -> int:
+def check_split(config: Config, model_config: ModelConfig) -> int:
     """Raise ValueError if the ranks cannot split the model, or if there are too few devices.
 
     Returns the number of parameters of the whole model.
     """
     group = ParallelGroup(0, config.tensor_parallel_size)
     # This check comes first, because a user may ask for a billion ranks.
-    group.shard(hf_config.num_attention_heads, "num_attention_heads")
+    group.shard(model_config.num_attention_heads, "num_attention_heads")
     with torch.device("meta"):
-        build_model(hf_config, group)
-        whole = build_model(hf_config, ParallelGroup())
+        build_model(model_config, group)
+        whole = build_model(model_config, ParallelGroup())
     for rank in range(config.tensor_parallel_size):
         resolve_device(config.device, rank)
     return sum(parameter.numel() for parameter in whole.parameters())
-
-
-def plain_config(hf_config) -> SimpleNamespace:
-    """Copy a configuration's values into an object without its class.
-
-    So a rank need not import transformers, which takes seconds.
-    """
-    values = {name: value for name, value in vars(hf_config).items() if not name.startswith("_")}
-    aliases = getattr(hf_config, "attribute_map", {})
-    values.update((alias, getattr(hf_config, alias)) for alias in aliases)
-    return SimpleNamespace(**values)
