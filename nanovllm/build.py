@@ -74,7 +74,8 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
             listeners=() if recorder is None else (recorder,),
         )
         if recorder is not None:
-            recorder.follow(engine, config, model_config, folder)
+            decode = tokenizer.decode if tokenizer is not None and config.trace_text else None
+            recorder.follow(engine, config, model_config, folder, decode)
     except BaseException:
         runner.close()
         raise

@@ -8,6 +8,7 @@ devices or models.
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
@@ -259,7 +260,17 @@ class Scheduler:
             seq.request.num_cached_tokens = num_cached
         self.prefilling.append(seq)
         self.policy.started(seq)
-        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached)
+        why = partial(self.reason, seq)
+        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached, why)
+
+    def reason(self, seq: Sequence) -> str:
+        """Say in a phrase why a sequence starts before the others that wait."""
+        if seq.num_preemptions:
+            return "preempted sequences start before new ones"
+        if not seq.is_first:
+            return "further completions start once their prompt is computed"
+        say = getattr(self.policy, "reason", None)  # a policy without a base class may lack it
+        return "" if say is None else str(say(seq))
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
         """Plan the next chunk of a prompt: at most `budget` tokens, and no more than fit in blocks.
