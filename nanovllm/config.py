@@ -128,7 +128,7 @@ class Config:
         None, "KV blocks; `None`: as many as fit into memory", ge=1, le=MAX_COUNT
     )
     state_snapshot_share: float = option(
-        0.1,
+        0.25,
         "for models with recurrent layers: part of the memory for KV blocks and states that keeps "
         "states for later prompts",
         ge=0,

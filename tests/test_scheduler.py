@@ -323,8 +323,8 @@ def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
     assert server.batches == server.as_planned
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "throughput", "shuffled"])
-@settings(max_examples=300)
+@pytest.mark.parametrize("policy", ["throughput", "shuffled"])
+@settings(max_examples=150)
 @given(streams(), st.integers(0, 8))
 def test_any_stream_is_served_right_by_a_model_with_recurrent_layers(policy, stream, num_snapshots):
     """Each token is computed from the state of all tokens before it, whatever is kept of states."""

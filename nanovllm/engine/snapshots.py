@@ -74,6 +74,16 @@ class Snapshots:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def summary(self) -> dict[str, int]:
+        """Return the figures as `LLM.metrics` describes them."""
+        return {
+            "kept": len(self._rows),
+            "room": self.rows.num_snapshots,
+            "saved": self.num_saved,
+            "used": self.num_used,
+            "evicted": self.num_evicted,
+        }
+
     def begin_step(self) -> None:
         """Let sequences use the snapshots that were saved after earlier steps."""
         self._new.clear()

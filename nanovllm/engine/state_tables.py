@@ -22,6 +22,7 @@ class StateTables:
 
     def __init__(self, blocks: BlockManager, snapshots: Snapshots) -> None:
         self.blocks = blocks
+        self.listener = blocks.listener
         self.snapshots = snapshots
         self.block_size = blocks.block_size
         self.branches = Branches(blocks.block_size)
@@ -123,3 +124,4 @@ class StateTables:
             seq.batch_slot, prefix, tail, after_step=after_step, num_waiting=num_waiting
         )
         seq.num_in_snapshot = seq.num_computed
+        self.listener.snapshot_saved(seq, seq.num_computed)
