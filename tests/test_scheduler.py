@@ -1102,3 +1102,15 @@ def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():
     server.scheduler.commit([3, 4])
     sampled, _ = server.scheduler.commit([INVALID_TOKEN, 5])
     assert sampled == [other] and ended.output_ids == [3] and other.output_ids == [4, 5]
+
+
+def test_a_request_starts_beside_others_only_with_room_for_all_its_completions():
+    server = Server(make_scheduler(max_num_seqs=8))
+    for id in range(4):
+        server.add(id, [id] * 6, 5, completions=4)
+    server.step()
+    assert server.scheduler.first_starts == [0, 1]
+    server.step()
+    assert server.scheduler.num_running == 8
+    server.run()
+    assert server.scheduler.first_starts == [0, 1, 2, 3]
