@@ -16,6 +16,7 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -111,6 +112,13 @@ FAMILIES = {
     "gemma2": Gemma2Config(
         **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
         attn_logit_softcapping=3.0,
+    ),
+    "lfm2": Lfm2Config(
+        **SHAPE | dict(num_hidden_layers=3, head_dim=8, pad_token_id=0, bos_token_id=None),
+        full_attn_idxs=[1],
+        conv_L_cache=4,
+        block_multiple_of=8,
+        tie_word_embeddings=False,
     ),
     "qwen3.5": Qwen3_5TextConfig(**DELTA),
     "qwen3.5-moe": Qwen3_5MoeTextConfig(

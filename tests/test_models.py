@@ -20,6 +20,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -224,6 +225,25 @@ FAMILIES = {
         "experts": OSS | dict(num_local_experts=6, num_experts_per_tok=4),
         "one-of-one": OSS | dict(num_local_experts=1, num_experts_per_tok=1, attention_bias=False),
         "clamps": OSS | dict(num_local_experts=5, num_experts_per_tok=2, **CLAMPS),
+    },
+    Lfm2Config: {
+        "two-of-three": dict(
+            **GQA,
+            num_hidden_layers=3,
+            full_attn_idxs=[1],
+            pad_token_id=0,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=1.3,
+        ),
+        "biases": dict(
+            **GQA,
+            layer_types=["conv", "full_attention"],
+            pad_token_id=0,
+            conv_bias=True,
+            conv_L_cache=5,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        ),
     },
     SeedOssConfig: {
         "biases": dict(**GQA, head_dim=16, attention_out_bias=False, mlp_bias=True),

@@ -9,6 +9,7 @@ from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGenera
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
+from nanovllm.models.lfm2 import Lfm2ForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.model_config import ModelConfig, language_model_of
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
@@ -44,6 +45,7 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
     "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
     "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
