@@ -101,9 +101,9 @@ def test_new_weights_and_sleep_leave_no_old_state(get_checkpoint, make_llm, tmp_
     assert_greedy(llm, other)
 
 
-@pytest.mark.parametrize("model", ["qwen3.5-moe", "qwen3-next"])
+@pytest.mark.parametrize("model", ["qwen3-next", "lfm2"])
 def test_two_ranks_give_the_tokens_of_one(get_checkpoint, make_llm, model):
-    """Each rank has its heads' states. In qwen3-next, both hold the only key head."""
+    """Each rank has its heads' or channels' states. In qwen3-next, both hold the only key head."""
     checkpoint = get_checkpoint(model)
     options = dict(tensor_parallel_size=2, max_num_batched_tokens=40, num_kvcache_blocks=20)
     llm = make_llm(checkpoint.folder, overlap=True, state_snapshot_share=0.5, **options)

@@ -180,10 +180,12 @@ class GatedDeltaNet(RecurrentLayer):
         return self.out_proj(self.norm(out, z).flatten(1))
 
     def decode(self, *inputs: Tensor, rows: Tensor) -> Tensor:
-        return delta_rule_token(*inputs, self.state, rows)
+        q, k, v, g, beta = inputs
+        return delta_rule_token(q, k, v, g, beta, self.state, rows)
 
     def prefill(self, *inputs: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
-        return delta_rule_chunks(*inputs, self.state, rows, starts)
+        q, k, v, g, beta = inputs
+        return delta_rule_chunks(q, k, v, g, beta, self.state, rows, starts)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         first, count = self.heads.first_value_head, self.heads.num_value_heads
@@ -239,8 +241,9 @@ def delta_rule_chunks(
         if begin == end:
             continue
         row = rows[i : i + 1]
-        chunk = [x[begin:end] for x in inputs]
-        out[begin:end], last = delta_rule_blocks(*chunk, state[row][0].to(inputs[0].dtype))
+        q, k, v, g, beta = (x[begin:end] for x in inputs)
+        before = state[row][0].to(q.dtype)
+        out[begin:end], last = delta_rule_blocks(q, k, v, g, beta, before)
         state[row] = last.to(state.dtype)
     return out
 

@@ -35,10 +35,12 @@ class ShortConvolution(RecurrentLayer):
     def forward(self, x: Tensor) -> Tensor:
         return self.recur(x)
 
-    def decode(self, x: Tensor, *, rows: Tensor) -> Tensor:
+    def decode(self, *inputs: Tensor, rows: Tensor) -> Tensor:
+        (x,) = inputs
         return convolve_token(x, self.weight, self.bias, self.state, rows)
 
-    def prefill(self, x: Tensor, *, rows: Tensor, starts: Tensor) -> Tensor:
+    def prefill(self, *inputs: Tensor, rows: Tensor, starts: Tensor) -> Tensor:
+        (x,) = inputs
         return convolve_chunks(x, self.weight, self.bias, self.state, rows, starts)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:

@@ -64,10 +64,10 @@ class Qwen3_5Config(ModelConfig):
 
 
 class Qwen3_5ForCausalLM(CausalLM):
-    config_class = Qwen3_5Config
+    config_class: type[ModelConfig] = Qwen3_5Config
     norm = ZeroCenteredRMSNorm
     rotary = PartialRotaryEmbedding
-    left_out = ("model.visual", "mtp")
+    left_out: tuple[str, ...] = ("model.visual", "mtp")
     grouped_projections = False  # whether Gated DeltaNet's projections are stored by key head
 
     def build_layer(self, config: Qwen3_5Config, index, rotary, group):
