@@ -1,5 +1,8 @@
 """The registry of models: the name of an architecture in config.json -> the class that runs it."""
 
+from collections.abc import Callable
+
+from nanovllm.layers.linear import give_memory, parameters_without_memory
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.checks import check_sizes, check_supported
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
@@ -40,16 +43,28 @@ MODELS: dict[str, type[CausalLM]] = {
 }
 
 
-def build_model(hf_config, group: ParallelGroup, max_model_len: int | None = None) -> CausalLM:
+def build_model(
+    hf_config,
+    group: ParallelGroup,
+    max_model_len: int | None = None,
+    exchange_layers: Callable[[CausalLM], None] | None = None,
+) -> CausalLM:
     """Build this rank's part of the model that `hf_config` describes, without its weights.
 
     Its parameters are on the default device, in the default dtype. `max_model_len`: positions that
-    will be asked for; None: all that the model supports.
+    will be asked for; None: all that the model supports. `exchange_layers` is called with the model
+    before its parameters have memory, and may replace layers.
     Raises ValueError if no class here runs the model, or if there is no memory for it.
     """
     model_class = find_model(hf_config)
     try:
-        return model_class(hf_config, group, max_model_len)
+        with parameters_without_memory():
+            model = model_class(hf_config, group, max_model_len)
+            model.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            if exchange_layers is not None:
+                exchange_layers(model)
+        give_memory(model)
+        return model
     except AttributeError as error:
         if error.obj is not hf_config:
             raise

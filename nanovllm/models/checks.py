@@ -94,13 +94,6 @@ def check_supported(hf_config, model_class: type[CausalLM]) -> None:
     # transformers reads is_causal for every family, and takes null for false.
     if not getattr(hf_config, "is_causal", True):
         refuse_later_tokens("is_causal", hf_config.is_causal)
-    quantization: Any = getattr(hf_config, "quantization_config", None) or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if quantization and method not in model_class.quantizations:
-        raise ValueError(
-            f"config.json: quantization_config is set, with quant_method {method!r}, which "
-            f"{model_class.__name__} does not do: choose the model's unquantized checkpoint"
-        )
     check_windows(hf_config, model_class)
 
 

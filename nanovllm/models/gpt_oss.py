@@ -32,7 +32,6 @@ class GptOssExperts(Experts):
 
 class GptOssForCausalLM(CausalLM):
     has_windows = True
-    quantizations = ("mxfp4",)
     stacks_experts = True
     checkpoint_names = {"gate": "router"}
 

@@ -60,10 +60,11 @@ class CausalLM(nn.Module):
     rotary: type[RotaryEmbedding] = RotaryEmbedding
     activations: tuple[str, ...] = ("silu", "swish")  # values of hidden_act that it computes
     has_windows = False  # whether a configuration may give layers a sliding window
-    quantizations: tuple[str, ...] = ()  # values of quant_method that the loader dequantises
     stacks_experts = False  # whether checkpoints hold all experts of a layer in one tensor
     checkpoint_names: dict[str, str] = {}  # name of a module here -> its name in checkpoints
     left_out: tuple[str, ...] = ()  # parts of checkpoints that are not run, such as a vision tower
+    weight_format = ""  # of quantised weights, in words for users
+    num_parameters: int  # of this rank's part, each counted once however few bits it is held in
 
     def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
         """Build the layers, without weights.

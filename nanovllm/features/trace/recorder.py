@@ -245,9 +245,10 @@ def describe(engine: LLMEngine, config: Config, hf_config, folder: str | Path) -
 def bytes_of_weights(info: RunnerInfo, hf_config) -> int | None:
     """Count the bytes of weights that each decode step reads, on all ranks together.
 
-    Returns None for a model with experts, because the tokens decide which experts a step reads.
+    Returns None for a model with experts, because the tokens decide which experts a step reads, and
+    for quantised weights.
     """
-    if getattr(hf_config, "num_experts", None):
+    if getattr(hf_config, "num_experts", None) or info.weight_format:
         return None
     # A step reads only a few rows of an embedding, unless the embedding is the head as well.
     embedding = 0 if hf_config.tie_word_embeddings else hf_config.vocab_size * hf_config.hidden_size
