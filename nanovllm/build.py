@@ -127,7 +127,7 @@ def build_runner(
 
 def quantization_of(config: Config, hf_config) -> Quantization | None:
     """Return the formats of the model's weights; None: its layers are plain."""
-    of_checkpoint = getattr(hf_config, "quantization_config", None)
+    of_checkpoint: Any = getattr(hf_config, "quantization_config", None)
     quantization = read_quantization(of_checkpoint, config.quantization)
     model_class = find_model(hf_config)
     is_mxfp4 = bool(of_checkpoint) and of_checkpoint["quant_method"] == "mxfp4"

@@ -163,9 +163,9 @@ def theirs(blocks, scales):
 
 def test_other_families_are_refused_by_name(packed):
     config = json.loads((packed / "config.json").read_text())
-    config["architectures"] = ["LlamaForCausalLM"]
+    config["architectures"] = ["MistralForCausalLM"]
     (packed / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="'mxfp4', which LlamaForCausalLM does not do: choose"):
+    with pytest.raises(ValueError, match="'mxfp4', which MistralForCausalLM does not do: choose"):
         LLM(str(packed), device="cpu")
 
 

@@ -30,7 +30,6 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.quantised.config import read_quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
-from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
 from nanovllm.weights.hf_config import load_hf_config
@@ -359,14 +358,3 @@ def test_new_plain_weights_are_quantised_anew(name, tmp_path):
             llm.sleep(2)
             with pytest.raises(ValueError, match="sleep has dropped these: call wake_up first"):
                 llm.update_weights(tensors_of(new).items())
-
-
-def test_kernels_for_plain_weights_take_no_quantised_layer(tmp_path):
-    from nanovllm.backends.cpu.layers import use_cpu_layers
-
-    _, packed = make_pair(tmp_path, DENSE, *FORMATS["awq"][:2])
-    model = load(packed)
-    before = {path: type(layer) for path, layer in model.named_modules() if "_proj" in path}
-    use_cpu_layers(model)
-    after = {path: type(layer) for path, layer in model.named_modules() if "_proj" in path}
-    assert before == after and type(model.lm_head) is not ParallelLMHead

@@ -99,8 +99,8 @@ def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
 def take_plain_weights(model: nn.Module) -> None:
     """Let the quantised layers of an empty model make their weights of plain ones."""
     for module in model.modules():
-        if hasattr(module, "reads_plain"):
-            module.reads_plain = True
+        if "reads_plain" in vars(module):
+            vars(module)["reads_plain"] = True
 
 
 def checkpoint_name(model: nn.Module | type[nn.Module], path: str) -> str:
@@ -143,9 +143,8 @@ def check_checkpoint(
             f"{folder}: no file has {some_of(missing)}: download the model again, or check its "
             "config.json"
         )
-    extra = {
-        name for name in checkpoint.keys() - needed if not name.endswith("rotary_emb.inv_freq")
-    }
+    unread = ("rotary_emb.inv_freq", *getattr(model, "unread_suffixes", ()))
+    extra = {name for name in checkpoint.keys() - needed if not name.endswith(unread)}
     extra -= {f"{checkpoint_name(model, path)}.weight" for path, _ in tied_heads(model)}
     extra -= check_unread(model, checkpoint)
     if extra := extra - set(left_out(model, checkpoint)):

@@ -254,6 +254,7 @@ def read_compressed_tensors(config: dict[str, Any]) -> Rules:
     if not isinstance(groups, dict) or not groups:
         refuse("config_groups", groups, "it must hold one group or more")
     rules = left_plain(config, "ignore")
+    of_all: Rules = []
     for group in groups.values():
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             refuse("config_groups", groups, "each must be an object with weights")
@@ -261,8 +262,10 @@ def read_compressed_tensors(config: dict[str, Any]) -> Rules:
         targets = group.get("targets")
         if not is_list_of_names(targets):
             refuse("targets", targets, "it must be a list of names")
-        rules += [(named(target, "targets"), scheme) for target in targets]
-    return rules
+        for target in targets or ():
+            # A name counts before the class, of which all modules are.
+            (of_all if target == "Linear" else rules).append((named(target, "targets"), scheme))
+    return rules + of_all
 
 
 def group_scheme(group: dict[str, Any], kind: Any) -> Scheme:

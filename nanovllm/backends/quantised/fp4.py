@@ -54,12 +54,11 @@ class Fp4Weight(PackedWeight):
         self.made = tuple(dict(self.named_parameters()))
         # The two numbers of each byte. A tensor, because a CUDA graph holds no copy from the host.
         pairs = [[ELEMENTS[byte % 16], ELEMENTS[byte // 16]] for byte in range(256)]
+        self.pairs: Tensor
         self.register_buffer("pairs", torch.tensor(pairs, dtype=torch.float32), persistent=False)
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
-        def of(parameter: Tensor) -> Tensor:
-            return (parameter if expert is None else parameter[expert])[rows]
-
+        of = partial(self.rows_of, rows=rows, expert=expert)
         numbers = F.embedding(of(self.codes).int(), self.pairs).flatten(-2)
         if self.scheme.is_nvidia:
             scales = of(self.scales).float() / of(self.divisors)
@@ -84,8 +83,8 @@ class Fp4Weight(PackedWeight):
             def in_row(blocks: Tensor) -> Tensor:
                 return blocks.flatten(2)[0, :, skipped : skipped + self.width // 2]
 
-            shape = *lead, self.group // 2
-            yield WeightSlice(f"{name}_blocks", codes, blocks, shape, dtypes=U8, convert=in_row)
+            whole = *lead, self.group // 2
+            yield WeightSlice(f"{name}_blocks", codes, blocks, whole, dtypes=U8, convert=in_row)
             yield WeightSlice(f"{name}_scales", scales.unsqueeze(0), blocks, lead, dtypes=U8)
             return
         shape = piece.out_features, piece.in_features // 2

@@ -77,10 +77,11 @@ class Fp8Weight(PackedWeight):
         return rounded(x, scale_for(largest))
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
-        codes, scales = self.codes, self.scales
-        if expert is not None:
-            codes, scales = codes[expert], scales[expert]
-        return codes[rows].float() * self.spread(scales[rows])
+        codes, scales = (
+            self.rows_of(self.codes, rows, expert),
+            self.rows_of(self.scales, rows, expert),
+        )
+        return codes.float() * self.spread(scales)
 
     def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
         scheme, name = self.scheme, piece.name

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +58,7 @@ class IntegerWeight(PackedWeight):
             self.made = (*self.made, "zeros")
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
-        def of(parameter: Tensor) -> Tensor:
-            return (parameter if expert is None else parameter[expert])[rows]
-
+        of = partial(self.rows_of, rows=rows, expert=expert)
         spread = self.spread
         if self.scheme.has_order:
             order = (self.order if expert is None else self.order[expert])[number]

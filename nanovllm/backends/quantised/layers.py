@@ -27,7 +27,7 @@ from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import checkpoint_name
 from nanovllm.weights.weight_slice import WeightSlice
 
-FORMATS: dict[type, type[PackedWeight]] = {
+FORMATS: dict[type, Callable[..., PackedWeight]] = {
     Fp8: Fp8Weight,
     Integers: IntegerWeight,
     Fp4: Fp4Weight,
@@ -40,6 +40,14 @@ class Quantised(nn.Module):
     packed: nn.ModuleDict  # the packed weights, by the names of the plain ones
     # Whether weights are made of plain tensors instead of read as they are packed.
     reads_plain: bool
+
+    def multiply(
+        self, name: str, x: Tensor, bias: Tensor | None, expert: int | None = None
+    ) -> Tensor:
+        """Multiply inputs [T, K] by the packed weight that is called `name`."""
+        weight = self.packed[name]
+        assert isinstance(weight, PackedWeight)
+        return weight(x, bias, expert)
 
     def packed_of(self, part: WeightSlice) -> PackedWeight | None:
         """Return the packed weight that a slice of the plain layer belongs to."""
@@ -71,14 +79,14 @@ class QuantisedLinear(Quantised, StackedLinear):
     """Projections of one input, whose weight is packed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.packed["weight"](x, self.bias)
+        return self.multiply("weight", x, self.bias)
 
 
 class QuantisedRowParallelLinear(Quantised, RowParallelLinear):
     """A linear layer, split over the ranks by input, whose weight is packed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.group.all_reduce(self.packed["weight"](x, self.bias_of_this_rank))
+        return self.group.all_reduce(self.multiply("weight", x, self.bias_of_this_rank))
 
 
 class QuantisedExperts(Quantised, Experts):
@@ -88,8 +96,8 @@ class QuantisedExperts(Quantised, Experts):
         gate_up_bias, down_bias = (
             None if bias is None else bias[expert] for bias in self.biases_of_this_rank
         )
-        gate, up = self.packed["gate_up_proj"](x, gate_up_bias, expert).chunk(2, dim=-1)
-        return self.packed["down_proj"](self.gating(gate, up), down_bias, expert)
+        gate, up = self.multiply("gate_up_proj", x, gate_up_bias, expert).chunk(2, dim=-1)
+        return self.multiply("down_proj", self.gating(gate, up), down_bias, expert)
 
 
 # The layers that are exchanged, and the names of their weights. A router stays plain: it is small,
@@ -122,7 +130,10 @@ def use_quantised_layers(
     split over the ranks.
     """
     model.weight_format = quantization.description
-    for path, module in list(model.named_modules()):
+    if quantization.has_kv_scales:
+        model.unread_suffixes = (".k_scale", ".v_scale")
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for path, module in modules:
         for kind, quantised, names in KINDS:
             if not isinstance(module, kind):
                 continue
@@ -134,8 +145,9 @@ def use_quantised_layers(
                 [part for parts in weights.values() for part in parts], quantization
             )
             if scheme is not None:
-                exchange(module, quantised, weights, scheme)
-                module.reads_plain = reads_plain or quantization.is_made_here
+                exchange(
+                    module, quantised, weights, scheme, reads_plain or quantization.is_made_here
+                )
 
 
 def common_scheme(parts: list[WeightSlice], quantization: Quantization) -> Scheme | None:
@@ -163,13 +175,18 @@ def common_scheme(parts: list[WeightSlice], quantization: Quantization) -> Schem
 
 
 def exchange(
-    layer: Any, quantised: type[Quantised], weights: dict[str, list[WeightSlice]], scheme: Scheme
+    layer: Any,
+    quantised: type[Quantised],
+    weights: dict[str, list[WeightSlice]],
+    scheme: Scheme,
+    reads_plain: bool,
 ) -> None:
     """Turn a plain layer without memory into a quantised one."""
     plain = type(layer)
     if plain not in _quantised:
         _quantised[plain] = type(f"Quantised{plain.__name__}", (quantised, plain), {})
     layer.__class__ = _quantised[plain]
+    layer.reads_plain = reads_plain
     layer.packed = nn.ModuleDict()
     for name, parts in weights.items():
         weight = getattr(layer, name).detach()

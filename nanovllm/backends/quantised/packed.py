@@ -121,6 +121,10 @@ class PackedWeight(nn.Module):
         whole = parameter if piece.expert is None else parameter[piece.expert]
         return whole[piece.here]
 
+    def rows_of(self, parameter: Tensor, rows: slice, expert: int | None) -> Tensor:
+        """Return rows of a parameter, or of an expert's part of it."""
+        return (parameter if expert is None else parameter[expert])[rows]
+
     def spread(self, x: Tensor) -> Tensor:
         """Give each column the value of its group: [..., groups] -> [..., K]."""
         if self.num_groups == 1:
@@ -166,7 +170,7 @@ class PackedWeight(nn.Module):
             return self.encode(values.float(), skipped)[name]
 
         for name in self.made:
-            index = piece.rows, columns
+            index: tuple[slice, ...] = piece.rows, columns
             if piece.experts is not None:
                 index = part.index[0], columns, piece.rows
             destination = self.at(self.get_parameter(name), piece)
