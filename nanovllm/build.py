@@ -34,10 +34,11 @@ from nanovllm.features.trace.recorder import Recorder
 from nanovllm.frontend.detokenizer import Detokenizer
 from nanovllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.models import find_model
-from nanovllm.weights.hf_config import load_eos_ids, load_hf_config
+from nanovllm.models import find_model, load_model_config
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.weights.hub import resolve_model_folder
 from nanovllm.weights.loader import check_num_layers
+from nanovllm.weights.model_files import load_eos_ids
 
 
 def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
@@ -50,52 +51,51 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
     recorder = None if config.trace is None else Recorder(fspath(config.trace))
     folder = resolve_model_folder(config.model)
     start_cuda_driver(config.device)
-    hf_config = load_hf_config(folder)
-    model_class = find_model(hf_config)  # raises ValueError for an unknown architecture
-    quantization_of(config, hf_config)  # raises ValueError for a format that does not run here
+    model_config = load_model_config(folder)
+    quantization_of(config, model_config)  # raises ValueError for a format that does not run here
     if config.load_format == "auto":
-        check_num_layers(hf_config.num_hidden_layers, folder, model_class)
+        check_num_layers(model_config.num_hidden_layers, folder, find_model(model_config))
     # Tokenizer and weights are loaded at the same time, because each can take seconds.
     with ThreadPoolExecutor(1) as beside:
         loading = beside.submit(load_tokenizer, folder)
-        runner = build_runners(config, hf_config, folder)
+        runner = build_runners(config, model_config, folder)
     try:
         tokenizer = loading.result()
         stop_ids = load_eos_ids(folder)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             stop_ids |= {tokenizer.eos_token_id}
-        forms = Grammars(tokenizer, hf_config.vocab_size, stop_ids)
+        forms = Grammars(tokenizer, model_config.vocab_size, stop_ids)
         engine = LLMEngine(
             config,
-            hf_config,
+            model_config,
             runner,
             policy,
             stop_ids=stop_ids,
-            constraints=Constraints(hf_config.vocab_size, stop_ids, forms),
-            enough_seqs=count_enough_sequences(runner.info, hf_config),
+            constraints=Constraints(model_config.vocab_size, stop_ids, forms),
+            enough_seqs=count_enough_sequences(runner.info, model_config),
             make_detokenizer=None if tokenizer is None else lambda: Detokenizer(tokenizer),
             listeners=() if recorder is None else (recorder,),
         )
         if recorder is not None:
-            recorder.follow(engine, config, hf_config, folder)
+            recorder.follow(engine, config, model_config, folder)
     except BaseException:
         runner.close()
         raise
     return engine, tokenizer
 
 
-def build_runners(config: Config, hf_config, folder: str | Path) -> Any:
+def build_runners(config: Config, model_config: ModelConfig, folder: str | Path) -> Any:
     """Build the runner of a single rank, or start all ranks behind the interface of one runner."""
     if config.tensor_parallel_size == 1:
-        return build_runner(config, hf_config, folder)
+        return build_runner(config, model_config, folder)
     from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
 
-    return TensorParallelRunner(config, hf_config, folder, build_runner)
+    return TensorParallelRunner(config, model_config, folder, build_runner)
 
 
 def build_runner(
     config: Config,
-    hf_config,
+    model_config: ModelConfig,
     folder: str | Path,
     *,
     group: ParallelGroup = ParallelGroup(),
@@ -114,34 +114,27 @@ def build_runner(
             make_resampler = make_cuda_resampler
     return make_runner(
         config,
-        hf_config,
+        model_config,
         folder,
         device=device,
         group=group,
-        exchange_layers=choose_exchange(config, hf_config),
+        exchange_layers=choose_exchange(config, model_config),
         transform=choose_transform(config, device),
         make_resampler=make_resampler,
         score_prompts=score_prompts,
     )
 
 
-def quantization_of(config: Config, hf_config) -> Quantization | None:
+def quantization_of(config: Config, model_config: ModelConfig) -> Quantization | None:
     """Return the formats of the model's weights; None: its layers are plain."""
-    of_checkpoint: Any = getattr(hf_config, "quantization_config", None)
-    quantization = read_quantization(of_checkpoint, config.quantization)
-    model_class = find_model(hf_config)
-    is_mxfp4 = bool(of_checkpoint) and of_checkpoint["quant_method"] == "mxfp4"
-    if is_mxfp4 and not model_class.stacks_experts:
-        raise ValueError(
-            f"config.json: quantization_config: quant_method is 'mxfp4', which "
-            f"{model_class.__name__} does not do: choose another checkpoint of the model"
-        )
-    return quantization
+    return read_quantization(model_config.quantization_config, config.quantization)
 
 
-def choose_exchange(config: Config, hf_config) -> Callable[[nn.Module], None] | None:
+def choose_exchange(
+    config: Config, model_config: ModelConfig
+) -> Callable[[nn.Module], None] | None:
     """Return what puts quantised layers in the plain ones' places, if any are quantised."""
-    quantization = quantization_of(config, hf_config)
+    quantization = quantization_of(config, model_config)
     if quantization is None:
         return None
     from nanovllm.backends.quantised.layers import use_quantised_layers
@@ -175,13 +168,13 @@ def check_kernels(config: Config, device: torch.device) -> None:
         )
 
 
-def count_enough_sequences(info: RunnerInfo, hf_config) -> int | None:
+def count_enough_sequences(info: RunnerInfo, model_config: ModelConfig) -> int | None:
     """Return the number of sequences from which on more of them make the device hardly faster.
 
     None: more sequences are always faster.
     """
     if info.device == "cpu":
-        return enough_sequences(info.num_parameters, hf_config)
+        return enough_sequences(info.num_parameters, model_config)
     return None
 
 

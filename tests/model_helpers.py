@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.models import build_model
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import build_model, load_model_config, read_model_config
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.weights.loader import load_weights
 
 BLOCK_SIZE = 4
@@ -31,8 +31,13 @@ def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_s
     return model
 
 
+def read_config(config: PretrainedConfig, **values) -> ModelConfig:
+    """Our configuration of a model, from one of transformers and fields that differ."""
+    return read_model_config(config.to_dict() | values)
+
+
 def load(folder, rank: int = 0, size: int = 1):
-    model = build_model(load_hf_config(folder), ParallelGroup(rank, size))
+    model = build_model(load_model_config(folder), ParallelGroup(rank, size))
     load_weights(model, folder)
     return model
 

@@ -1,15 +1,22 @@
 """How many sequences run at once on a CPU: as many as make it about as fast as it gets."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from test_scheduler import make_scheduler
 
 from nanovllm.backends.cpu import batch_size
 from nanovllm.backends.cpu.batch_size import FEWEST, enough_sequences
+from nanovllm.models import read_model_config
 
-DENSE = SimpleNamespace()
+SIZES = dict(
+    vocab_size=9,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
+DENSE = read_model_config(SIZES | dict(architectures=["LlamaForCausalLM"]))
 
 
 @pytest.fixture
@@ -37,7 +44,8 @@ def test_more_threads_need_more_sequences(threads):
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
 def test_a_mixture_of_experts_needs_as_many_as_keep_each_expert_busy(threads, name):
     threads(2)
-    config = SimpleNamespace(num_experts_per_tok=8, **{name: 128})
+    values = dict(architectures=["GptOssForCausalLM"], num_experts_per_tok=8)
+    config = read_model_config(SIZES | values | {name: 128, "num_key_value_heads": 1})
     assert enough_sequences(30 * 10**9, config) == 16 * FEWEST
 
 

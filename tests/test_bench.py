@@ -19,8 +19,7 @@ from nanovllm.apps.bench.workloads import WORKLOADS, Work
 from nanovllm.config import Config
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.models import build_model
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import build_model, load_model_config
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(SPEC)
@@ -159,7 +158,7 @@ def test_a_model_of_unknown_shape_has_no_roofline(work):
 def test_a_shape_with_experts_is_the_model_of_its_name():
     folder, dummy = model_folder("qwen3-30b-a3b")
     with torch.device("meta"):
-        model = build_model(load_hf_config(folder), ParallelGroup())
+        model = build_model(load_model_config(folder), ParallelGroup())
     assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
         30.5e9, rel=0.01
     )

@@ -315,10 +315,10 @@ from types import SimpleNamespace
 from rank_faults import FlagsRunner
 from nanovllm.config import Config
 from nanovllm.backends.tensor_parallel.runner import TensorParallelRunner
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import load_model_config
 config = Config({str(checkpoint.folder)!r}, tensor_parallel_size=2, device="cpu")
 runner = TensorParallelRunner(
-    config, load_hf_config(config.model), config.model, FlagsRunner
+    config, load_model_config(config.model), config.model, FlagsRunner
 )
 print(runner.info.attention == str(sys.flags), sys.flags.isolated, sys.flags.utf8_mode)
 runner.close()

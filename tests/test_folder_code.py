@@ -27,13 +27,12 @@ CLASSES = (None, "CustomTokenizer", "PreTrainedTokenizerFast", "Qwen2Tokenizer")
 READ_ALL = """
 import sys
 from pathlib import Path
-from nanovllm.models import find_model
+from nanovllm.models import load_model_config
 from nanovllm.frontend.tokenizer import load_tokenizer
-from nanovllm.weights.hf_config import load_eos_ids
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.weights.model_files import load_eos_ids
 for name in sys.argv[1:]:
     folder = Path(name)
-    for read in (lambda: find_model(load_hf_config(folder)), lambda: load_eos_ids(folder)):
+    for read in (lambda: load_model_config(folder), lambda: load_eos_ids(folder)):
         try:
             read()
         except ValueError:

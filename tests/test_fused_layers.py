@@ -46,9 +46,8 @@ from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.models import build_model
+from nanovllm.models import build_model, load_model_config
 from nanovllm.models.transformer import Decoder, DecoderLayer
-from nanovllm.weights.hf_config import load_hf_config
 from nanovllm.weights.loader import load_weights
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
@@ -159,7 +158,7 @@ def load_in_int8(folder):
     rules = ((lambda name: True, Integers("gptq", 8, group=0, has_zeros=True)),)
     quantization = Quantization("gptq", rules, is_made_here=True)
     exchange = partial(use_quantised_layers, quantization=quantization)
-    model = build_model(load_hf_config(folder), ParallelGroup(), exchange_layers=exchange)
+    model = build_model(load_model_config(folder), ParallelGroup(), exchange_layers=exchange)
     load_weights(model, folder)
     return model
 
@@ -277,7 +276,7 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     state, results = (threading.Barrier(size, timeout=SECONDS), [None] * size), [None] * size
 
     def run_rank(rank):
-        model = build_model(load_hf_config(folder), ThreadGroup(rank, size, meeting=state))
+        model = build_model(load_model_config(folder), ThreadGroup(rank, size, meeting=state))
         load_weights(model, folder)
         fuse(model, PLAIN_BACKEND)
         overlapped_decoder.overlap_all_reduces(model)

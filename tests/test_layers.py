@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from model_helpers import Driver, load, make_checkpoint
+from model_helpers import Driver, load, make_checkpoint, read_config
 from process_helpers import SECONDS, in_thread
 from transformers import Glm4Config, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
 
@@ -21,8 +21,7 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.layers.sampler import CELL
-from nanovllm.models import build_model
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import build_model, load_model_config
 from nanovllm.weights.loader import (
     init_dummy_weights,
     load_weights,
@@ -106,7 +105,7 @@ def test_the_ranks_parts_make_the_whole_tensors(size, saved):
 @pytest.mark.parametrize("size", [2, 4])
 def test_dummy_weights_do_not_depend_on_the_number_of_ranks(size, config):
     def dummy(rank, size):
-        model = build_model(config, ParallelGroup(rank, size))
+        model = build_model(read_config(config), ParallelGroup(rank, size))
         init_dummy_weights(model, seed=3)
         return list(model_weight_slices(model))
 
@@ -131,7 +130,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(size, saved):
     results = [None] * size
 
     def run(rank):
-        model = build_model(load_hf_config(saved), ThreadGroup(rank, size, meeting=state))
+        model = build_model(load_model_config(saved), ThreadGroup(rank, size, meeting=state))
         load_weights(model, saved)
         results[rank] = logits(model)
 
@@ -190,12 +189,13 @@ def test_ranks_without_a_kv_head_of_their_own_take_their_queries():
 
 
 def test_rotation_table_is_float32_whatever_the_default_dtype():
+    settings = read_config(CONFIG).rope_settings()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        table = RotaryEmbedding.from_config(CONFIG, 16).cos_sin
+        table = RotaryEmbedding.from_settings(settings, 16).cos_sin
     finally:
         torch.set_default_dtype(torch.float32)
     assert table.dtype == torch.float32 and table.shape == (64, 16)
     torch.testing.assert_close(
-        table, RotaryEmbedding.from_config(CONFIG, 16).cos_sin, rtol=0, atol=0
+        table, RotaryEmbedding.from_settings(settings, 16).cos_sin, rtol=0, atol=0
     )

@@ -3,12 +3,11 @@
 import json
 import math
 import random
-from types import SimpleNamespace
 
 import plain_layers as plain
 import pytest
 import torch
-from model_helpers import Driver, expected_logits, load, make_checkpoint
+from model_helpers import Driver, expected_logits, load, make_checkpoint, read_config
 from transformers import (
     AutoConfig,
     Gemma2Config,
@@ -39,8 +38,7 @@ from nanovllm import LLM
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models import MODELS, build_model, find_model
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import MODELS, build_model, load_model_config, read_model_config
 
 SMALL = dict(
     vocab_size=101,
@@ -260,10 +258,11 @@ def test_rope_scaling_equals_transformers(rope):
     sizes = dict(head_dim=128, max_position_embeddings=length)
     config = LlamaConfig(**{**SMALL, **sizes, "rope_scaling": dict(rope), "rope_theta": 500000.0})
     want, want_scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    frequencies, scale = rope_frequencies(config, 128)
+    settings = read_config(config, architectures=["LlamaForCausalLM"]).rope_settings()
+    frequencies, scale = rope_frequencies(settings, 128)
     torch.testing.assert_close(frequencies, want, rtol=1e-6, atol=0)
     assert scale == pytest.approx(want_scale)
-    cos_sin = RotaryEmbedding.from_config(config, 128).cos_sin
+    cos_sin = RotaryEmbedding.from_settings(settings, 128).cos_sin
     assert cos_sin.shape == (length, 128)
     angles = torch.arange(64.0)[:, None] * want
     torch.testing.assert_close(
@@ -278,20 +277,23 @@ def test_long_contexts_turn_by_longrope_as_in_transformers(positions, seq_len, o
     sizes = dict(max_position_embeddings=4096, original_max_position_embeddings=64)
     config = Phi3Config(**{**SMALL, **PHI, **sizes, "rope_parameters": dict(rope)})
     want, want_scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len)
-    frequencies, scale = rope_frequencies(config, 16, positions)
+    settings = read_config(config, architectures=["Phi3ForCausalLM"]).rope_settings()
+    frequencies, scale = rope_frequencies(settings, 16, positions)
     torch.testing.assert_close(frequencies, want, rtol=1e-6, atol=0)
     assert scale == pytest.approx(want_scale)
 
 
+def rope_of(kind="full_attention", **values):
+    """The rope settings of a Llama whose config.json says `values`."""
+    said = dict(SMALL, architectures=["LlamaForCausalLM"], **values)
+    return read_model_config(said).rope_settings(kind)
+
+
 def test_old_and_new_forms_of_rope_settings_are_one():
-    class Old:  # as transformers 4 has it
-        rope_theta, rope_scaling, max_position_embeddings = 1e6, dict(type="linear", factor=2.0), 64
-
-    class New:  # as transformers 5 has it
-        rope_parameters = dict(rope_type="linear", factor=2.0, rope_theta=1e6)
-        max_position_embeddings = 64
-
-    torch.testing.assert_close(rope_frequencies(Old, 16), rope_frequencies(New, 16), rtol=0, atol=0)
+    # As transformers 4 has them, and as transformers 5 has them.
+    old = rope_of(rope_theta=1e6, rope_scaling=dict(type="linear", factor=2.0))
+    new = rope_of(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6))
+    torch.testing.assert_close(rope_frequencies(old, 16), rope_frequencies(new, 16), rtol=0, atol=0)
 
 
 def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, caplog):
@@ -332,7 +334,7 @@ def test_experts_result_does_not_depend_on_the_batch():
             "architectures is .*GPT2LMHeadModel.* runs Qwen3ForCausalLM, ",
         ),
         (dict(architectures=None), "architectures is "),
-        (dict(sliding_window=-1), "sliding_window is -1: it must be an integer, 1 or more"),
+        (dict(sliding_window=-1), "sliding_window is -1: it must be an integer from 0"),
         (dict(sliding_window=8.0), "sliding_window is 8.0"),
         (
             dict(sliding_window=32, architectures=["LlamaForCausalLM"]),
@@ -363,8 +365,7 @@ def test_experts_result_does_not_depend_on_the_batch():
 def test_what_no_model_does_is_refused(options, message):
     options = {"architectures": ["MistralForCausalLM"], "sliding_window": None, **options}
     with pytest.raises(ValueError, match=message):
-        config = vars(MistralConfig(**SMALL, **GQA))
-        build_model(SimpleNamespace(**{**config, **options}), ParallelGroup())
+        build_model(read_config(MistralConfig(**SMALL, **GQA), **options), ParallelGroup())
 
 
 @pytest.mark.parametrize(
@@ -386,7 +387,7 @@ def test_what_no_model_does_is_refused(options, message):
 def test_what_describes_no_model_is_refused(values, message):
     config = Qwen3Config(**SMALL, **GQA, architectures=["Qwen3ForCausalLM"])
     with pytest.raises(ValueError, match=message):
-        build_model(SimpleNamespace(**{**vars(config), **values}), ParallelGroup())
+        build_model(read_config(config, **values), ParallelGroup())
 
 
 def random_rope(r, kind, at_top):
@@ -437,25 +438,25 @@ def test_frequencies_of_random_settings_are_transformers_wherever_they_stand(tmp
             values["original_max_position_embeddings"] = r.choice([256, 2048])
         (tmp_path / "config.json").write_text(json.dumps(values))
         theirs = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
-        frequencies, scale = rope_frequencies(load_hf_config(tmp_path), 32)
+        frequencies, scale = rope_frequencies(load_model_config(tmp_path).rope_settings(), 32)
         torch.testing.assert_close(frequencies, theirs.inv_freq, rtol=2e-6, atol=0, msg=str(values))
         assert scale == pytest.approx(theirs.attention_scaling), values
 
 
 @pytest.mark.parametrize("kind", [LLAMA3, YARN], ids=["llama3", "yarn"])
 def test_an_original_context_at_the_top_of_the_configuration_wins(kind):
-    class Config:
-        rope_parameters = dict(kind, rope_theta=5e5, original_max_position_embeddings=512)
-        max_position_embeddings = 4096
-
-    class AtTop(Config):
-        original_max_position_embeddings = 1024
-
-    class Among(Config):
-        rope_parameters = Config.rope_parameters | dict(original_max_position_embeddings=1024)
-
-    torch.testing.assert_close(rope_frequencies(AtTop, 64), rope_frequencies(Among, 64))
-    assert not torch.equal(rope_frequencies(AtTop, 64)[0], rope_frequencies(Config, 64)[0])
+    rope = dict(kind, rope_theta=5e5, original_max_position_embeddings=512)
+    longer = dict(original_max_position_embeddings=1024)
+    at_top, among, without = (
+        rope_frequencies(settings, 64)
+        for settings in (
+            rope_of(rope_parameters=rope, **longer),
+            rope_of(rope_parameters=rope | longer),
+            rope_of(rope_parameters=rope),
+        )
+    )
+    torch.testing.assert_close(at_top, among)
+    assert not torch.equal(at_top[0], without[0])
 
 
 NO_NUMBERS = (-1, -0.5, 0, math.nan, math.inf, -math.inf, 1e39, 10**400, "8", True, [1], {"a": 1})
@@ -477,7 +478,7 @@ WRONG_ROPES += [
     (dict(rope_type=["linear"]), "rope_type is .*not implemented"),
     (
         {"full_attention": {"rope_type": "default", "rope_theta": 5e5}},
-        "given for kinds of layers .full_attention., and not for None: give them for each",
+        "given for kinds of layers .full_attention., and not for sliding_attention: give",
     ),
     ([1], "must be an object"),
     (LONGROPE | dict(short_factor=None), "rope_type is 'longrope', which needs 'short_factor'"),
@@ -493,16 +494,14 @@ WRONG_ROPES += [
 @pytest.mark.parametrize("rope, message", WRONG_ROPES, ids=str)
 @pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
 def test_rope_settings_that_mean_nothing_are_refused(rope, message, name):
-    config = SimpleNamespace(max_position_embeddings=64, **{name: rope})
     with pytest.raises(ValueError, match=message):
-        rope_frequencies(config, 16)
+        rope_frequencies(rope_of("sliding_attention", **{name: rope}), 16)
 
 
 @pytest.mark.parametrize("theta", NO_NUMBERS)
 def test_a_base_beside_the_rope_settings_is_checked_too(theta):
-    config = SimpleNamespace(max_position_embeddings=64, rope_theta=theta)
-    with pytest.raises(ValueError, match="rope_theta of its rope settings is"):
-        rope_frequencies(config, 16)
+    with pytest.raises(ValueError, match="config.json: rope_theta is .*: it must be a finite numb"):
+        rope_of(rope_theta=theta)
 
 
 @pytest.mark.parametrize(
@@ -522,7 +521,11 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
             "use_bidirectional_attention is True: .* choose one",
         ),
         (GptOssConfig, dict(num_local_experts=0), "num_local_experts is 0: it must be an integer"),
-        (GptOssConfig, dict(num_experts_per_tok=129), "is 129, more than num_local_experts, which"),
+        (
+            GptOssConfig,
+            dict(num_experts_per_tok=129),
+            "is 129, more than num_experts or num_local_experts",
+        ),
         (GptOssConfig, dict(swiglu_limit="7"), "swiglu_limit is '7': it must be a finite number"),
         (GptOssConfig, dict(swiglu_alpha=0), "swiglu_alpha is 0"),
         (GptOssConfig, dict(layer_types=["chunked_attention"] * 2), "layer_types is .'chunked"),
@@ -534,11 +537,10 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
     ids=str,
 )
 def test_what_a_family_does_not_do_is_refused_by_name(kind, values, message):
-    config = vars(kind(**SMALL, **GQA, pad_token_id=0))
     family = kind.__name__.removesuffix("Config").removesuffix("Text")
-    config["architectures"] = [f"{family}ForCausalLM"]
+    values = dict(architectures=[f"{family}ForCausalLM"], **values)
     with pytest.raises(ValueError, match=message):
-        build_model(SimpleNamespace(**{**config, **values}), ParallelGroup())
+        build_model(read_config(kind(**SMALL, **GQA, pad_token_id=0), **values), ParallelGroup())
 
 
 @pytest.mark.parametrize("value", [True, False, None], ids=repr)
@@ -566,7 +568,7 @@ def test_a_model_is_refused_if_its_tokens_see_later_ones_in_transformers(
         (dict(num_experts_per_tok=-1), "num_experts_per_tok is -1"),
         (
             dict(num_experts_per_tok=9),
-            "num_experts_per_tok is 9, more than num_experts, which is 8",
+            "num_experts_per_tok is 9, more than num_experts or num_local_experts, which is 8",
         ),
         (dict(moe_intermediate_size=-24), "moe_intermediate_size is -24"),
         (dict(num_experts=None), "num_experts is None"),
@@ -588,21 +590,23 @@ def test_a_model_is_refused_if_its_tokens_see_later_ones_in_transformers(
     ids=str,
 )
 def test_a_mixture_of_experts_that_is_none_is_refused(values, message):
-    config = vars(Qwen3MoeConfig(**SMALL, **MOE))
-    config |= dict(architectures=["Qwen3MoeForCausalLM"], num_experts=8)
+    config = Qwen3MoeConfig(**SMALL, **MOE, architectures=["Qwen3MoeForCausalLM"]).to_dict()
+    del config["num_local_experts"]  # the other name, which comes first
     with pytest.raises(ValueError, match=message):
-        find_model(SimpleNamespace(**{**config, **values}))
+        read_model_config(config | {"num_experts": 8} | values)
 
 
-@pytest.mark.parametrize("value", [None, "8"], ids=repr)
-@pytest.mark.parametrize("beside", [dict(), dict(num_experts=8)], ids=["alone", "beside"])
-def test_experts_under_their_other_name_count_as_in_transformers(tmp_path, value, beside):
-    config = Qwen3MoeConfig(**SMALL, **MOE, architectures=["Qwen3MoeForCausalLM"])
-    config.save_pretrained(tmp_path)
-    values = json.loads((tmp_path / "config.json").read_text()) | beside
-    (tmp_path / "config.json").write_text(json.dumps(values | {"num_local_experts": value}))
-    with pytest.raises(ValueError, match="num_experts is (None|'8')"):
-        find_model(load_hf_config(tmp_path))
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_experts_have_two_names_and_null_under_both_is_refused(name):
+    config = Qwen3MoeConfig(**SMALL, **MOE, architectures=["Qwen3MoeForCausalLM"]).to_dict()
+    del config["num_local_experts"]
+    assert read_model_config(config | {name: 6}).num_experts == 6
+    beside = {"num_experts": 8} if name == "num_local_experts" else {"num_local_experts": 8}
+    assert read_model_config(config | beside | {name: None}).num_experts == 8
+    with pytest.raises(ValueError, match=f"{name} is None: it must be an integer"):
+        read_model_config(config | {name: None})
+    with pytest.raises(ValueError, match="num_local_experts is '8'"):
+        read_model_config(config | {"num_experts": 8, "num_local_experts": "8"})
 
 
 def test_any_architecture_on_any_configuration_is_built_or_refused(tmp_path):
@@ -615,7 +619,7 @@ def test_any_architecture_on_any_configuration_is_built_or_refused(tmp_path):
             config.save_pretrained(tmp_path)
             try:
                 with torch.device("meta"):
-                    build_model(load_hf_config(tmp_path), ParallelGroup())
+                    build_model(load_model_config(tmp_path), ParallelGroup())
             except ValueError as error:
                 refused += 1
                 assert "config.json" in str(error), (kind, architecture, error)
@@ -625,8 +629,7 @@ def test_any_architecture_on_any_configuration_is_built_or_refused(tmp_path):
 @pytest.mark.parametrize("size", [2**31 - 1, 10**9])
 def test_a_model_that_no_memory_holds_is_refused(size):
     values = dict(SMALL, **GQA, vocab_size=size, hidden_size=size, head_dim=16)
-    config = SimpleNamespace(**{**vars(Qwen3Config(**SMALL)), **values})
-    config.architectures = ["Qwen3ForCausalLM"]
+    config = read_config(Qwen3Config(**SMALL), **values, architectures=["Qwen3ForCausalLM"])
     with pytest.raises(
         ValueError, match=rf"no memory for the model .*hidden_size {size}.* smaller"
     ):
@@ -643,9 +646,8 @@ def test_ranks_that_do_not_divide_hear_what_does():
 
 
 def test_angles_are_made_for_the_positions_that_are_asked_for():
-    config = Qwen3Config(
-        **{**SMALL, **GQA, "max_position_embeddings": 10**9}, architectures=["Qwen3ForCausalLM"]
-    )
+    long = dict(max_position_embeddings=10**9, architectures=["Qwen3ForCausalLM"])
+    config = read_config(Qwen3Config(**SMALL, **GQA), **long)
     model = build_model(config, ParallelGroup(), max_model_len=64)
     tables = {
         module.cos_sin.shape for module in model.modules() if isinstance(module, RotaryEmbedding)

@@ -229,6 +229,17 @@ def test_no_more_requests_of_a_job_run_than_are_enough_for_the_device():
     assert first_end <= len(server.batches) / 4, "the first do not wait for the last"
 
 
+def test_the_last_round_of_a_job_is_as_full_as_the_others():
+    policy = RollingPolicy(window=100)
+    policy.more_to_come = False
+    server = Server(make_scheduler(policy=policy, num_blocks=400, max_num_seqs=64, enough_seqs=4))
+    for id in range(9):
+        server.add(id, [id % VOCABULARY], 10)
+    server.run()
+    running = [len(batch.decode_slots) for batch in server.batches]
+    assert max(running) == 5 and len(running) <= 22, "5 and 4 together, not 4, 4 and 1"
+
+
 def test_requests_of_a_call_run_beyond_what_is_enough():
     """Their outputs come all at once: what counts is when the last one ends."""
     policy = ThroughputPolicy(min_running=64)

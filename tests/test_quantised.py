@@ -31,8 +31,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.quantised.config import read_quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.models import build_model
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import build_model, load_model_config
 from nanovllm.weights.loader import init_dummy_weights, load_weights
 
 SIZES = dict(
@@ -126,8 +125,8 @@ WEIGHTS_ALONE = [name for name, (_, _, inputs) in FORMATS.items() if inputs is N
 
 
 def build(folder, group=ParallelGroup(), wanted=None, reads_plain=False):
-    config = load_hf_config(folder)
-    quantization = read_quantization(getattr(config, "quantization_config", None), wanted)
+    config = load_model_config(folder)
+    quantization = read_quantization(config.quantization_config, wanted)
     assert quantization is not None
     exchange = partial(use_quantised_layers, quantization=quantization, reads_plain=reads_plain)
     return build_model(config, group, exchange_layers=exchange)

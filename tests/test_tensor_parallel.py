@@ -53,7 +53,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks
-from nanovllm.weights.hf_config import load_hf_config
+from nanovllm.models import load_model_config
 
 # In the environment of every process started here, and so of their children.
 MARK = f"{uuid.uuid4()}"
@@ -454,7 +454,7 @@ def test_a_rank_that_answers_something_else_ends_all_and_runs_nothing_here(
     before = leftovers()
     monkeypatch.setenv("RANK_LIE", json.dumps([lie, str(tmp_path / "made")]))
     config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-    runner = TensorParallelRunner(config, load_hf_config(folder), str(folder), LyingRunner)
+    runner = TensorParallelRunner(config, load_model_config(folder), str(folder), LyingRunner)
     with pytest.raises(RankError, match=message):
         runner.launch(Batch(decode_slots=(0, 1))).wait()
         runner.synchronize()
@@ -561,8 +561,8 @@ def echo(folder):
 
     def start():
         config = Config(str(folder), tensor_parallel_size=2, device="cpu")
-        hf_config = load_hf_config(folder)
-        runners.append(TensorParallelRunner(config, hf_config, str(folder), EchoRunner))
+        model_config = load_model_config(folder)
+        runners.append(TensorParallelRunner(config, model_config, str(folder), EchoRunner))
 
     in_thread(start).result(SECONDS)
     yield runners[0]

@@ -28,7 +28,7 @@ from nanovllm.frontend.token_bytes import COMPOSED, most_bytes
 from nanovllm.frontend.tokenizer import Tokenizer as TextTokenizer
 from nanovllm.frontend.tokenizer import load_tokenizer
 from nanovllm.frontend.tokenizer_json import QWEN_WORDS
-from nanovllm.weights.hf_config import load_eos_ids
+from nanovllm.weights.model_files import load_eos_ids
 
 TEXTS = [
     "def read(path):\n    return open(path)",

@@ -6,22 +6,17 @@ from contextlib import contextmanager
 import torch
 
 
-def resolve_dtype(name: str, hf_config, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, given: str | None, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and activations that the option `name` asks for.
 
-    "auto" means float32 on a CPU, and the dtype of the checkpoint elsewhere. Raises ValueError if
-    the checkpoint names no floating-point dtype.
+    "auto" means float32 on a CPU. Elsewhere it means the dtype `given` in config.json, or bfloat16
+    if that gives none. Raises ValueError if `given` is no floating-point dtype.
     """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cpu":
         return torch.float32
-    given = (
-        getattr(hf_config, "dtype", None)
-        or getattr(hf_config, "torch_dtype", None)
-        or torch.bfloat16
-    )
-    dtype = getattr(torch, given, None) if isinstance(given, str) else given
+    dtype = torch.bfloat16 if given is None else getattr(torch, given, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(
             f"config.json: dtype is {given!r}: it must be a floating-point dtype such as "

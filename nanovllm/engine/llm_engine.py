@@ -23,7 +23,7 @@ from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
-from nanovllm.models.config_fields import largest_window
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import StepRecord
 from nanovllm.sampling_params import SamplingParams
 
@@ -44,7 +44,7 @@ class LLMEngine:
     def __init__(
         self,
         config: Config,
-        hf_config,
+        model_config: ModelConfig,
         runner: Any,
         policy: SchedulingPolicy = SchedulingPolicy(),
         *,
@@ -54,7 +54,7 @@ class LLMEngine:
         enough_seqs: int | None = None,
         listeners: tuple[EngineListener, ...] = (),
     ) -> None:
-        """Build an engine for the model whose configuration is `hf_config`.
+        """Build an engine for the model whose configuration is `model_config`.
 
         Args:
             runner: The ModelRunner that holds the model, or an object with the same interface.
@@ -65,16 +65,16 @@ class LLMEngine:
                 no such number.
             listeners: Listeners that hear of events, besides the metrics.
         """
-        self.model_class = find_model(hf_config)
+        self.model_class = find_model(model_config)
         self.policy = policy
         self.stop_ids = stop_ids
         self.constraints = constraints
         self.make_detokenizer = make_detokenizer
         self.detokenizer: Detokenizer | None = None  # made for the first request that needs it
-        self.vocab_size = hf_config.vocab_size
+        self.vocab_size = model_config.vocab_size
         self.runner = runner
         self.max_model_len = self.runner.info.max_model_len
-        self.window = largest_window(hf_config)
+        self.window = model_config.largest_window
         is_cpu = self.runner.device.type == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
         self._enough_seqs = enough_seqs

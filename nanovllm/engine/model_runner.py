@@ -35,6 +35,7 @@ from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import init_dummy_weights, load_weights
 
@@ -104,7 +105,7 @@ class ModelRunner:
     def __init__(
         self,
         config: Config,
-        hf_config,
+        model_config: ModelConfig,
         folder: str,
         *,
         device: torch.device,
@@ -115,18 +116,18 @@ class ModelRunner:
         score_prompts: Callable[..., Any] | None = None,
     ) -> None:
         self.config = config
-        self.hf_config = hf_config
+        self.model_config = model_config
         self.device = device
         self.group = group
         self.exchange_layers = exchange_layers
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
-        limit = hf_config.max_position_embeddings
+        limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
-        self.vocab_size = hf_config.vocab_size
+        self.vocab_size = model_config.vocab_size
         self.max_blocks = -(-self.max_model_len // self.block_size)  # the most of one sequence
-        self.dtype = resolve_dtype(config.dtype, hf_config, device)
+        self.dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
@@ -153,14 +154,14 @@ class ModelRunner:
             weight_format=self.model.weight_format,
         )
 
-    def _build_model(self, hf_config) -> CausalLM:
+    def _build_model(self, model_config: ModelConfig) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
-            model = build_model(hf_config, self.group, self.max_model_len, self.exchange_layers)
+            model = build_model(model_config, self.group, self.max_model_len, self.exchange_layers)
         return model.eval().requires_grad_(False)
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
         """Build the model, fill it by calling `fill`, and apply the transform."""
-        self.model = self._build_model(self.hf_config)
+        self.model = self._build_model(self.model_config)
         self.num_parameters = self.model.num_parameters
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)

@@ -1,11 +1,11 @@
 """Rotary frequencies: the angle by which a position turns each pair of a head's elements.
 
-This file reads the base and the scaling from a Hugging Face configuration, in the older form
-(rope_theta, rope_scaling) and in the newer one (rope_parameters), and computes the frequencies as
-transformers does. layers/rotary.py makes the table of cosines and sines.
+This file computes the frequencies from the base and the scaling of a configuration, as transformers
+does. layers/rotary.py makes the table of cosines and sines.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +18,21 @@ NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def rope_frequencies(
-    config, head_dim: int, max_positions: int | None = None, kind: str | None = None
+    rope: dict[str, Any], head_dim: int, max_positions: int | None = None
 ) -> tuple[Tensor, float]:
     """Compute the angle that a position adds to each pair, and a factor on cosines and sines.
 
     R elements of a head are rotated: all head_dim, or the part that the settings say.
 
     Args:
+        rope: the settings, in the form of ModelConfig.rope_settings.
         max_positions: positions that will be asked for; None: all that the model supports.
-        kind: the kind of layers, where the settings differ by kind.
     Returns:
         The angles, [R / 2] float32 on the CPU, and the factor.
     Raises:
         ValueError: no scaling here implements the settings, or they describe none.
     """
-    rope = rope_parameters(config, kind)
-    rope["max_positions"] = max_positions or config.max_position_embeddings
+    rope = rope | {"max_positions": max_positions or rope["max_position_embeddings"]}
     scale = SCALINGS.get(rope["rope_type"]) if isinstance(rope["rope_type"], str) else None
     if scale is None:
         names = ", ".join(SCALINGS)
@@ -62,37 +61,6 @@ def rotary_size(rope: dict, head_dim: int) -> int:
             "even number of elements must turn, 2 or more"
         )
     return size
-
-
-def rope_parameters(config, kind: str | None = None) -> dict:
-    """Read a configuration's rope settings into one form. A setting that is null is absent."""
-    scaling, newer = (
-        getattr(config, name, None) or {} for name in ("rope_scaling", "rope_parameters")
-    )
-    if not isinstance(scaling, dict) or not isinstance(newer, dict):
-        raise ValueError(
-            f"config.json: rope_scaling or rope_parameters is {scaling or newer!r}: it must be an "
-            "object"
-        )
-    rope = {name: value for name, value in (scaling or newer).items() if value is not None}
-    if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
-        if kind not in nested:
-            raise ValueError(
-                "config.json: the rope settings are given for kinds of layers "
-                f"({', '.join(map(str, nested))}), and not for {kind}: give them for each"
-            )
-        newer = {name: value for name, value in rope[kind].items() if value is not None}
-        rope = dict(newer)
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
-    for name, default in (("rope_theta", 10000.0), ("partial_rotary_factor", 1.0)):
-        beside = getattr(config, name, None), newer.get(name)
-        rope.setdefault(name, next((value for value in beside if value is not None), default))
-    original = "original_max_position_embeddings"
-    # At the top level it wins over the one among the rope settings, as in transformers.
-    top = None if nested else getattr(config, original, None)
-    rope[original] = rope.get(original, config.max_position_embeddings) if top is None else top
-    rope["max_position_embeddings"] = config.max_position_embeddings
-    return rope
 
 
 def check_settings(rope: dict) -> None:

@@ -1,5 +1,7 @@
 """Rotary position embedding. layers/rope_scaling.py computes its frequencies."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -27,17 +29,17 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     @classmethod
-    def from_config(
-        cls, config, head_dim: int, max_positions: int | None = None, kind: str | None = None
+    def from_settings(
+        cls, rope: dict[str, Any], head_dim: int, max_positions: int | None = None
     ) -> "RotaryEmbedding":
         """Make the rotary embedding that a configuration describes.
 
         Args:
+            rope: the settings, in the form of ModelConfig.rope_settings.
             max_positions: positions that will be asked for; None: all that the model supports.
-            kind: the kind of layers, where the configuration has settings for each kind.
         """
-        max_positions = max_positions or config.max_position_embeddings
-        frequencies, scale = rope_frequencies(config, head_dim, max_positions, kind)
+        max_positions = max_positions or rope["max_position_embeddings"]
+        frequencies, scale = rope_frequencies(rope, head_dim, max_positions)
         if cls.turns_whole_heads and 2 * len(frequencies) != head_dim:
             raise ValueError(
                 f"config.json: by its partial_rotary_factor, {2 * len(frequencies)} of a head's "

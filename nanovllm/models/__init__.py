@@ -1,16 +1,18 @@
 """The registry of models: the name of an architecture in config.json -> the class that runs it."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from nanovllm.layers.linear import give_memory, parameters_without_memory
 from nanovllm.layers.parallel import ParallelGroup
-from nanovllm.models.checks import check_sizes, check_supported
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
+from nanovllm.models.model_config import ModelConfig, language_model_of
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
 from nanovllm.models.olmo3 import Olmo3ForCausalLM
 from nanovllm.models.phi3 import Phi3ForCausalLM
@@ -20,7 +22,18 @@ from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
 from nanovllm.models.seed_oss import SeedOssForCausalLM
 from nanovllm.models.smollm3 import SmolLM3ForCausalLM
 from nanovllm.models.transformer import CausalLM
-from nanovllm.weights.hf_config import SIZES
+from nanovllm.weights.model_files import read_config_json
+
+# The fields that decide how much memory a model takes.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -43,54 +56,68 @@ MODELS: dict[str, type[CausalLM]] = {
 }
 
 
+def load_model_config(folder: str | Path) -> ModelConfig:
+    """Read the configuration of the model in a folder. Raises ValueError if it cannot be run."""
+    return read_model_config(read_config_json(folder))
+
+
+def read_model_config(json: dict[str, Any]) -> ModelConfig:
+    """Read the content of a config.json.
+
+    Raises ValueError for anything that it asks for and the class of its model does not do.
+    """
+    json = language_model_of(json)
+    names = json.get("architectures") or []
+    names_here = [name for name in MODELS if isinstance(names, list) and name in names]
+    if not names_here:
+        raise ValueError(
+            f"config.json: architectures is {names!r}: this library runs {', '.join(MODELS)}"
+        )
+    model_class = MODELS[names_here[0]]
+    config = model_class.config_class.from_json(json | {"architecture": names_here[0]})
+    check_quantization(config, model_class)
+    return config
+
+
+def check_quantization(config: ModelConfig, model_class: type[CausalLM]) -> None:
+    """Raise ValueError for MXFP4 of gpt-oss in a model that stores experts in another way."""
+    method = (config.quantization_config or {}).get("quant_method")
+    if method == "mxfp4" and not model_class.stacks_experts:
+        raise ValueError(
+            f"config.json: quantization_config is set, with quant_method {method!r}, which "
+            f"{config.architecture} does not do: choose another checkpoint of the model"
+        )
+
+
+def find_model(config: ModelConfig) -> type[CausalLM]:
+    """Return the class that runs the model of a configuration."""
+    return MODELS[config.architecture]
+
+
 def build_model(
-    hf_config,
+    config: ModelConfig,
     group: ParallelGroup,
     max_model_len: int | None = None,
     exchange_layers: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
-    """Build this rank's part of the model that `hf_config` describes, without its weights.
+    """Build this rank's part of the model that `config` describes, without its weights.
 
     Its parameters are on the default device, in the default dtype. `max_model_len`: positions that
     will be asked for; None: all that the model supports. `exchange_layers` is called with the model
     before its parameters have memory, and may replace layers.
-    Raises ValueError if no class here runs the model, or if there is no memory for it.
+    Raises ValueError if there is no memory for the model.
     """
-    model_class = find_model(hf_config)
     try:
         with parameters_without_memory():
-            model = model_class(hf_config, group, max_model_len)
+            model = find_model(config)(config, group, max_model_len)
             model.num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if exchange_layers is not None:
                 exchange_layers(model)
         give_memory(model)
         return model
-    except AttributeError as error:
-        if error.obj is not hf_config:
-            raise
-        raise ValueError(
-            f"config.json has no {error.name}, which {model_class.__name__} needs: check its "
-            "architectures and model_type"
-        ) from error
     except RuntimeError as error:  # from an allocator: making layers does nothing but allocate
-        sizes = ", ".join(f"{name} {getattr(hf_config, name)}" for name in SIZES)
+        sizes = ", ".join(f"{name} {getattr(config, name)}" for name in SIZES)
         raise ValueError(
             f"there is no memory for the model that config.json describes ({sizes}): choose a "
             f"smaller one, or a device with more memory ({error})"
         ) from error
-
-
-def find_model(hf_config) -> type[CausalLM]:
-    """Find the class that runs `hf_config`.
-
-    Raises ValueError for anything that the configuration asks for and the class does not do.
-    """
-    names = getattr(hf_config, "architectures", None) or []
-    names_here = [name for name in MODELS if isinstance(names, list) and name in names]
-    if not names_here:
-        raise ValueError(f"architectures is {names!r}: this library runs {', '.join(MODELS)}")
-    model_class = MODELS[names_here[0]]
-    check_sizes(hf_config)
-    check_supported(hf_config, model_class)
-    model_class.check(hf_config)
-    return model_class

@@ -8,41 +8,62 @@ It differs from a Llama in these points:
 - Layers with a window rotate q and k by another base than layers without one.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 
 from nanovllm.layers.embedding import ScaledEmbedding
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from nanovllm.models.checks import check_number, refuse_later_tokens
+from nanovllm.models.model_config import ModelConfig, refuse_later_tokens
 from nanovllm.models.post_norm import SandwichNormLayer
 from nanovllm.models.transformer import CausalLM, build_attention, build_mlp
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(ModelConfig):
+    activations: ClassVar = ("gelu_pytorch_tanh",)
+    has_windows: ClassVar = True
+
+    # The published models of 4B and more leave out the sizes that they share.
+    vocab_size: int = 262_208
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    head_dim: int = 256
+    max_position_embeddings: int = 131_072
+    hidden_act: str = "gelu_pytorch_tanh"
+    tie_word_embeddings: bool = True
+    sliding_window: int | None = 4096
+    full_attention_interval: int | None = 6
+    rope_theta: float = 1e6
+    rope_local_base_freq: float | None = 1e4
+    query_pre_attn_scalar: float = 256
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.use_bidirectional_attention:
+            refuse_later_tokens("use_bidirectional_attention", True)
+
+
 class Gemma3ForCausalLM(CausalLM):
+    config_class = Gemma3Config
     norm = ZeroCenteredRMSNorm
     qk_norm: type[RMSNorm] | None = ZeroCenteredRMSNorm
-    activations = ("gelu_pytorch_tanh",)
-    has_windows = True
     checkpoint_names = {
         "attention_output_norm": "post_attention_layernorm",
         "post_attention_layernorm": "pre_feedforward_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
     }
 
-    @classmethod
-    def check(cls, config):
-        check_number(config, "query_pre_attn_scalar")
-        check_number(config, "attn_logit_softcapping", may_be_none=True)
-        check_number(config, "final_logit_softcapping", may_be_none=True)
-        # transformers reads this field for Gemma alone.
-        if both_ways := getattr(config, "use_bidirectional_attention", None):
-            refuse_later_tokens("use_bidirectional_attention", both_ways)
-
-    def build_embedding(self, config, group):
+    def build_embedding(self, config: Gemma3Config, group):
         dtype = torch.get_default_dtype()  # the weights', to which the scale is rounded
         scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
         return ScaledEmbedding(config.vocab_size, config.hidden_size, group, scale=scale)
 
-    def build_layer(self, config, index, rotary, group):
+    def build_layer(self, config: Gemma3Config, index, rotary, group):
         attention = build_attention(
             config,
             index,

@@ -4,11 +4,36 @@ The experts take the place of MLPs, and clamp their gates and ups.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 from nanovllm.layers.moe import ClampedSwiGLU, Experts, MixtureOfExperts
-from nanovllm.models.checks import check_experts, check_number
+from nanovllm.models.model_config import ExpertsConfig
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention
 from nanovllm.weights.weight_slice import WeightSlice
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(ExpertsConfig):
+    has_windows: ClassVar = True
+    default_rope: ClassVar = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = True
+    sliding_window: int | None = 128
+    full_attention_interval: int | None = 2
+    rope_theta: float = 150_000.0
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
 
 
 class GptOssExperts(Experts):
@@ -31,29 +56,22 @@ class GptOssExperts(Experts):
 
 
 class GptOssForCausalLM(CausalLM):
-    has_windows = True
+    config_class = GptOssConfig
     stacks_experts = True
     checkpoint_names = {"gate": "router"}
 
-    @classmethod
-    def check(cls, config):
-        check_experts(config, ("num_local_experts", "num_experts_per_tok"))
-        check_number(config, "swiglu_alpha", may_be_none=True)
-        check_number(config, "swiglu_limit", may_be_none=True)
-
-    def build_layer(self, config, index, rotary, group):
+    def build_layer(self, config: GptOssConfig, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(config, index, rotary, group, bias=bias, sinks=True)
-        alpha, limit = getattr(config, "swiglu_alpha", None), getattr(config, "swiglu_limit", None)
         mlp = MixtureOfExperts(
             config.hidden_size,
             config.intermediate_size,
-            config.num_local_experts,
+            config.num_experts,
             config.num_experts_per_tok,
             group,
             renormalize=True,
             bias=True,
             experts=GptOssExperts,
-            gating=ClampedSwiGLU(alpha or 1.702, limit or 7.0),
+            gating=ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit),
         )
         return DecoderLayer(config, attention, mlp)

@@ -1,19 +1,22 @@
 """Granite 3: a Llama with multipliers of embeddings, attention scores, layer outputs and logits."""
 
+from dataclasses import dataclass
+
 from nanovllm.layers.embedding import ScaledEmbedding
-from nanovllm.models.checks import check_number
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
-MULTIPLIERS = (
-    "embedding_multiplier",
-    "attention_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(ModelConfig):
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
 
 
 class GraniteLayer(DecoderLayer):
-    def __init__(self, config, self_attn, mlp):
+    def __init__(self, config: GraniteConfig, self_attn, mlp):
         super().__init__(config, self_attn, mlp)
         self.multiplier = config.residual_multiplier
 
@@ -23,16 +26,13 @@ class GraniteLayer(DecoderLayer):
 
 
 class GraniteForCausalLM(CausalLM):
-    @classmethod
-    def check(cls, config):
-        for name in MULTIPLIERS:
-            check_number(config, name)
+    config_class = GraniteConfig
 
-    def build_embedding(self, config, group):
+    def build_embedding(self, config: GraniteConfig, group):
         scale = config.embedding_multiplier
         return ScaledEmbedding(config.vocab_size, config.hidden_size, group, scale=scale)
 
-    def build_layer(self, config, index, rotary, group):
+    def build_layer(self, config: GraniteConfig, index, rotary, group):
         bias, scale = config.attention_bias, config.attention_multiplier
         attention = build_attention(config, index, rotary, group, bias=bias, scale=scale)
         return GraniteLayer(config, attention, build_mlp(config, group, bias=config.mlp_bias))

@@ -3,18 +3,27 @@
 One norm covers all heads of q, and one all heads of k.
 """
 
+from dataclasses import dataclass
+
 from nanovllm.layers.norm import ShardedRMSNorm
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.post_norm import PostNormLayer
 from nanovllm.models.transformer import CausalLM, build_attention, build_mlp
 
 
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Config(ModelConfig):
+    rms_norm_eps: float = 1e-5
+
+
 class Olmo2ForCausalLM(CausalLM):
+    config_class = Olmo2Config
     checkpoint_names = {
         "attention_output_norm": "post_attention_layernorm",
         "mlp_output_norm": "post_feedforward_layernorm",
     }
 
-    def build_layer(self, config, index, rotary, group):
+    def build_layer(self, config: Olmo2Config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(config, index, rotary, group, bias=bias)
         q, k, _ = attention.qkv_proj.shards

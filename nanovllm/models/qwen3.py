@@ -10,14 +10,22 @@ Every norm is RMSNorm. Several query heads share a key-value head. A projection 
 config.json says so. transformer.py has the rest.
 """
 
+from dataclasses import dataclass
+
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.models.qwen2 import Qwen2Config
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
-class Qwen3ForCausalLM(CausalLM):
-    has_windows = True
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    head_dim: int = 128
 
-    def build_layer(self, config, index, rotary, group):
+
+class Qwen3ForCausalLM(CausalLM):
+    config_class = Qwen3Config
+
+    def build_layer(self, config: Qwen3Config, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(config, index, rotary, group, bias=bias, qk_norm=RMSNorm)
         return DecoderLayer(config, attention, build_mlp(config, group))

@@ -3,23 +3,37 @@
 config.json may keep some layers dense.
 """
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.checks import check_experts
+from nanovllm.models.model_config import ExpertsConfig, json_field
 from nanovllm.models.transformer import CausalLM, DecoderLayer, build_attention, build_mlp
 
 
-class Qwen3MoeForCausalLM(CausalLM):
-    @classmethod
-    def check(cls, config):
-        check_experts(config)
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(ExpertsConfig):
+    sliding_window: int | None = 4096
+    use_sliding_window: bool = False
+    moe_intermediate_size: int
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = json_field(computed=lambda config: ())
 
-    def build_layer(self, config, index, rotary, group):
+    def is_sparse(self, index: int) -> bool:
+        """Return whether layer `index` has experts."""
+        return (index + 1) % self.decoder_sparse_step == 0 and index not in self.mlp_only_layers
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    config_class = Qwen3MoeConfig
+
+    def build_layer(self, config: Qwen3MoeConfig, index, rotary, group):
         bias = config.attention_bias
         attention = build_attention(config, index, rotary, group, bias=bias, qk_norm=RMSNorm)
-        if is_sparse(config, index):
+        if config.is_sparse(index):
             mlp: nn.Module = MixtureOfExperts(
                 config.hidden_size,
                 config.moe_intermediate_size,
@@ -31,10 +45,3 @@ class Qwen3MoeForCausalLM(CausalLM):
         else:
             mlp = build_mlp(config, group)
         return DecoderLayer(config, attention, mlp)
-
-
-def is_sparse(config, index: int) -> bool:
-    return (
-        index not in (config.mlp_only_layers or ())
-        and (index + 1) % config.decoder_sparse_step == 0
-    )

@@ -17,11 +17,17 @@ from nanovllm.layers.mlp import ACTIVATIONS, GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.config_fields import activation_name, head_size, layer_kind, window_of
+from nanovllm.models.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config, self_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm] = RMSNorm):
+    def __init__(
+        self,
+        config: ModelConfig,
+        self_attn: nn.Module,
+        mlp: nn.Module,
+        norm: type[RMSNorm] = RMSNorm,
+    ):
         super().__init__()
         self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self_attn
@@ -53,13 +59,12 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder and its head. `config` has the fields of a Hugging Face config.json."""
+    """A decoder and its head. `config` is an object of the family's `config_class`."""
 
     # A family overrides those in which it differs.
+    config_class: type[ModelConfig] = ModelConfig
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
-    activations: tuple[str, ...] = ("silu", "swish")  # values of hidden_act that it computes
-    has_windows = False  # whether a configuration may give layers a sliding window
     stacks_experts = False  # whether checkpoints hold all experts of a layer in one tensor
     checkpoint_names: dict[str, str] = {}  # name of a module here -> its name in checkpoints
     left_out: tuple[str, ...] = ()  # parts of checkpoints that are not run, such as a vision tower
@@ -67,16 +72,19 @@ class CausalLM(nn.Module):
     weight_format = ""  # of quantised weights, in words for users
     num_parameters: int  # of this rank's part, each counted once however few bits it is held in
 
-    def __init__(self, config, group: ParallelGroup, max_model_len: int | None = None):
+    # A subclass says `config: GraniteConfig`, which a type checker allows where this says Any.
+    def __init__(self, config: Any, group: ParallelGroup, max_model_len: int | None = None):
         """Build the layers, without weights.
 
         `max_model_len`: positions that will be asked for; None: all that the model supports.
         """
         super().__init__()
         self.config = config
-        kinds = [layer_kind(config, i) for i in range(config.num_hidden_layers)]
+        kinds = config.layer_types[: config.num_hidden_layers]
         rotaries = {
-            kind: self.rotary.from_config(config, head_size(config), max_model_len, kind)
+            kind: self.rotary.from_settings(
+                config.rope_settings(kind), config.head_dim, max_model_len
+            )
             for kind in dict.fromkeys(kinds)
         }
         layers = [
@@ -88,15 +96,11 @@ class CausalLM(nn.Module):
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
 
-    @classmethod
-    def check(cls, config) -> None:
-        """Raise ValueError for values of the family's own fields that it does not implement."""
-
-    def build_embedding(self, config, group: ParallelGroup) -> VocabParallelEmbedding:
+    def build_embedding(self, config: Any, group: ParallelGroup) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
 
     def build_layer(
-        self, config, index: int, rotary: RotaryEmbedding, group: ParallelGroup
+        self, config: Any, index: int, rotary: RotaryEmbedding, group: ParallelGroup
     ) -> nn.Module:
         """Build layer `index`: a module that takes hidden states [T, hidden] and positions [T]."""
         raise NotImplementedError
@@ -114,7 +118,7 @@ class CausalLM(nn.Module):
 
 
 def build_attention(
-    config,
+    config: ModelConfig,
     index: int,
     rotary: RotaryEmbedding,
     group: ParallelGroup,
@@ -130,7 +134,7 @@ def build_attention(
         qk_norm: the norm of each head of q and k before it is rotated; None: no norm.
         options: further arguments of SelfAttention.
     """
-    size = head_size(config)
+    size = config.head_dim
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
     return SelfAttention(
         config.hidden_size,
@@ -141,17 +145,17 @@ def build_attention(
         group,
         q_norm=q_norm,
         k_norm=k_norm,
-        window=window_of(config, index),
+        window=config.window_of(index),
         **dict(qkv_bias=bias, output_bias=bias) | options,
     )
 
 
-def build_mlp(config, group: ParallelGroup, **options: Any) -> GatedMLP:
+def build_mlp(config: ModelConfig, group: ParallelGroup, **options: Any) -> GatedMLP:
     """Build the gated MLP, with the sizes and the activation of `config`.
 
     `options`: further arguments of GatedMLP.
     """
-    activation = ACTIVATIONS[activation_name(config)]
+    activation = ACTIVATIONS[config.hidden_act]
     return GatedMLP(
         config.hidden_size, config.intermediate_size, group, activation=activation, **options
     )

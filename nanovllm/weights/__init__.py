@@ -1,4 +1,4 @@
 """From a model's name to filled parameters.
 
-hub.py finds the folder, hf_config.py reads config.json, loader.py reads the weights.
+hub.py finds the folder, model_files.py reads its JSON files, loader.py reads the weights.
 """

@@ -35,6 +35,37 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def read_config_json(folder: str | Path) -> dict[str, Any]:
+    """Read the config.json of a model folder. Raises ValueError if there is none to read."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        only_gguf = any(Path(folder).glob("*.gguf"))
+        hint = f". GGUF files are not read: {TO_SAFETENSORS}" if only_gguf else ""
+        raise ValueError(
+            f"{folder} has no config.json: give the folder of a Hugging Face model{hint}"
+        )
+    return read_json(path)
+
+
+def load_eos_ids(folder: Path) -> frozenset[int]:
+    """Read the end-of-sequence tokens of a model folder.
+
+    generation_config.json comes first; config.json counts where that file names none.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        eos = read_json(path).get("eos_token_id") if path.exists() else None
+        if eos is None:
+            continue
+        eos = eos if isinstance(eos, list) else [eos]
+        if any(type(i) is not int or i < 0 for i in eos):
+            raise ValueError(
+                f"{path}: eos_token_id is {eos}: it must be a token id or a list of them"
+            )
+        return frozenset(eos)
+    return frozenset()
+
+
 def check_regular_files(folder: Path) -> None:
     """Raise ValueError if a folder holds a pipe, a device or a socket.
 

@@ -7,11 +7,10 @@ than the rest of a step, such as Python's part, which is the same for any number
 it takes enough sequences to make the products the larger part.
 """
 
-from typing import Any
-
 import torch
 
 from nanovllm.backends.cpu.threads import usable_cores
+from nanovllm.models.model_config import ExpertsConfig, ModelConfig
 
 # Measured in float32 with PyTorch 2.13 on one of two cores of an AMD EPYC whose memory other
 # processes used too. Tokens a second: a model of 135M parameters makes 118 with 8 sequences, 187
@@ -26,7 +25,7 @@ FEWEST = 48
 WEIGHTS_OF_A_THREAD = 10**9
 
 
-def enough_sequences(num_parameters: int, hf_config: Any) -> int:
+def enough_sequences(num_parameters: int, model_config: ModelConfig) -> int:
     """Return the number of sequences beyond which more add little to the tokens a second.
 
     In a mixture of experts, a token uses only the weights of its own experts. So the number is
@@ -34,7 +33,6 @@ def enough_sequences(num_parameters: int, hf_config: Any) -> int:
     """
     threads = min(torch.get_num_threads(), usable_cores())
     enough = max(FEWEST, threads * WEIGHTS_OF_A_THREAD // num_parameters)
-    experts = getattr(hf_config, "num_experts", None) or getattr(
-        hf_config, "num_local_experts", None
-    )
-    return enough * experts // hf_config.num_experts_per_tok if experts else enough
+    if isinstance(model_config, ExpertsConfig):
+        return enough * model_config.num_experts // model_config.num_experts_per_tok
+    return enough

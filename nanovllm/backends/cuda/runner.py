@@ -50,6 +50,7 @@ from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
 
 # A prefix of at least MIN_SHARED_TOKENS tokens that at least MIN_SHARING sequences share is read
@@ -68,7 +69,7 @@ class CUDAModelRunner(ModelRunner):
     def __init__(
         self,
         config: Config,
-        hf_config,
+        model_config: ModelConfig,
         folder: str,
         *,
         device: torch.device,
@@ -95,10 +96,10 @@ class CUDAModelRunner(ModelRunner):
             self._slots_hold: tuple[int, ...] | None = ()
             self._shared_len = torch.zeros(1, dtype=torch.int32, device=device)
             self._shared_len_holds: int | None = 0
-        super().__init__(config, hf_config, folder, device=device, group=group, **options)
+        super().__init__(config, model_config, folder, device=device, group=group, **options)
 
-    def _build_model(self, hf_config) -> CausalLM:
-        model = super()._build_model(hf_config)
+    def _build_model(self, model_config: ModelConfig) -> CausalLM:
+        model = super()._build_model(model_config)
         config = self.config
         if not self._has_own_kernels:
             self._backend = PLAIN_BACKEND

@@ -132,21 +132,21 @@ def use_quantised_layers(
     model.weight_format = quantization.description
     if quantization.has_kv_scales:
         model.unread_suffixes = (".k_scale", ".v_scale")
-    modules: list[tuple[str, Any]] = list(model.named_modules())
-    for path, module in modules:
+    for path, module in list(model.named_modules()):
         for kind, quantised, names in KINDS:
             if not isinstance(module, kind):
                 continue
+            layer: Any = module
             weights: dict[str, list[WeightSlice]] = {name: [] for name in names}
-            for part in module.weight_slices(checkpoint_name(model, path)):
+            for part in layer.weight_slices(checkpoint_name(model, path)):
                 if not part.name.endswith("bias"):
-                    weights[name_of_weight(module, part)].append(part)
+                    weights[name_of_weight(layer, part)].append(part)
             scheme = common_scheme(
                 [part for parts in weights.values() for part in parts], quantization
             )
             if scheme is not None:
                 exchange(
-                    module, quantised, weights, scheme, reads_plain or quantization.is_made_here
+                    layer, quantised, weights, scheme, reads_plain or quantization.is_made_here
                 )
 
 

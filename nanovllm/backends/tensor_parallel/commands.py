@@ -14,6 +14,7 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits
+from nanovllm.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Start:
     store_path: str  # the path of the file through which the ranks find each other
     build_runner: Callable[..., Any]
     config: Config
-    hf_config: Any
+    model_config: ModelConfig
     folder: str
 
 

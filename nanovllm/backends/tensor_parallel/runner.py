@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -52,6 +51,7 @@ from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
 from nanovllm.engine.errors import RankError
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model
+from nanovllm.models.model_config import ModelConfig
 
 # The time to wait after a rank reports an error. If the death of another rank caused the error,
 # that rank is seen to be dead by then.
@@ -91,10 +91,14 @@ class TensorParallelRunner:
     """
 
     def __init__(
-        self, config: Config, hf_config, folder: str | Path, build_runner: Callable[..., Any]
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        folder: str | Path,
+        build_runner: Callable[..., Any],
     ) -> None:
         """Start the ranks. Each of them calls `build_runner` to build its runner."""
-        num_parameters = check_split(config, hf_config)
+        num_parameters = check_split(config, model_config)
         self._start_seconds = config.start_timeout
         self._step_seconds = config.step_timeout
         self._step = 0  # the number of the last command
@@ -117,7 +121,7 @@ class TensorParallelRunner:
                 build_runner=build_runner,
                 # A user's own policy may not be picklable, and no rank schedules.
                 config=replace(config, scheduling_policy="fcfs"),
-                hf_config=plain_config(hf_config),
+                model_config=model_config,
                 folder=str(folder),
             )
             infos = self._start(start)
@@ -337,28 +341,17 @@ class TensorParallelRunner:
         raise RankError(self._lost)
 
 
-def check_split(config: Config, hf_config) -> int:
+def check_split(config: Config, model_config: ModelConfig) -> int:
     """Raise ValueError if the ranks cannot split the model, or if there are too few devices.
 
     Returns the number of parameters of the whole model.
     """
     group = ParallelGroup(0, config.tensor_parallel_size)
     # This check comes first, because a user may ask for a billion ranks.
-    group.shard(hf_config.num_attention_heads, "num_attention_heads")
+    group.shard(model_config.num_attention_heads, "num_attention_heads")
     with torch.device("meta"):
-        build_model(hf_config, group)
-        whole = build_model(hf_config, ParallelGroup())
+        build_model(model_config, group)
+        whole = build_model(model_config, ParallelGroup())
     for rank in range(config.tensor_parallel_size):
         resolve_device(config.device, rank)
     return sum(parameter.numel() for parameter in whole.parameters())
-
-
-def plain_config(hf_config) -> SimpleNamespace:
-    """Copy a configuration's values into an object without its class.
-
-    So a rank need not import transformers, which takes seconds.
-    """
-    values = {name: value for name, value in vars(hf_config).items() if not name.startswith("_")}
-    aliases = getattr(hf_config, "attribute_map", {})
-    values.update((alias, getattr(hf_config, alias)) for alias in aliases)
-    return SimpleNamespace(**values)

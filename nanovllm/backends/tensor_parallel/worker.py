@@ -162,6 +162,6 @@ def _start(rank: int, channel: Channel) -> ModelRunner:
         start.store_path,
         symmetric_memory=start.config.symmetric_memory,
     )
-    runner = start.build_runner(start.config, start.hf_config, start.folder, group=group)
+    runner = start.build_runner(start.config, start.model_config, start.folder, group=group)
     _answer(channel, Ready(runner.info))
     return runner

@@ -8,6 +8,8 @@ It is the policy of `generate`, with three differences:
   down a job whose other requests have not come yet. So it begins when the last request has come.
 - Results are kept as they come. So no more requests run than make the device nearly as fast as it
   gets (`Scheduler.enough_seqs`). Results then come one after the other instead of all at the end.
+  Once the last request has come, the number may rise, so that no last round of a few requests is
+  left: of 200 equal requests, 4 rounds of 50 run, not 4 of 48 and one of 8.
 """
 
 from typing import Any
@@ -33,4 +35,16 @@ class RollingPolicy(ThroughputPolicy):
         return seq.id // self.window, seq.num_prompt_tokens - seq.max_len
 
     def running_limit(self, scheduler: Scheduler) -> int:
-        return self._limit(scheduler, scheduler.enough_seqs, paced=not self.more_to_come)
+        most = scheduler.enough_seqs
+        if not self.more_to_come:
+            most = even_rounds(scheduler, most)
+        return self._limit(scheduler, most, paced=not self.more_to_come)
+
+
+def even_rounds(scheduler: Scheduler, enough: int) -> int:
+    """Return how many of the unfinished sequences run at a time so that each round has the same
+    number, which is `enough` or up to half as many more.
+    """
+    num_seqs = scheduler.num_running + len(scheduler.waiting)
+    rounds = max(1, round(num_seqs / enough))
+    return min(scheduler.max_num_seqs, max(enough, -(-num_seqs // rounds)))

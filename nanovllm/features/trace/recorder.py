@@ -36,6 +36,7 @@ from nanovllm.features.trace.events import (
 )
 from nanovllm.features.trace.files import check_writable, write
 from nanovllm.features.trace.replay import Replay
+from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import StepRecord
 
 
@@ -68,9 +69,11 @@ class Recorder(EngineListener):
         """Return the seconds since the trace began."""
         return perf_counter() - self._begin
 
-    def follow(self, engine: LLMEngine, config: Config, hf_config, folder: str | Path) -> None:
+    def follow(
+        self, engine: LLMEngine, config: Config, model_config: ModelConfig, folder: str | Path
+    ) -> None:
         """Begin the trace of an engine that has just been built."""
-        self._start(describe(engine, config, hf_config, folder))
+        self._start(describe(engine, config, model_config, folder))
         # The finalizer holds `self`, which holds no reference to the engine. So the engine can be
         # collected.
         weakref.finalize(engine, self.write)
@@ -224,7 +227,9 @@ class Recorder(EngineListener):
         self.write()
 
 
-def describe(engine: LLMEngine, config: Config, hf_config, folder: str | Path) -> Run:
+def describe(
+    engine: LLMEngine, config: Config, model_config: ModelConfig, folder: str | Path
+) -> Run:
     """Describe an engine as the first event of its trace."""
     info, blocks = engine.runner.info, engine.scheduler.blocks
     return Run(
@@ -238,18 +243,22 @@ def describe(engine: LLMEngine, config: Config, hf_config, folder: str | Path) -
         max_num_seqs=engine.scheduler.max_num_seqs,
         max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
         kv_bytes_per_token=info.kv_cache_bytes / (blocks.num_blocks * blocks.block_size),
-        weight_bytes=bytes_of_weights(info, hf_config),
+        weight_bytes=bytes_of_weights(info, model_config),
     )
 
 
-def bytes_of_weights(info: RunnerInfo, hf_config) -> int | None:
+def bytes_of_weights(info: RunnerInfo, model_config: ModelConfig) -> int | None:
     """Count the bytes of weights that each decode step reads, on all ranks together.
 
     Returns None for a model with experts, because the tokens decide which experts a step reads, and
     for quantised weights.
     """
-    if getattr(hf_config, "num_experts", None) or info.weight_format:
+    if model_config.num_experts or info.weight_format:
         return None
     # A step reads only a few rows of an embedding, unless the embedding is the head as well.
-    embedding = 0 if hf_config.tie_word_embeddings else hf_config.vocab_size * hf_config.hidden_size
+    embedding = (
+        0
+        if model_config.tie_word_embeddings
+        else model_config.vocab_size * model_config.hidden_size
+    )
     return (info.num_parameters - embedding) * (4 if info.dtype == "float32" else 2)

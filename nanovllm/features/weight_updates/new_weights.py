@@ -309,7 +309,7 @@ def plain_model(runner: ModelRunner) -> CausalLM:
     """Build the runner's model on the CPU, neither filled with weights nor transformed."""
     with tensors_default_to(runner.dtype, torch.device("cpu")):
         model = build_model(
-            runner.hf_config, runner.group, runner.max_model_len, runner.exchange_layers
+            runner.model_config, runner.group, runner.max_model_len, runner.exchange_layers
         )
     if model.lm_head.tied and not runner.model.lm_head.tied:
         model.lm_head.untie()  # the checkpoint that was loaded has a head of its own
