@@ -16,7 +16,7 @@ def options_name(options: str) -> str:
 def print_start(common: dict, args: argparse.Namespace) -> None:
     """Print the engine, its device and options, and how long its start took."""
     start = f"ready after {common['startup_seconds']:.1f} s"
-    about = ", ".join((common["device"], options_name(args.options), start))
+    about = ", ".join((common["device"], options_name(json.dumps(common["options"])), start))
     print(f"{common['engine']:>12}  on {about}", flush=True)
 
 

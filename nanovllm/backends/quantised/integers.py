@@ -67,9 +67,9 @@ class IntegerWeight(PackedWeight):
                 return x[:, order]
 
         bits, scales = self.scheme.bits, spread(of(self.scales))
-        codes = unpack(of(self.codes), bits)[:, : self.width]
+        codes = unpack(of(self.codes), bits)[:, : self.width].to(scales.dtype)
         zeros = spread(of(self.zeros)) if self.scheme.has_zeros else 2 ** (bits - 1)
-        return (codes - zeros).to(scales.dtype) * scales
+        return (codes - zeros) * scales
 
     def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
         slices = {
@@ -110,7 +110,7 @@ class IntegerWeight(PackedWeight):
 
         def by_group(words: Tensor) -> Tensor:
             zeros = cut(unpack(words, bits, order), piece.rows, self.per_word, 1)
-            return zeros + less & 2**bits - 1
+            return zeros + less & 2**bits - 1  # one more than 15 is 0
 
         count = -(-piece.in_features // self.group)
         scales = self.at(self.scales, piece).mT

@@ -210,14 +210,17 @@ def cut(x: Tensor, part: slice, unit: int, dim: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, order: Sequence[int] = ()) -> Tensor:
-    """Take the integers out of int32 words: [..., W] -> [..., W * 32 / bits], int32.
+    """Take integers of 4 or 8 bits out of int32 words: [..., W] -> [..., W * 32 / bits], uint8.
 
     order: which integer lies in the lowest bits of a word, which in the next; empty: in order.
     """
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    integers = words.contiguous().view(torch.uint8)  # the lowest bits first
+    if bits == 4:
+        integers = torch.stack((integers & 15, integers >> 4), dim=-1).flatten(-2)
     if order:
-        shifts = shifts[torch.tensor(order, device=words.device).argsort()]
-    return (words.unsqueeze(-1) >> shifts & 2**bits - 1).flatten(-2)
+        places = torch.tensor(order, device=words.device).argsort()
+        integers = integers.unflatten(-1, (-1, len(order)))[..., places].flatten(-2)
+    return integers
 
 
 def pack(integers: Tensor, bits: int) -> Tensor:
