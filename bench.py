@@ -127,7 +127,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         options=options | ({"quantization": args.quantization} if args.quantization else {}),
         versions=versions(args.engine),
     )
-    print_start(common, args)
+    print_start(common)
     rows: list[dict] = []
     steps: list = []  # the steps of the last run, for the picture
     if args.plot:
