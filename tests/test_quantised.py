@@ -156,25 +156,27 @@ def assert_close(logits, want, inputs):
     torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
 
-def quantise_inputs(reference, how, packed=None, columns=32):
-    """Let the linear layers of a reference round their inputs to FP8."""
+def rounded_inputs(x, how, packed, name, columns=32):
+    """Round the inputs of a module to FP8 as a format says it."""
 
     def round_to(x, scale):
         return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
-    def rounded(module, args, name):
-        (x,) = args
-        if how == "tensor":
-            scale = packed[f"{name}.input_scale"] if f"{name}.input_scale" in packed else None
-            scale = packed[f"{name}.activation_scale"] if scale is None else scale
-            return (round_to(x, scale),)
-        width = x.shape[-1] if how == "token" else columns
-        parts = [round_to(part, part.abs().amax(-1, True) / 448) for part in x.split(width, -1)]
-        return (torch.cat(parts, dim=-1),)
+    if how == "tensor":
+        scale = packed.get(f"{name}.input_scale", packed.get(f"{name}.activation_scale"))
+        return round_to(x, scale)
+    width = x.shape[-1] if how == "token" else columns
+    parts = [round_to(part, part.abs().amax(-1, True) / 448) for part in x.split(width, -1)]
+    return torch.cat(parts, dim=-1)
 
+
+def quantise_inputs(reference, how, packed):
+    """Let the linear layers of a reference round their inputs to FP8."""
     for name, module in reference.named_modules():
         if isinstance(module, torch.nn.Linear) and "layers" in name:
-            module.register_forward_pre_hook(partial(rounded, name=name))
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: (rounded_inputs(args[0], how, packed, name),)
+            )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -215,6 +217,34 @@ def test_experts_compute_what_transformers_does(name, tmp_path):
     torch.testing.assert_close(logits_of(load(packed)), want, rtol=1e-4, atol=1e-4)
     parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
     torch.testing.assert_close(torch.cat(parts, dim=1), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["fp8-channels", "fp8-static", "fp8-blocks"])
+def test_experts_with_quantised_inputs_do_not_depend_on_the_number_of_ranks(name, tmp_path):
+    """Each expert's part is what its own linear layers compute."""
+    pack, config, inputs = FORMATS[name]
+    if "ignore" in config:
+        config = config | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
+    _, packed = make_pair(tmp_path, EXPERTS, pack, config | {"modules_to_not_convert": []})
+    model = load(packed)
+    want = logits_of(model)
+    parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
+    assert_close(torch.cat(parts, dim=1), want, inputs)
+    experts, x = model.model.layers[1].mlp.experts, torch.randn(7, 64)
+    files = tensors_of(packed)
+
+    def project(x, kind):
+        name = f"model.layers.1.mlp.experts.3.{kind}"
+        scale = files.get(f"{name}.weight_scale", files.get(f"{name}.weight_scale_inv"))
+        if inputs == "group":
+            scale = scale.repeat_interleave(16, 0).repeat_interleave(32, 1)
+        weight = files[f"{name}.weight"].double() * scale.double()
+        return rounded_inputs(x, inputs, files, name) @ weight.T
+
+    gate, up = (project(x.double(), f"{kind}_proj") for kind in ("gate", "up"))
+    want = project(torch.nn.functional.silu(gate) * up, "down_proj")
+    error = experts.run(3, x).double() - want
+    assert error.abs().max() < 0.02 * want.abs().max() and error.median().abs() < 1e-4
 
 
 TOKENS_OF = dict(temperature=0, max_tokens=12, ignore_eos=True)
@@ -269,7 +299,7 @@ def test_a_plain_checkpoint_is_quantised_to_fp8_by_rows_while_it_is_loaded(confi
     shutil.copytree(tmp_path / "plain", tmp_path / "copy")
     pack_checkpoint(tmp_path / "copy", tmp_path / "packed", fp8_rows, {})
     reference = reference_of(tmp_path / "copy")
-    quantise_inputs(reference, "token")
+    quantise_inputs(reference, "token", {})
     want = expected_logits(reference, TOKENS)
     model = load(tmp_path / "plain", wanted="fp8")
     assert_close(logits_of(model), want, "token")
@@ -284,7 +314,7 @@ def test_stacked_projections_are_read_packed(name, tmp_path):
     plain, packed = make_pair(tmp_path, PHI, pack, config)
     reference = reference_of(plain)
     if inputs:
-        quantise_inputs(reference, inputs)
+        quantise_inputs(reference, inputs, {})
     want = expected_logits(reference, TOKENS)
     assert_close(logits_of(load(packed)), want, inputs)
     parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
@@ -357,3 +387,5 @@ def test_new_plain_weights_are_quantised_anew(name, tmp_path):
             llm.sleep(2)
             with pytest.raises(ValueError, match="sleep has dropped these: call wake_up first"):
                 llm.update_weights(tensors_of(new).items())
+            llm.wake_up()
+            assert_close(logits_of(llm.engine.runner.model), logits_of(load(folder)), "")

@@ -15,12 +15,7 @@ from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight, piece_of
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    StackedLinear,
-)
+from nanovllm.layers.linear import ReplicatedLinear, RowParallelLinear, StackedLinear
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.transformer import CausalLM
@@ -100,12 +95,11 @@ class QuantisedExperts(Quantised, Experts):
         return self.multiply("down_proj", self.gating(gate, up), down_bias, expert)
 
 
-# The layers that are exchanged, and the names of their weights. A router stays plain: it is small,
-# and decides much.
+# The layers that are exchanged, and the names of their weights. A router, which is a
+# ReplicatedLinear, stays plain: it is small, and decides much.
 KINDS: tuple[tuple[type[nn.Module], type[Quantised], tuple[str, ...]], ...] = (
     (RowParallelLinear, QuantisedRowParallelLinear, ("weight",)),
-    (MergedColumnParallelLinear, QuantisedLinear, ("weight",)),
-    (QKVParallelLinear, QuantisedLinear, ("weight",)),
+    (StackedLinear, QuantisedLinear, ("weight",)),
     (Experts, QuantisedExperts, ("gate_up_proj", "down_proj")),
 )
 
@@ -134,7 +128,7 @@ def use_quantised_layers(
         model.unread_suffixes = (".k_scale", ".v_scale")
     for path, module in list(model.named_modules()):
         for kind, quantised, names in KINDS:
-            if not isinstance(module, kind):
+            if not isinstance(module, kind) or isinstance(module, ReplicatedLinear):
                 continue
             layer: Any = module
             weights: dict[str, list[WeightSlice]] = {name: [] for name in names}

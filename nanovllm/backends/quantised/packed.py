@@ -167,7 +167,10 @@ class PackedWeight(nn.Module):
         def convert(name: str, values: Tensor) -> Tensor:
             if piece.experts is not None:
                 values = values[0].mT
-            return self.encode(values.float(), skipped)[name]
+            # Several threads convert at a time, so each makes few numbers wide at once.
+            rows = max(1, CHUNK // values.shape[1])
+            parts = [self.encode(part.float(), skipped)[name] for part in values.split(rows)]
+            return torch.cat(parts)
 
         for name in self.made:
             index: tuple[slice, ...] = piece.rows, columns
