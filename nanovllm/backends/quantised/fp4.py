@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends.quantised.config import Fp4
@@ -52,14 +51,10 @@ class Fp4Weight(PackedWeight):
         if scheme.is_nvidia:
             self.divisors = empty_parameter(*rows, 1, dtype=torch.float32)
         self.made = tuple(dict(self.named_parameters()))
-        # The two numbers of each byte. A tensor, because a CUDA graph holds no copy from the host.
-        pairs = [[ELEMENTS[byte % 16], ELEMENTS[byte // 16]] for byte in range(256)]
-        self.pairs: Tensor
-        self.register_buffer("pairs", torch.tensor(pairs, dtype=torch.float32), persistent=False)
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
         of = partial(self.rows_of, rows=rows, expert=expert)
-        numbers = F.embedding(of(self.codes).int(), self.pairs).flatten(-2)
+        numbers = from_e2m1(of(self.codes))
         if self.scheme.is_nvidia:
             scales = of(self.scales).float() / of(self.divisors)
         else:
@@ -119,3 +114,14 @@ class Fp4Weight(PackedWeight):
         codes = (codes + 8 * (numbers < 0)).to(torch.uint8)
         made["codes"] = codes[:, ::2] | codes[:, 1::2] << 4
         return made
+
+
+def from_e2m1(pairs: Tensor) -> Tensor:
+    """Compute the float32 numbers of bytes that hold two codes each: [..., N] -> [..., 2 N].
+
+    Sign, exponent and mantissa of E2M1 lie side by side in float16 as well, whose exponents have a
+    bias of 15 instead of 1.
+    """
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).short()
+    bits = (codes & 8) << 12 | (codes & 7) << 9
+    return bits.view(torch.float16).float() * 2.0 ** (15 - 1)
