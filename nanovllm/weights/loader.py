@@ -40,8 +40,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError if the checkpoint is broken or belongs to another model.
     """
     checkpoint = open_checkpoint(Path(folder))
-    names = {part.name for part in model_weight_slices(model)}
-    checkpoint = mxfp4.join_blocks(checkpoint, kept=names)
+    if any(name.endswith("_blocks") for name in checkpoint):
+        read_packed = {part.name for part in model_weight_slices(model)}
+        checkpoint = mxfp4.join_blocks(checkpoint, kept=read_packed)
     with ThreadPoolExecutor(READERS) as pool:
         untie_heads(model, checkpoint, pool)
         slices = list(model_weight_slices(model))
