@@ -31,6 +31,8 @@ BY_ROWS = INT4 | dict(strategy="channel", group_size=None)
         (FP8 | {"modules_to_not_convert": ["self_attn"]}, [DOWN], [Q]),
         (FP8 | {"modules_to_not_convert": ["model.layers.*.self_attn"]}, [DOWN], [Q]),
         (FP8 | {"modules_to_not_convert": None}, [Q, DOWN], []),
+        (FP8 | {"modules_to_not_convert": [r"model\.layers\.(0|1)"]}, ["model.layers.10.x"], [Q]),
+        (GPTQ | {"modules_in_block_to_quantize": [["mlp.down_proj"]]}, [DOWN], [Q]),
         (AWQ | {"modules_to_not_convert": ["gate"]}, ["mlp.gate_proj"], ["mlp.gate", "gate.x"]),
         (GPTQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}}, [DOWN], [Q]),
         (GPTQ | {"dynamic": {r"-:model\.layers\.1\.": {}}}, ["model.layers.0.x"], [Q, DOWN]),

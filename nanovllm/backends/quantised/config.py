@@ -204,7 +204,14 @@ def read_gptq(config: dict[str, Any]) -> Rules:
             rules.append((matches, gptq_scheme(config | values)))
         else:
             refuse("dynamic", dynamic, "it must map patterns to objects")
-    return [*rules, (everything, gptq_scheme(config))]
+    name = "modules_in_block_to_quantize"
+    if config.get(name) is None:
+        return [*rules, (everything, gptq_scheme(config))]
+    lists = config[name]
+    if not isinstance(lists, list) or not all(map(is_list_of_names, lists)):
+        refuse(name, lists, "it must be a list of lists of names, or be left out")
+    modules = [module for names in lists for module in names]
+    return [*rules, *((named(module, name), gptq_scheme(config)) for module in modules)]
 
 
 def gptq_scheme(config: dict[str, Any]) -> Integers:
@@ -352,13 +359,16 @@ def left_plain(config: dict[str, Any], name: str) -> Rules:
 def named(pattern: str, field: str) -> Matcher:
     """Return what matches modules by a plain name, by a prefix or other part of it, or by "re:".
 
-    A part consists of whole names between dots; "*" stands for one of them. "Linear" stands for
-    all modules, because all that are quantised here are linear layers.
+    A part consists of whole names between dots; "*" stands for one of them. A pattern with other
+    signs of regular expressions is one, as in transformers. "Linear" stands for all modules,
+    because all that are quantised here are linear layers.
     """
     if pattern.startswith("re:"):
         return regex(pattern.removeprefix("re:"), field)
     if pattern == "Linear":
         return everything
+    if re.search(r"[\\()\[\]|^$+?]", pattern):
+        return regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", field)
     inner = re.escape(pattern.strip(".")).replace(r"\*", r"[^.]*")
     part = re.compile(rf"(^|.*\.){inner}(\.|$)")
     return lambda name: part.match(name) is not None

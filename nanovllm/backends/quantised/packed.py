@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
-# Numbers that are dequantised at a time, so that they stay in a CPU's cache.
+# Numbers that are dequantised at a time. On a CPU they stay in its cache. On a GPU, where each kernel
+# is a launch, they are more.
 CHUNK = 2**20
+CHUNK_ON_GPU = 2**25
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,17 @@ class PackedWeight(nn.Module):
         self.groups = covering(self.columns, self.group)
         self.num_groups = self.groups.stop - self.groups.start
         self.starts = sorted({piece.here.start for piece in pieces})
-        self.chunks = list(self._chunks())
 
-    def _chunks(self) -> Iterator[tuple[int, slice]]:
-        """Yield the rows to dequantise at a time, each with the number of the piece they are in."""
-        step = max(1, CHUNK // self.width)
-        for number, (begin, end) in enumerate(zip(self.starts, [*self.starts[1:], self.height])):
-            for row in range(begin, end, step):
-                yield number, slice(row, min(row + step, end))
+    @property
+    def chunks(self) -> list[tuple[int, slice]]:
+        """The rows to dequantise at a time, each with the number of the piece that they are in."""
+        step = max(1, (CHUNK_ON_GPU if self.codes.is_cuda else CHUNK) // self.width)
+        ends = [*self.starts[1:], self.height]
+        return [
+            (number, slice(row, min(row + step, end)))
+            for number, (begin, end) in enumerate(zip(self.starts, ends))
+            for row in range(begin, end, step)
+        ]
 
     def number_of(self, piece: Piece) -> int:
         """Return the place of a piece among those of its expert."""
