@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.quantised import packed
 from nanovllm.backends.quantised.config import read_quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
 from nanovllm.layers.parallel import ParallelGroup
@@ -268,6 +269,18 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     pack, config, _ = FORMATS[name]
     plain, packed = make_pair(tmp_path, DENSE, pack, config)
     assert greedy(packed) == greedy_of(reference_of(plain))
+
+
+@pytest.mark.parametrize("name", ["ministral", "gptq-desc-act", "nvfp4"])
+def test_rows_may_be_dequantised_in_any_parts(name, tmp_path, monkeypatch):
+    pack, config, _ = FORMATS[name]
+    _, folder = make_pair(tmp_path, DENSE, pack, config)
+    model = load(folder)
+    want = logits_of(model)
+    monkeypatch.setattr(packed, "CHUNK", 64 * 24)
+    weight = model.model.layers[0].self_attn.qkv_proj.packed["weight"]
+    assert [rows.stop - rows.start for _, rows in weight.chunks] == [24, 24, 16, 24, 8, 24, 8]
+    assert_close(logits_of(model), want, "")
 
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-channels", "int4", "nvfp4"])

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
-# Numbers that are dequantised at a time. On a CPU they stay in its cache. On a GPU, where each kernel
-# is a launch, they are more.
+# Numbers that are dequantised at a time. On a CPU they stay in its cache. A GPU takes more, because
+# each part costs it launches.
 CHUNK = 2**20
 CHUNK_ON_GPU = 2**25
 
