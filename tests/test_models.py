@@ -457,7 +457,6 @@ def test_experts_result_does_not_depend_on_the_batch():
             "layer_types has sliding_attention, but sliding_window is None",
         ),
         (dict(hidden_act="gelu"), "hidden_act is 'gelu'"),
-        (dict(quantization_config={"quant_method": "fp8"}), "quantization_config is set"),
         (
             dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)),
             "rope_type is 'dynamic', not implemented",

@@ -39,12 +39,17 @@ def compile_layers(model: nn.Module) -> None:
     All layers share the compiled code, which serves any number of tokens.
     """
     for module in list(model.modules()):
-        for uncompiled in (_UncompiledAttention, _UncompiledState):
-            kind = type(module)
-            if isinstance(module, uncompiled.__base__):
-                if kind not in _kinds:
-                    _kinds[kind] = type(f"Uncompiled{kind.__name__}", (uncompiled, kind), {})
-                module.__class__ = _kinds[kind]
+        if isinstance(module, SelfAttention):
+            module.__class__ = _subclass(_UncompiledAttention, type(module))
+        if isinstance(module, RecurrentLayer):
+            module.__class__ = _subclass(_UncompiledState, type(module))
         if isinstance(module, Decoder):
             for layer in module.layers:
                 layer.compile(dynamic=True)
+
+
+def _subclass(uncompiled: type, kind: type) -> type:
+    """Return the subclass of a layer's class that torch.compile leaves alone in part."""
+    if kind not in _kinds:
+        _kinds[kind] = type(f"Uncompiled{kind.__name__}", (uncompiled, kind), {})
+    return _kinds[kind]
