@@ -23,6 +23,7 @@ from torch import Tensor
 
 from nanovllm.layers.linear import (
     RowParallelLinear,
+    SensitiveLinear,
     Shard,
     StackedLinear,
     empty_parameter,
@@ -159,7 +160,7 @@ class GatedDeltaNet(RecurrentLayer):
         self.heads = heads
         qkvz, ba = heads.grouped_projections() if grouped else heads.projections()
         self.in_proj_qkvz = StackedLinear(hidden_size, qkvz, bias=False)
-        self.in_proj_ba = StackedLinear(hidden_size, ba, bias=False)
+        self.in_proj_ba = SensitiveLinear(hidden_size, ba, bias=False)
         self.conv1d = ShortConvolution(heads.qkv(), conv_width)
         # g = -exp(A_log) softplus(a + dt_bias). In float32, because exp magnifies an error.
         self.A_log = empty_parameter(heads.num_value_heads, dtype=torch.float32)

@@ -100,6 +100,10 @@ class StackedLinear(nn.Module):
             row += shard.count
 
 
+class SensitiveLinear(StackedLinear):
+    """Small projections that decide much. They stay plain if the weights are quantised here."""
+
+
 class ReplicatedLinear(StackedLinear):
     """One projection, whole on every rank."""
 
