@@ -10,11 +10,12 @@ import os
 from array import array
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import Batch, Fork, PrefillChunk
+from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.snapshots import Snapshots, StateRows
 
 VOCABULARY = 7  # few tokens, so that sequences come upon the same blocks by chance
 
@@ -50,23 +51,25 @@ def check_blocks(scheduler: Scheduler) -> None:
     references = [sum(block in table for table in tables) for block in range(blocks.num_blocks)]
     assert blocks.ref_counts == references
     assert blocks.num_free == references.count(0)
-    assert scheduler.waiting.num_tokens_left == sum(
-        one.num_tokens_left for seq in scheduler.waiting for one in (seq, *seq.forks)
-    )
+    waiting = [*scheduler.waiting, *scheduler.waiting.followers]
+    assert scheduler.waiting.num_tokens_left == sum(seq.num_tokens_left for seq in waiting)
     check_places(scheduler)
     for seq, table in zip(scheduler.sequences.values(), tables):
         assert len(set(table)) == len(table)
         assert seq.capacity == len(seq.block_table) * blocks.block_size
-        assert len(table) <= scheduler.tables.most_blocks or seq.siblings or seq.parent
+        assert len(table) <= scheduler.tables.most_blocks
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
 
 
 def check_places(scheduler: Scheduler) -> None:
     """Every sequence stands in one place, unless its last token is in flight: then in none, or
-    among the paused ones. A fork that waits stands with its first completion.
+    among the paused ones. Only a completion whose prompt is not planned to its end is a follower.
     """
+    followers = scheduler.waiting.followers
+    assert all(seq.waits_for_prompt for seq in followers)
+    assert not any(seq.waits_for_prompt for seq in scheduler.waiting)
     places = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *scheduler.paused]
-    places += [fork for seq in places for fork in seq.forks]
+    places += followers
     assert len(set(places)) == len(places) and {*places} <= {*scheduler.sequences.values()}
     for seq in scheduler.sequences.values():
         assert seq in places or seq.num_tokens == seq.max_len > len(seq.token_ids)
@@ -84,8 +87,8 @@ def check_empty(scheduler: Scheduler) -> None:
 
 
 class WatchedBlocks(BlockManager):
-    def __init__(self, *sizes) -> None:
-        super().__init__(*sizes)
+    def __init__(self, *sizes, **options) -> None:
+        super().__init__(*sizes, **options)
         self.shared: list[list[int]] = []  # what each call of `share` was given
 
     def share(self, blocks: list[int]) -> None:
@@ -94,7 +97,7 @@ class WatchedBlocks(BlockManager):
 
 
 class WatchedScheduler(Scheduler):
-    """Records each start of a sequence: what it shares, and the order of the first starts."""
+    """Records each start of a sequence: what it shares, and the order in which requests start."""
 
     blocks: WatchedBlocks
 
@@ -105,6 +108,7 @@ class WatchedScheduler(Scheduler):
         *,
         caching: bool = True,
         min_run: int | None = None,
+        num_snapshots: int | None = None,  # of recurrent state; None: no layer is recurrent
         policy: SchedulingPolicy | None = None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -112,27 +116,33 @@ class WatchedScheduler(Scheduler):
         enough_seqs: int | None = None,
     ) -> None:
         policy = policy or SchedulingPolicy()
+        max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        snapshots = None
+        if num_snapshots is not None:
+            snapshots = Snapshots(StateRows(max_num_seqs, num_snapshots))
         super().__init__(
-            WatchedBlocks(num_blocks, block_size, caching),
+            WatchedBlocks(num_blocks, block_size, caching, snapshots=snapshots),
             policy,
-            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             window=window,
             enough_seqs=enough_seqs,
         )
         if min_run is not None:
             self.blocks.min_run = min(min_run, block_size)
+        if self.states is not None:
+            self.states.min_gain = 1  # so that short prompts leave snapshots
         self.first_starts: list[int] = []
         self.num_starts: dict[int, int] = {}
         self.num_shared: dict[int, int] = {}  # leading blocks of a table that were not its own
         self._policy_started, policy.started = policy.started, self._watch
 
     def _watch(self, seq: Sequence) -> None:
-        if seq.id not in self.num_starts:
+        if seq.is_first and seq.id not in self.num_starts:
             self.first_starts.append(seq.id)
-        for one, shared in zip((seq, *seq.forks), self.blocks.shared, strict=True):
-            self.num_starts[one.id] = self.num_starts.get(one.id, 0) + 1
-            self.num_shared[one.id] = one.num_given_back + len(shared)
+        (shared,) = self.blocks.shared
+        self.num_starts[seq.id] = self.num_starts.get(seq.id, 0) + 1
+        self.num_shared[seq.id] = seq.num_given_back + len(shared)
         self.blocks.shared.clear()
         self._policy_started(seq)
 
@@ -154,6 +164,11 @@ class SimulatedDevice:
         # KV slot -> fingerprint of the tokens up to the one whose K and V lie there
         self.kv_cache: dict[int, int | None] = {}
         self.states: dict[int, RunningState] = {}  # by batch slot
+        # Row -> fingerprint of the tokens whose recurrent state lies there, and their number
+        self.rows: dict[int, tuple[int, int]] = {}
+        snapshots = scheduler.blocks.snapshots
+        if snapshots is not None:
+            self.rows[snapshots.rows.zeros] = 0, 0
         self.tokens: dict[int, list[int]] = {}  # of each sequence, with those not yet committed
 
     def launch(self, batch: Batch) -> list[int]:
@@ -168,6 +183,8 @@ class SimulatedDevice:
         tables = [self.states[slot].table for slot in batch.decode_slots]
         assert batch.shared_blocks <= len(os.path.commonprefix(tables))
         self._copy_blocks(batch, [owners[slot] for slot in batch.decode_slots])
+        for source, copy in batch.state_copies:
+            self.rows[copy] = self.rows[source]
         # A layer writes all K and V of a step before any token attends.
         for slot in batch.decode_slots:
             self._write_decode(slot, owners[slot])
@@ -180,14 +197,11 @@ class SimulatedDevice:
         firsts += [chunk.start for chunk in batch.prefills]
         for slot, first in zip(slots, firsts):
             self._check_reads(self.states[slot], self.tokens[owners[slot].id], first)
-        for chunk in batch.prefills:
-            for fork in chunk.forks:
-                self._fork(chunk, fork, owners[fork.batch_slot])
-        sampling = [*batch.decode_slots, *(one.batch_slot for one in batch.first_samples)]
         sampled = [
-            sample(self.tokens[owners[slot].id], self.states[slot].seed) for slot in sampling
+            sample(self.tokens[owners[slot].id], self.states[slot].seed)
+            for slot in batch.sampling_slots
         ]
-        for slot, token in zip(sampling, sampled):
+        for slot, token in zip(batch.sampling_slots, sampled):
             self.tokens[owners[slot].id].append(token)
         return sampled
 
@@ -226,6 +240,7 @@ class SimulatedDevice:
         state, tokens = self.states[slot], self.tokens[seq.id]
         assert state.start == self._start_of(seq), "a slot decodes the sequence whose prompt it ran"
         assert state.length == len(tokens) - 1, "all but the last sampled token are in the cache"
+        self._recur(slot, tokens, state.length, state.length + 1)
         self._write(state, state.length, state.length + 1, tokens)
 
     def _write_chunk(self, chunk: PrefillChunk, seq: Sequence) -> None:
@@ -241,21 +256,15 @@ class SimulatedDevice:
         assert state.length == chunk.start, "a chunk goes on where the last one ended"
         assert state.table == chunk.block_table[: len(state.table)]
         state.table = list(chunk.block_table)
+        self._recur(chunk.batch_slot, tokens, chunk.start, chunk.end)
         self._write(state, max(chunk.start, chunk.write_from), chunk.end, tokens)
         state.length = chunk.end
 
-    def _fork(self, chunk: PrefillChunk, fork: Fork, seq: Sequence) -> None:
-        """Completions share the blocks that a prompt fills, and each copies a last one in part."""
-        tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
-        assert chunk.is_last and fork.end == chunk.end == len(tokens)
-        state = RunningState(self._start_of(seq), fork.end, list(fork.block_table), fork.seed)
-        self.states[fork.batch_slot] = state
-        for position in range(fork.end - fork.end % self.block_size, fork.end):
-            copy = self._kv_slot(state, position)
-            source = self._kv_slot(self.states[chunk.batch_slot], position)
-            assert copy != source
-            self.kv_cache[copy] = self.kv_cache[source]
-        self._check_reads(state, tokens, state.length)
+    def _recur(self, slot: int, tokens: list[int], start: int, end: int) -> None:
+        """Update the recurrent state of a slot, which must be that of all tokens before."""
+        if self.rows:
+            assert self.rows[slot] == (fingerprint(tokens[:start]), start)
+            self.rows[slot] = fingerprint(tokens[:end]), end
 
     def _write(self, state: RunningState, start: int, end: int, tokens: list[int]) -> None:
         for position in range(start, end):

@@ -4,8 +4,7 @@
 policies, which belong to the scheduler. It is plain and right on any device; a subclass replaces
 what its device can do better.
 
-Shapes: B sequences that sample in a step; P tokens in N prompt chunks; S sequences that start with
-the chunks: the N sequences of the chunks, then their forks; V vocabulary entries.
+Shapes: B sequences that sample in a step; P tokens in N prompt chunks; V vocabulary entries.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,21 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import (
-    Batch,
-    Fork,
-    LogitsEdits,
-    PrefillChunk,
-    RunnerInfo,
-    StepResult,
-)
+from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
-from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
+from nanovllm.engine.kv_cache import (
+    allocate_kv_cache,
+    block_bytes,
+    bytes_in_ram,
+    divide_memory,
+)
 from nanovllm.engine.packing import pack_chunks, sampled_places
+from nanovllm.engine.recurrent_state import RecurrentState
+from nanovllm.engine.snapshots import StateRows
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
 from nanovllm.models.model_config import ModelConfig
@@ -58,8 +58,8 @@ class PrefillInputs(NamedTuple):
     token_ids: Tensor  # [P] int64
     positions: Tensor  # [P] int64
     slot_mapping: Tensor  # [P] int64
-    batch_slots: Tensor  # [S] int64
-    context_lens: Tensor  # [S] int32, after this step
+    batch_slots: Tensor  # [N] int64
+    context_lens: Tensor  # [N] int32, after this step
     metadata: PrefillMetadata
 
 
@@ -92,6 +92,7 @@ class SampledTokens:
 class ModelRunner:
     """The runner of one rank. Every rank launches the same batches and samples the same tokens.
 
+    exchange_layers: Replaces layers of the model before its parameters have memory.
     transform: Replaces parts of the loaded model by equal, faster ones.
     make_resampler: Takes this runner and makes the resampler, which samples for requests that ask
         for more than temperature and seed.
@@ -100,6 +101,7 @@ class ModelRunner:
     """
 
     attention_name = SelfAttention.attention_name
+    takes_all_memory = False  # whether there may be more KV blocks than running sequences need
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class ModelRunner:
         *,
         device: torch.device,
         group: ParallelGroup = ParallelGroup(),
+        exchange_layers: Callable[[CausalLM], None] | None = None,
         transform: Callable[[nn.Module], None] | None = None,
         make_resampler: Callable[["ModelRunner"], Any] | None = None,
         score_prompts: Callable[..., Any] | None = None,
@@ -117,6 +120,7 @@ class ModelRunner:
         self.model_config = model_config
         self.device = device
         self.group = group
+        self.exchange_layers = exchange_layers
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
@@ -130,6 +134,7 @@ class ModelRunner:
         self.score_prompts = score_prompts
         self.resampler: Any = None  # made for the first request that needs it
         self.num_blocks = 0  # 0: not counted yet
+        self.state_rows = StateRows(0, 0)
         # Fills a model with the weights of the model folder, or with random weights.
         self.read_weights: Callable[[nn.Module], None] = partial(load_weights, folder=folder)
         if config.load_format == "dummy":
@@ -148,42 +153,78 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
+            weight_format=self.model.weight_format,
+            state_bytes=self.recurrent.nbytes if self.has_state else 0,
+            num_state_slots=self.state_rows.num_slots if self.has_state else 0,
+            num_snapshots=self.state_rows.num_snapshots,
         )
 
     def _build_model(self, model_config: ModelConfig) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
-            model = build_model(model_config, self.group, self.max_model_len)
+            model = build_model(model_config, self.group, self.max_model_len, self.exchange_layers)
         return model.eval().requires_grad_(False)
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
         """Build the model, fill it by calling `fill`, and apply the transform."""
         self.model = self._build_model(self.model_config)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.num_parameters = self.model.num_parameters
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
+        layers = [module for module in self.model.modules() if isinstance(module, RecurrentLayer)]
+        self.recurrent = RecurrentState(layers, self.device)
+        self.recurrent.allocate(StateRows(0, 0))  # the row of padding, for dry runs
+        self.has_state = bool(layers)
         self._fill(fill)
 
     @torch.inference_mode()
     def allocate(self) -> None:
-        """Allocate the KV cache.
+        """Allocate the KV cache and the state of recurrent layers.
 
-        All ranks have the same number of blocks, which fits on each of them. After `release`, the
-        number is the same as before.
+        All ranks have the same number of blocks and of rows of state, which fit on each of them.
+        After `release`, the numbers are the same as before.
         """
         if not self.num_blocks:
-            count = self.config.num_kvcache_blocks or self._count_blocks()
-            self.num_blocks = self.group.minimum(count)
+            num_blocks, rows = self._count_memory()
+            self.state_rows = StateRows(*map(self.group.minimum, rows))
+            self.num_blocks = self.group.minimum(num_blocks)
+        self.recurrent.allocate(self.state_rows)
         self._bind_cache(self.num_blocks)
 
     def release(self) -> None:
-        """Give back the memory of the KV cache. No step may run until `allocate`."""
+        """Give back the memory of the KV cache and the states. No step may run until `allocate`."""
+        self.recurrent.release()
         self._bind_cache(0)
 
-    def _count_blocks(self) -> int:
-        """Count the KV blocks that fit into memory."""
+    def _count_memory(self) -> tuple[int, StateRows]:
+        """Count the KV blocks and the rows of state that fit into memory."""
         block = block_bytes(self.attention_layers, self.block_size, self.dtype)
-        return num_blocks_in_ram(block, self.max_num_seqs * self.max_blocks, self.group.size)
+        row, share = self.recurrent.row_bytes, self.config.state_snapshot_share
+        if given := self.config.num_kvcache_blocks:
+            # As many snapshots as make the share that they have of all memory.
+            beside = given * block + self.max_num_seqs * row
+            count = int(beside * share / (1 - share) / row) if row else 0
+            return given, StateRows(self.max_num_seqs, min(count, given))
+        least = self.max_blocks * block  # the KV of one sequence
+        num_blocks, rows = divide_memory(
+            self._count_bytes(block, least + StateRows(1, 0).total * row),
+            block=block,
+            least=least,
+            row=row,
+            max_num_seqs=self.max_num_seqs,
+            snapshot_share=share,
+        )
+        if not self.takes_all_memory:
+            num_blocks = min(num_blocks, self.max_num_seqs * self.max_blocks)
+        # More snapshots than blocks are of no use.
+        return num_blocks, StateRows(rows.num_slots, min(rows.num_snapshots, num_blocks))
+
+    def _count_bytes(self, block: int, least: int) -> int:
+        """Count the bytes that KV blocks of `block` bytes and rows of state may take.
+
+        least: the bytes that one sequence of max_model_len tokens needs.
+        """
+        return bytes_in_ram(self.group.size)
 
     def _bind_cache(self, num_blocks: int) -> None:
         layers = self.attention_layers
@@ -201,14 +242,15 @@ class ModelRunner:
         slots = self._upload_decode_slots(batch.decode_slots)
         if batch.block_copies:
             self._copy_blocks(batch.block_copies)
+        if batch.state_copies:
+            self.recurrent.copy(batch.state_copies, self._upload)
         if batch.prefills:
             output = self._mixed_step(slots, batch.prefills)
         else:
             output = self._decode_step(slots, batch)
         logprobs = []
         if self.resampler is not None:
-            sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
-            logprobs = self.resampler.resample(sampled, output)
+            logprobs = self.resampler.resample(batch.sampling_slots, output)
         return self._answer(output, logprobs)
 
     @torch.inference_mode()
@@ -234,6 +276,7 @@ class ModelRunner:
             inputs.context_lens,
             inputs.block_tables,
             shared_prefix_len,
+            state_rows=self.recurrent.rows_of(slots) if self.has_state else None,
         )
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
@@ -241,8 +284,7 @@ class ModelRunner:
     def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
         """Run decoding sequences and prompt chunks in one forward pass.
 
-        Samples a token for each decoding sequence, then for each chunk that ends its prompt, then
-        for each fork.
+        Samples a token for each decoding sequence, then for each chunk that ends its prompt.
         """
         decodes = len(slots)
         prefill = self._prefill_inputs(chunks)
@@ -255,8 +297,11 @@ class ModelRunner:
         places = sampled_places(decodes, chunks)
         # A forward pass returns at least one hidden state, even if no token is sampled.
         wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
-        indices, starting = self._upload_all(np.int64, wanted, places.sequences)
+        indices, ending = self._upload_all(np.int64, wanted, places.chunks)
         some_scored = any([chunk.scored for chunk in chunks])
+        state_rows = None
+        if self.has_state:
+            state_rows = self.recurrent.rows_of(torch.cat((slots, prefill.batch_slots)))
         metadata = AttentionMetadata(
             slot_mapping,
             decodes,
@@ -264,6 +309,7 @@ class ModelRunner:
             block_tables,
             prefill=prefill.metadata,
             logits_indices=None if some_scored else indices,
+            state_rows=state_rows,
         )
         hidden = self._forward(token_ids, positions, metadata)
         prompt_logprobs = None
@@ -271,23 +317,17 @@ class ModelRunner:
             assert self.score_prompts is not None, "without it, no request may ask for scores"
             prompt_logprobs = self.score_prompts(self, hidden[decodes:], chunks)
             hidden = hidden[indices]
-        if any([chunk.forks for chunk in chunks]):
-            self._copy_to_forks(chunks)
-        sampling = torch.cat((slots, prefill.batch_slots[starting]))
-        lengths = prefill.context_lens[starting]
+        sampling = torch.cat((slots, prefill.batch_slots[ending]))
+        lengths = prefill.context_lens[ending]
         if context_lens is not None:
             lengths = torch.cat((context_lens, lengths))
         output = self._sample(hidden[: len(places.tokens)], sampling, lengths)
         return output._replace(prompt_logprobs=prompt_logprobs)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
-        """Upload the tokens of the chunks, and start the chunks' sequences and their forks in their
-        batch slots.
-        """
-        sequences: list[PrefillChunk | Fork] = [*chunks]
-        sequences += [fork for chunk in chunks for fork in chunk.forks]
-        packed = pack_chunks(chunks, sequences, self.block_size, self.max_blocks)
-        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
+        """Upload the tokens of the chunks, and start the chunks' sequences in their batch slots."""
+        packed = pack_chunks(chunks, self.block_size, self.max_blocks)
+        temperatures = np.array([chunk.temperature for chunk in chunks], dtype=np.float32)
         # Arrays of one dtype are uploaded together: each upload takes the host some microseconds.
         tables, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
             np.int32,
@@ -302,20 +342,20 @@ class ModelRunner:
             packed.token_ids,
             packed.positions,
             packed.slot_mapping,
-            np.array([seq.batch_slot for seq in sequences]),
-            np.array([seq.seed for seq in sequences]),
+            np.array([chunk.batch_slot for chunk in chunks]),
+            np.array([chunk.seed for chunk in chunks]),
         )
         tables = tables.view(packed.block_tables.shape)
         self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
-        if self.resampler is None and any([seq.sampling for seq in sequences]):
+        if self.resampler is None and any([chunk.sampling for chunk in chunks]):
             assert self.make_resampler is not None, "without it, all requests must be plain"
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
             # The resampler must hear of plain sequences too: the previous sequences in these batch
             # slots may have had sampling metadata.
-            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
+            self.resampler.start([(chunk.batch_slot, chunk.sampling) for chunk in chunks])
 
-        cached = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
+        cached = tables if any(chunk.start for chunk in chunks) else None
         longest = int(np.diff(packed.cu_seqlens_q).max()), int(packed.context_lens.max())
         metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, *longest, cached)
         return PrefillInputs(token_ids, positions, slot_mapping, slots, context_lens, metadata)
@@ -324,14 +364,6 @@ class ModelRunner:
         """Upload arrays as one, and return a tensor for each."""
         sizes = [len(array) for array in arrays]
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
-
-    def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
-        """Copy the prompt's last block to each fork if the prompt fills that block only in part."""
-        forks = [
-            (chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
-        ]
-        if forks:
-            self._copy_blocks([(one.block_table[-1], fork.block_table[-1]) for one, fork in forks])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (source, copy).
@@ -406,4 +438,4 @@ class ModelRunner:
         """Give back the memory of the device."""
         self.synchronize()
         self.attention_layers.clear()
-        del self.model, self.kv_cache
+        del self.model, self.kv_cache, self.recurrent

@@ -7,6 +7,8 @@ of them needs one all-reduce. With one rank, each is a plain linear layer.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,10 +19,34 @@ from torch import Tensor, nn
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice, sibling
 
+_parameter_device: ContextVar[str | None] = ContextVar("parameter_device", default=None)
 
-def empty_parameter(*shape: int) -> nn.Parameter:
-    """Make a parameter that the loader fills, in the default dtype on the default device."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Make a parameter that the loader fills, on the default device.
+
+    dtype: None means the default dtype.
+    """
+    values = torch.empty(shape, dtype=dtype, device=_parameter_device.get())
+    return nn.Parameter(values, requires_grad=False)
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Let the parameters that are made inside the block have no memory until `give_memory`."""
+    token = _parameter_device.set("meta")
+    try:
+        yield
+    finally:
+        _parameter_device.reset(token)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give each parameter that has no memory some on the default device, and keep its identity."""
+    for parameter in model.parameters():  # yields a shared parameter once
+        if parameter.is_meta:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=False))
 
 
 @dataclass(frozen=True)
@@ -74,6 +100,10 @@ class StackedLinear(nn.Module):
             row += shard.count
 
 
+class SensitiveLinear(StackedLinear):
+    """Small projections that decide much. They stay plain if the weights are quantised here."""
+
+
 class ReplicatedLinear(StackedLinear):
     """One projection, whole on every rank."""
 
@@ -106,6 +136,9 @@ class QKVParallelLinear(StackedLinear):
 
     H and G are the query heads and the key-value heads of this rank. Ranks share the heads evenly.
     Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
+
+    `gated`: a gate for each element of a query follows the values, [T, (2H + 2G) D]. A checkpoint's
+    q_proj then holds, for each head, the rows of its query and after them those of its gate.
     """
 
     def __init__(
@@ -118,24 +151,40 @@ class QKVParallelLinear(StackedLinear):
         *,
         bias: bool = False,
         stacked: bool = False,
+        gated: bool = False,
     ):
         heads = group.shard(num_heads, "num_attention_heads")
         kv_heads, first_kv_head = shard_kv_heads(num_kv_heads, group)
         q = num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim
         kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
         shards = [Shard("q_proj", *q), Shard("k_proj", *kv), Shard("v_proj", *kv)]
+        if gated:
+            ours = range(group.rank * heads, (group.rank + 1) * heads)
+            queries, gates = (
+                [
+                    Shard("q_proj", 2 * num_heads * head_dim, start * head_dim, head_dim)
+                    for start in range(2 * ours.start + part, 2 * ours.stop, 2)
+                ]
+                for part in (0, 1)
+            )
+            shards = [*queries, *shards[1:], *gates]
         super().__init__(in_features, shards, bias, stacked)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 
 
-def shard_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """Return how many key-value heads this rank holds, and the index of the first."""
+def shard_kv_heads(
+    num_kv_heads: int, group: ParallelGroup, what: str = "num_key_value_heads"
+) -> tuple[int, int]:
+    """Return how many key-value heads this rank holds, and the index of the first.
+
+    `what`: the configuration's name for the number of these heads.
+    """
     if num_kv_heads >= group.size:
-        count = group.shard(num_kv_heads, "num_key_value_heads")
+        count = group.shard(num_kv_heads, what)
         return count, group.rank * count
     if group.size % num_kv_heads:
         raise ValueError(
-            f"num_key_value_heads is {num_kv_heads}, of which tensor_parallel_size={group.size} is "
+            f"{what} is {num_kv_heads}, of which tensor_parallel_size={group.size} is "
             "no multiple: choose a multiple or a divisor"
         )
     return 1, group.rank * num_kv_heads // group.size

@@ -25,6 +25,7 @@ from nanovllm.backends.cuda.cuda_graph import SIZES, Graphs, size_for, sizes_up_
 from nanovllm.backends.cuda.fused_layers import (
     FusedDecoder,
     FusedGatedMLP,
+    FusedMixtureOfExperts,
     FusedSelfAttention,
     fuse,
     kind_of,
@@ -43,10 +44,10 @@ from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_q
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
-from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.layers.attention import PagedKV, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
+from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
@@ -63,6 +64,8 @@ GRAPH_BYTES = 2**20  # of each further graph (0.8 MiB were measured); see _graph
 
 class CUDAModelRunner(ModelRunner):
     """A model runner on one CUDA device."""
+
+    takes_all_memory = True
 
     def __init__(
         self,
@@ -198,9 +201,15 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            # Plain attention waits for the device, which a graph cannot hold.
-            is_plain = self._backend is PLAIN_BACKEND or not all(
-                isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
+            # Plain attention and plain experts wait for the device, which a graph cannot hold.
+            is_plain = (
+                self._backend is PLAIN_BACKEND
+                or not all(isinstance(layer, FusedSelfAttention) for layer in self.attention_layers)
+                or any(
+                    isinstance(module, MixtureOfExperts)
+                    and not isinstance(module, FusedMixtureOfExperts)
+                    for module in self.model.modules()
+                )
             )
             if not is_plain and not self.config.enforce_eager:
                 self.graphs = Graphs()
@@ -235,11 +244,8 @@ class CUDAModelRunner(ModelRunner):
         sizes = sizes_for(decoder.layers[0], most)
         return PaddedInputs(self.state, self._slots, sizes) if sizes else None
 
-    def _count_blocks(self) -> int:
-        block = block_bytes(self.attention_layers, self.block_size, self.dtype)
-        return self._budget.num_blocks(
-            block, self.max_blocks, self._run_largest_step, self._graph_bytes()
-        )
+    def _count_bytes(self, block: int, least: int) -> int:
+        return self._budget.num_bytes(block, least, self._run_largest_step, self._graph_bytes())
 
     def _graph_bytes(self) -> int:
         """Estimate the bytes that the CUDA graphs will take.
@@ -353,7 +359,7 @@ class CUDAModelRunner(ModelRunner):
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
         inputs = super()._prefill_inputs(chunks)
-        self._chunk_slots = inputs.batch_slots[: len(chunks)]
+        self._chunk_slots = inputs.batch_slots
         return inputs
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
