@@ -17,6 +17,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -81,6 +82,17 @@ FAMILIES = {
     ),
     # Windows that end inside blocks of 16, and before prompts do.
     "mistral-window": MistralConfig(**SHAPE | dict(sliding_window=21)),
+    # Queries count more from position 12 on.
+    "ministral3": Ministral3Config(
+        **SHAPE | dict(tie_word_embeddings=True),
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=16.0,
+            original_max_position_embeddings=12,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
     "qwen2-window": Qwen2Config(
         **SHAPE | dict(sliding_window=18, use_sliding_window=True, max_window_layers=1)
     ),

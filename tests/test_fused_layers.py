@@ -21,6 +21,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo3Config,
     Phi3Config,
@@ -79,6 +80,16 @@ CONFIGS = {
     "phi3": Phi3Config(
         **SIZES | dict(hidden_size=64, pad_token_id=0),
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+    ),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=4,
+            llama_4_scaling_beta=0.5,
+        ),
     ),
     "olmo3": Olmo3Config(**SIZES | dict(head_dim=8, pad_token_id=0, layer_types=MIXED)),
     "glm4": Glm4Config(**SIZES | dict(pad_token_id=0)),

@@ -10,7 +10,14 @@ import pytest
 import torch
 from model_helpers import Driver, load, make_checkpoint, read_config
 from process_helpers import SECONDS, in_thread
-from transformers import Glm4Config, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Glm4Config,
+    Ministral3Config,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import (
@@ -58,6 +65,19 @@ CONFIGS = {
     "stacked": Phi3Config(architectures=["Phi3ForCausalLM"], **SMALLER, pad_token_id=0),
     "norm-of-all-heads": Olmo2Config(
         architectures=["Olmo2ForCausalLM"], **SMALLER, pad_token_id=0, attention_bias=True
+    ),
+    "late-queries": Ministral3Config(
+        architectures=["Ministral3ForCausalLM"],
+        **SMALLER,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=4,
+            llama_4_scaling_beta=0.5,
+        ),
     ),
     "norms-after": Glm4Config(architectures=["Glm4ForCausalLM"], **SMALL, pad_token_id=0),
 }

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 from test_models import FAMILIES, SMALL
-from transformers import Gemma3Config
+from transformers import Gemma3Config, Mistral3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.layers.rope_scaling import rope_frequencies
@@ -98,6 +98,19 @@ def test_a_text_model_is_read_from_within_a_model_that_sees():
     assert_same(replace(ours, dtype=None), Gemma3Config.from_dict(values).text_config)
     assert ours.tie_word_embeddings
     assert not read_model_config(values | dict(tie_word_embeddings=False)).tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral3", None])
+def test_the_text_model_of_a_mistral_that_sees_is_the_one_that_it_names(kind):
+    text = SIZES | (dict(model_type=kind) if kind else {})
+    values = dict(architectures=["Mistral3ForConditionalGeneration"], text_config=text)
+    ours, theirs = read_model_config(values), Mistral3Config.from_dict(values)
+    # transformers ties by what is said beside text_config.
+    assert_same(replace(ours, tie_word_embeddings=False), theirs.text_config)
+    assert ours.tie_word_embeddings and theirs.tie_word_embeddings
+    assert not read_model_config(values | dict(tie_word_embeddings=False)).tie_word_embeddings
+    with pytest.raises(ValueError, match="is 'mistral4': .* here with mistral or ministral3"):
+        read_model_config(values | dict(text_config=text | dict(model_type="mistral4")))
 
 
 @pytest.mark.parametrize("architecture", MODELS)

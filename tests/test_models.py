@@ -10,9 +10,9 @@ import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint, read_config
 from transformers import (
     AutoConfig,
+    AutoModelForImageTextToText,
     Gemma2Config,
     Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
@@ -20,10 +20,13 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PixtralVisionConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -33,11 +36,13 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from nanovllm import LLM
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.rotary import QueryScalingRotaryEmbedding, RotaryEmbedding
 from nanovllm.models import MODELS, build_model, load_model_config, read_model_config
 
 SMALL = dict(
@@ -77,6 +82,8 @@ LONGROPE = dict(
 ORIGINAL = dict(original_max_position_embeddings=4)  # as short as the shortest prompt that is run
 WINDOW = dict(sliding_window=6, use_sliding_window=True)
 MIXED = ["sliding_attention", "full_attention"]
+LATE_QUERIES = YARN | dict(rope_theta=1e4, llama_4_scaling_beta=0.7)
+LATE_QUERIES |= dict(original_max_position_embeddings=5)
 GEMMA = dict(num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=10, pad_token_id=0)
 CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
 YARN_OF_ONE = {
@@ -141,6 +148,16 @@ FAMILIES = {
         "window": dict(**GQA, sliding_window=7),
         "window-of-one": dict(**GQA, sliding_window=1),
         "head-dim": dict(**GQA, sliding_window=None, head_dim=16),
+    },
+    Ministral3Config: {
+        "late-queries": dict(**GQA, head_dim=16, rope_parameters=LATE_QUERIES),
+        "tied-window": dict(
+            **GQA,
+            head_dim=8,
+            sliding_window=7,
+            tie_word_embeddings=True,
+            rope_parameters=LATE_QUERIES | dict(original_max_position_embeddings=3),
+        ),
     },
     Phi3Config: {
         "whole-heads": dict(**GQA, pad_token_id=0),
@@ -296,14 +313,38 @@ def test_old_and_new_forms_of_rope_settings_are_one():
     torch.testing.assert_close(rope_frequencies(old, 16), rope_frequencies(new, 16), rtol=0, atol=0)
 
 
-def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, caplog):
-    text = {**SMALL, **GEMMA, "sliding_window": 6, "num_hidden_layers": 6}
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    vision = SiglipVisionConfig(**sizes, image_size=28, patch_size=14)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+SEES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+SEES |= dict(image_size=28, patch_size=14)
+MISTRAL = {**SMALL, **GQA, "head_dim": 16}
+SEEING = {
+    "gemma3": Gemma3Config(
+        text_config={**SMALL, **GEMMA, "sliding_window": 6, "num_hidden_layers": 6},
+        vision_config=SiglipVisionConfig(**SEES),
+        mm_tokens_per_image=4,
+    ),
+    "ministral3": Mistral3Config(
+        text_config=dict(MISTRAL, model_type="ministral3", rope_parameters=LATE_QUERIES),
+        vision_config=PixtralVisionConfig(**SEES),
+        tie_word_embeddings=False,
+    ),
+    "ministral3-tied": Mistral3Config(
+        text_config=dict(MISTRAL, model_type="ministral3", rope_parameters=LATE_QUERIES),
+        vision_config=PixtralVisionConfig(**SEES),
+    ),
+    "mistral": Mistral3Config(
+        text_config=dict(MISTRAL, model_type="mistral", sliding_window=None),
+        vision_config=PixtralVisionConfig(**SEES),
+        tie_word_embeddings=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(name, tmp_path, caplog):
+    config = SEEING[name]
     config.image_token_index = 99
     torch.manual_seed(0)
-    reference = Gemma3ForConditionalGeneration(config).eval()
+    reference = AutoModelForImageTextToText.from_config(config).eval()
     reference.save_pretrained(tmp_path)
     tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = Driver(load(tmp_path), 1, 32).step({}, {0: tokens})
@@ -311,6 +352,20 @@ def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, capl
     with caplog.at_level("INFO", "nanovllm"):
         LLM(tmp_path, device="cpu", num_kvcache_blocks=2).close()
     assert "multi_modal_projector, vision_tower left out" in caplog.text
+
+
+def test_queries_count_more_at_late_positions_as_in_transformers():
+    rope = dict(Ministral3Config().rope_parameters)
+    rope |= dict(max_position_embeddings=10**5, partial_rotary_factor=1.0)
+    positions = torch.arange(10**5)
+    with tensors_default_to(torch.bfloat16, torch.device("cpu")):
+        rotary = QueryScalingRotaryEmbedding.from_settings(rope, 4)
+    got = rotary.scale_queries(torch.ones(len(positions), 1, 1), positions)
+    want = get_llama_4_attn_scale(positions[None], 0.1, 16384).view(-1, 1, 1)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    # Where all factors are 1, the plain embedding serves, which faster layers know.
+    within = QueryScalingRotaryEmbedding.from_settings(rope, 4, max_positions=16384)
+    assert type(within) is RotaryEmbedding and got[16383] == 1 < got[16384]
 
 
 def test_experts_result_does_not_depend_on_the_batch():

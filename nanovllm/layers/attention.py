@@ -83,6 +83,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.split_heads(self.qkv_proj(x))  # [T, H, D], [T, G, D], [T, G, D]
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, positions), self.rotary(k, positions)
+        q = self.rotary.scale_queries(q, positions)
         out = self.attend(q, k, v)  # [T, H, D]
         return self.o_proj(out.flatten(1))
 

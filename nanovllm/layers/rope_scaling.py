@@ -14,7 +14,13 @@ LARGEST = 3e38  # of a setting: frequencies are float32
 # Settings of the scalings. Each is a number above 0; null, or 0 where it says so, means that it is
 # not given.
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor")
-NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+NUMBERS_OR_ZERO = (
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "llama_4_scaling_beta",
+)
 
 
 def rope_frequencies(

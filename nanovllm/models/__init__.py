@@ -10,6 +10,7 @@ from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
+from nanovllm.models.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
 from nanovllm.models.model_config import ModelConfig, language_model_of
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
 from nanovllm.models.olmo3 import Olmo3ForCausalLM
@@ -39,6 +40,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,

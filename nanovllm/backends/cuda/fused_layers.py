@@ -43,7 +43,7 @@ from nanovllm.layers.partial_rotary import (
     NoRotaryEmbedding,
     PartialRotaryEmbedding,
 )
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.rotary import QueryScalingRotaryEmbedding, RotaryEmbedding
 from nanovllm.models.granite import GraniteLayer
 from nanovllm.models.post_norm import PostNormLayer, SandwichNormLayer
 from nanovllm.models.transformer import Decoder, DecoderLayer
@@ -164,6 +164,7 @@ class FusedSelfAttention(SelfAttention):
             zero_centered,
             isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
+        q = self.rotary.scale_queries(q, positions)
         return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -410,6 +411,7 @@ def kind_of(attention: SelfAttention) -> tuple:
 
 ROTARIES = (
     RotaryEmbedding,
+    QueryScalingRotaryEmbedding,
     PartialRotaryEmbedding,
     InterleavedRotaryEmbedding,
     NoRotaryEmbedding,
