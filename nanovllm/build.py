@@ -26,7 +26,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.features.policies import choose_policy
 from nanovllm.features.sampling.constraints import Constraints
 from nanovllm.features.sampling.grammars import Grammars
-from nanovllm.features.sampling.prompt_logprobs import score_prompts
+from nanovllm.features.sampling.logprobs import score_prompts
 from nanovllm.features.sampling.resampler import Resampler
 from nanovllm.features.trace.recorder import Recorder
 from nanovllm.frontend.detokenizer import Detokenizer
@@ -74,7 +74,8 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
             listeners=() if recorder is None else (recorder,),
         )
         if recorder is not None:
-            recorder.follow(engine, config, model_config, folder)
+            decode = tokenizer.decode if tokenizer is not None and config.trace_text else None
+            recorder.follow(engine, config, model_config, folder, decode)
     except BaseException:
         runner.close()
         raise

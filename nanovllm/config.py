@@ -185,6 +185,7 @@ class Config:
     trace: str | PathLike | None = option(
         None, "a file for a trace of the run, `.html` or `.jsonl`", read=read_trace
     )
+    trace_text: bool = option(True, "write the text of prompts and outputs into the trace")
 
     @classmethod
     def from_options(cls, model: str | PathLike, options: dict[str, Any]) -> "Config":

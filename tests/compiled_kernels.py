@@ -26,9 +26,10 @@ from nanovllm.backends.cuda.triton import (
     elementwise,
     gemv,
     moe,
-    sampling,
+    sampler,
 )
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.engine.batch_state import BatchState
+from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 512, 8, 2, 64
 BLOCK = r"\$L__BB\w+"
@@ -109,7 +110,7 @@ def stand_in_for_a_gpu() -> None:
     moe._shared_memory = lambda device: 1 << 17
     for module in (dispatch, allreduce_norm, decode_attention, decode_gemm, elementwise, gemv, moe):
         module.overlap = lambda x: {"PDL": True, "launch_pdl": True}
-    sampling.overlap = gemv.overlap
+    sampler.overlap = gemv.overlap
 
 
 def run_all() -> None:
@@ -128,26 +129,41 @@ def run_all() -> None:
     decode_gemm.gated_linear(many, new(64, HIDDEN), tiling)
     for direct_bytes in (1 << 20, 0):
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
-        allreduce_norm.sum_add_rms_norm(x, x.clone(), weight, 1e-6, shared)
-    elementwise.add_rms_norm(x, x.clone(), weight, 1e-6)
-    elementwise.norm_add_norm(x, x.clone(), weight, weight, 1e-6)
+        allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)
+    elementwise.add_rms_norm(x, x.clone(), weight=weight, eps=1e-6)
+    elementwise.norm_add_norm(x, x.clone(), after=weight, weight=weight, eps=1e-6)
     elementwise.activate_and_mul(x)
     heads = new(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
-    norms, angles = (new(HEAD_DIM), new(HEAD_DIM), 1e-6), new(64, HEAD_DIM, dtype=torch.float32)
-    caches = new(4, 16, KV_HEADS, HEAD_DIM), new(4, 16, KV_HEADS, HEAD_DIM)
+    cache = KVCache(new(4, 16, KV_HEADS, HEAD_DIM), new(4, 16, KV_HEADS, HEAD_DIM))
     elementwise.qk_norm_rope_store(
-        heads, HEAD_DIM, KV_HEADS, *norms, angles, ints, ints.clone(), *caches
+        heads,
+        head_dim=HEAD_DIM,
+        num_kv_heads=KV_HEADS,
+        q_weight=new(HEAD_DIM),
+        k_weight=new(HEAD_DIM),
+        eps=1e-6,
+        cos_sin=new(64, HEAD_DIM, dtype=torch.float32),
+        positions=ints,
+        slot_mapping=ints.clone(),
+        cache=cache,
     )
-    lens, tables = new(9, dtype=torch.int32), new(9, 8, dtype=torch.int32)
-    elementwise.decode_inputs(ints, new(9, dtype=torch.int64), lens, tables, 16)
+    state = BatchState(8, 8, 16, torch.device("cpu"))
+    elementwise.decode_inputs(ints, state)
     q = new(rows, HEADS, HEAD_DIM)
-    decode_attention.decode_attention(
-        q, *caches, lens[:rows], tables[:rows], AttentionOptions(0.125)
+    kv = PagedKV(cache, state.block_tables[:rows], state.context_lens[:rows])
+    decode_attention.decode_attention(q, kv, AttentionOptions(0.125))
+    moe.moe(
+        x,
+        new(rows, 8),
+        gate_up=new(8, 64, HIDDEN),
+        down=new(8, HIDDEN, 32),
+        gate_up_bias=new(8, 64),
+        down_bias=new(8, HIDDEN),
+        top_k=2,
+        renormalize=True,
     )
-    gate_up, down = new(8, 64, HIDDEN), new(8, HIDDEN, 32)
-    biases = new(8, 64), new(8, HIDDEN)
-    moe.moe(x, new(rows, 8), gate_up, down, 2, True, *biases)
-    sampling.sample(new(rows, 256), new(rows, dtype=torch.float32), ints, ints.clone())
+    temperatures = new(rows, dtype=torch.float32)
+    sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model, load_model_config, read_model_config
@@ -62,7 +62,7 @@ class Driver:
         for layer in model.modules():
             if isinstance(layer, SelfAttention):
                 shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-                layer.k_cache, layer.v_cache = torch.full((2, *shape), 1e3)
+                layer.kv_cache = KVCache(*torch.full((2, *shape), 1e3))
 
     @torch.inference_mode()
     def step(self, decodes: dict[int, int], chunks: dict[int, list[int]]) -> torch.Tensor:

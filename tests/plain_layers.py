@@ -5,7 +5,6 @@ signatures.
 import torch
 from torch import nn
 
-from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers import attention
 from nanovllm.layers.mlp import GatedMLP, gelu_tanh
 from nanovllm.layers.moe import MixtureOfExperts, swiglu
@@ -35,12 +34,12 @@ def rms_norm(x, weight, eps, zero_centered=False):
     return with_weights(norm(len(weight), eps), weight=weight)(x)
 
 
-def add_rms_norm(x, residual, weight, eps, zero_centered=False):
+def add_rms_norm(x, residual, *, weight, eps, zero_centered=False):
     residual = residual + x
     return rms_norm(residual, weight, eps, zero_centered), residual
 
 
-def norm_add_norm(x, residual, after, weight, eps, zero_centered=False):
+def norm_add_norm(x, residual, *, after, weight, eps, zero_centered=False):
     residual = residual + rms_norm(x, after, eps, zero_centered)
     if weight is None:
         return residual.clone(), residual
@@ -60,12 +59,13 @@ def gated_linear(x, weight, bias=None, gelu=False):
 def moe(
     x,
     logits,
+    *,
     gate_up,
     down,
-    top_k,
-    renormalize,
     gate_up_bias=None,
     down_bias=None,
+    top_k,
+    renormalize,
     clamped=None,
 ):
     experts, width, hidden = gate_up.shape
@@ -87,6 +87,7 @@ def moe(
 
 def qk_norm_rope_store(
     qkv,
+    *,
     head_dim,
     num_kv_heads,
     q_weight,
@@ -95,8 +96,7 @@ def qk_norm_rope_store(
     cos_sin,
     positions,
     slot_mapping,
-    k_cache,
-    v_cache,
+    cache,
     zero_centered=False,
     interleaved=False,
 ):
@@ -110,13 +110,9 @@ def qk_norm_rope_store(
     rotary = kind(torch.zeros(0), 1) if cos_sin.shape[1] else NoRotaryEmbedding()
     rotary.cos_sin = cos_sin
     q, k = rotary(q, positions), rotary(k, positions)
-    attention.store_kv(k, v, k_cache, v_cache, slot_mapping)
+    attention.store_kv(k, v, cache, slot_mapping)
     return q, k, v
 
 
-def decode_inputs(slots, last_tokens, context_lens, block_tables, block_size):
-    state = BatchState(len(context_lens) - 1, block_tables.shape[1], block_size, slots.device)
-    state.last_tokens = last_tokens
-    state.context_lens = context_lens
-    state.block_tables = block_tables
+def decode_inputs(slots, state):
     return state.advance(slots)

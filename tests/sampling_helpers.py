@@ -111,7 +111,10 @@ class Draws:
         )
         # On several ranks the best of all, which a shard of the logits does not tell.
         tokens, _ = self.sampler(
-            self.logits, state.temperatures[slots], state.seeds[slots], positions.long()
+            self.logits,
+            temperatures=state.temperatures[slots],
+            seeds=state.seeds[slots],
+            positions=positions.long(),
         )
         state.last_tokens[slots] = tokens
         output = StepOutput(tokens, self.logits, positions, slots)

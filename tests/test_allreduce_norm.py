@@ -70,7 +70,9 @@ def check_sums(size, width, dtype, direct_rows):
         for residual in others:
             residual.copy_(first)
     wants = [
-        plain.add_rms_norm(sum(x.float() for x in turn), rest[0].float(), weight.float(), 1e-6)
+        plain.add_rms_norm(
+            sum(x.float() for x in turn), rest[0].float(), weight=weight.float(), eps=1e-6
+        )
         for turn, rest in zip(xs, residuals)
     ]
     pieces = [
@@ -81,7 +83,9 @@ def check_sums(size, width, dtype, direct_rows):
 
     def rank_sums(rank, turn):
         memory = SharedRows(addresses, rank, direct_bytes)
-        allreduce_norm.sum_add_rms_norm(xs[turn][rank], residuals[turn][rank], weight, 1e-6, memory)
+        allreduce_norm.sum_add_rms_norm(
+            xs[turn][rank], residuals[turn][rank], weight=weight, eps=1e-6, shared=memory
+        )
 
     run_ranks(size, rank_sums)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2

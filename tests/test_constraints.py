@@ -81,7 +81,7 @@ def expected_ids(plain, prompt, params, completion=0):
         logits = edited(plain.logits(prompt + output).tolist(), params, output)
         scores = torch.tensor([process(logits, params, prompt, output, stop_ids)])
         position = torch.tensor([len(prompt) + len(output)])
-        token, _ = sample(scores, torch.ones(1), seed, position)
+        token, _ = sample(scores, temperatures=torch.ones(1), seeds=seed, positions=position)
         output.append(int(token))
     return output
 
@@ -231,8 +231,12 @@ def expected_walk(plain, prompt, params, completion):
         allowed = Walk.allowed(output)
         kept[allowed] = logits[allowed]
         seed, position = params.seed + completion, len(prompt) + len(output)
-        scores = kept.unsqueeze(0), torch.tensor([params.temperature])
-        token, _ = sample(*scores, torch.tensor([seed]), torch.tensor([position]))
+        token, _ = sample(
+            kept.unsqueeze(0),
+            temperatures=torch.tensor([params.temperature]),
+            seeds=torch.tensor([seed]),
+            positions=torch.tensor([position]),
+        )
         output.append(int(token))
     return output
 
@@ -465,40 +469,40 @@ def test_a_bad_word_is_barred_only_after_its_own_beginning():
 # Kernels that sample rows, beside rows that are edited
 
 
-class Waiting:
+class Constrained:
     """Rows of given logits, of which some wait: a step's sampling in two parts."""
 
-    def __init__(self, logits, params, waiting, edits, **options):
+    def __init__(self, logits, params, constrained, edits, **options):
         seeds = torch.arange(len(logits), device=DEVICE)
         self.draws = Draws(logits, params, seeds, [1, 2], [3], **options)
         self.edits = edits
         slots = self.draws.slots
         self.draws.resampler.start(
             [
-                (slots[i], SamplingMetadata(params[i], frozenset(), 2, [1, 2, 3], i in waiting))
+                (slots[i], SamplingMetadata(params[i], frozenset(), 2, [1, 2, 3], i in constrained))
                 for i in range(len(params))
-                if i in waiting or not params[i].is_plain
+                if i in constrained or not params[i].is_plain
             ]
         )
 
     def run(self):
         self.draws.run()
         resampler = self.draws.resampler
-        output, logprobs = resampler.constrain(self.edits)
+        output, logprobs = resampler.sample_constrained(self.edits)
         logprobs = [dataclasses.replace(part, records=part.records.cpu()) for part in logprobs]
         return output.tokens, {row: one for part in logprobs for row, one in part.read().items()}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_kernels_and_the_plain_sampler_agree_on_edited_and_waiting_rows():
+def test_kernels_and_the_plain_sampler_agree_on_edited_and_constrained_rows():
     pytest.importorskip("triton")
     from nanovllm.backends.cuda.resampler import CUDAResampler
-    from nanovllm.backends.cuda.triton.sampling import sample as kernel
+    from nanovllm.backends.cuda.triton.sampler import sample as kernel
 
     r, rows, vocab = random.Random(2), 24, 300
     logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     logits = logits.to(DEVICE)
-    params, waiting = [], {*range(0, rows, 3)}
+    params, constrained = [], {*range(0, rows, 3)}
     for i in range(rows):
         rules = {}
         if i % 2:
@@ -511,14 +515,14 @@ def test_kernels_and_the_plain_sampler_agree_on_edited_and_waiting_rows():
     masks = np.stack(
         [
             static_mask(SamplingParams(allowed_token_ids=r.sample(range(vocab), 60)), vocab)
-            for _ in range(len(waiting) - 1)
+            for _ in range(len(constrained) - 1)
         ]
     )
-    places = sorted(waiting)[1:]  # the first has ended: nothing is said of it
+    places = sorted(constrained)[1:]  # the first has ended: nothing is said of it
     r.shuffle(places)
     edits = LogitsEdits(places, masks, {places[2]: lambda logits: logits / 9})
     of_plain, of_kernels = [
-        Waiting(logits, params, waiting, edits, make_resampler=cls, sampler=kernel).run()
+        Constrained(logits, params, constrained, edits, make_resampler=cls, sampler=kernel).run()
         for cls in (Resampler, CUDAResampler)
     ]
     assert of_plain[0].tolist() == of_kernels[0].tolist()
@@ -528,7 +532,7 @@ def test_kernels_and_the_plain_sampler_agree_on_edited_and_waiting_rows():
         assert masks[i, token // 32] >> token % 32 & 1
     for i, one in enumerate(params):
         assert (
-            i in waiting - {*places}
+            i in constrained - {*places}
             or one.allowed_token_ids is None
             or (of_plain[0][i].item() in one.allowed_token_ids)
         )

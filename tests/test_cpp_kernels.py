@@ -19,7 +19,7 @@ from process_helpers import in_fork
 
 from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, layers, library_cache
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
@@ -45,13 +45,17 @@ def test_norms_and_activation_equal_their_twins(rows, size):
 def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim, norm):
     tokens, angles = 9, torch.rand(50, dim // 2)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
-    weights = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)
+    q_weight, k_weight = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)
     slots = torch.tensor([7, -1, 31, 0, 2, 16, 17, 18, -1])
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    args = dim, kv_heads, *weights, 1e-6, table, torch.arange(tokens) * 5, slots
+    options = dict(head_dim=dim, num_kv_heads=kv_heads, q_weight=q_weight, k_weight=k_weight)
+    options |= dict(eps=1e-6, cos_sin=table, positions=torch.arange(tokens) * 5, slot_mapping=slots)
     caches = [torch.zeros(2, 2, 16, kv_heads, dim) for _ in range(2)]
-    got = cpp_ops.qk_norm_rope_store(qkv.clone(), *args, *caches[0])
-    torch.testing.assert_close(got, plain.qk_norm_rope_store(qkv.clone(), *args, *caches[1]))
+    got, expected = [
+        form.qk_norm_rope_store(qkv.clone(), **options, cache=KVCache(*cache))
+        for form, cache in zip((cpp_ops, plain), caches)
+    ]
+    torch.testing.assert_close(got, expected)
     torch.testing.assert_close(*caches)
 
 
@@ -63,12 +67,12 @@ def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim
 def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options, has_sinks):
     lens = torch.tensor([1, 15, 16, 17, 40, 64, 3, 33, 5, 48, 2, 63], dtype=torch.int32)[-rows:]
     tables = torch.randperm(64)[: rows * 4].view(rows, 4).int()
-    caches = torch.randn(2, 64, 16, kv_heads, dim)
+    kv = PagedKV(KVCache(*torch.randn(2, 64, 16, kv_heads, dim)), tables, lens)
     q = torch.randn(rows, heads + 2 * kv_heads, dim)[:, :heads]  # as a view of projected q, k and v
     sinks = torch.linspace(-4, 8, heads) if has_sinks else None
-    args = *caches, lens, tables, AttentionOptions(dim**-0.5, *options, sinks)
-    expected = plain.decode_attention(q.contiguous(), *args)
-    torch.testing.assert_close(cpp_ops.decode_attention(q, *args), expected)
+    options = AttentionOptions(dim**-0.5, *options, sinks)
+    expected = plain.decode_attention(q.contiguous(), kv, options)
+    torch.testing.assert_close(cpp_ops.decode_attention(q, kv, options), expected)
 
 
 @needs_compiler

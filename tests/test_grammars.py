@@ -159,7 +159,7 @@ def test_forms_that_no_request_uses_take_no_more_than_their_bound(monkeypatch):
     monkeypatch.setattr(grammars, "FIRST_STATES", grammars.MOST_STATES)
     compiled, rng = make_grammars(), random.Random(0)
     size = grammars.MOST_STATES * grammars.STATE_BYTES
-    monkeypatch.setattr(grammars, "MOST_KEPT", 5 * size)
+    monkeypatch.setattr(grammars, "CACHE_BYTES", 5 * size)
     alive: weakref.WeakSet = weakref.WeakSet()
     most = 0
     for i in range(40):
@@ -194,19 +194,19 @@ def test_forms_that_have_learned_more_leave_others_less_room(monkeypatch):
     monkeypatch.setattr(grammars, "NUM_THREADS", 1)
     monkeypatch.setattr(grammars, "FIRST_STATES", 100)
     monkeypatch.setattr(grammars, "MOST_STATES", 1600)
-    monkeypatch.setattr(grammars, "MOST_KEPT", 10 * 1600 * grammars.STATE_BYTES)
+    monkeypatch.setattr(grammars, "CACHE_BYTES", 10 * 1600 * grammars.STATE_BYTES)
     compiled = make_grammars()
     for i in range(40):
         compiled.compile(as_params(regex=rf"[\w ]{{1,{500 + i}}}"))
     assert len(compiled._kept) == 40
     for i in range(39, -1, -1):
         fill_lexer(compiled, as_params(regex=rf"[\w ]{{1,{500 + i}}}"))
-        assert compiled.num_bytes <= grammars.MOST_KEPT
+        assert compiled.num_bytes <= grammars.CACHE_BYTES
     assert 5 < len(compiled._kept) < 40
 
 
 def test_completions_that_have_yet_to_begin_hold_no_form(monkeypatch):
-    monkeypatch.setattr(grammars, "MOST_KEPT", 1)
+    monkeypatch.setattr(grammars, "CACHE_BYTES", 1)
     compiled = make_grammars()
     waiting = [compiled.matcher(as_params(regex=f"a{{{i}}}")) for i in range(5)]
     assert len(compiled._known) == 0

@@ -21,15 +21,16 @@ from nanovllm.backends.cuda.triton import (
     prefill_gemm,
 )
 from nanovllm.backends.cuda.triton import moe as triton_moe
-from nanovllm.backends.cuda.triton import sampling as triton_sampling
+from nanovllm.backends.cuda.triton import sampler as triton_sampler
 from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
     arrivals,
     has_large_shared_memory,
 )
 from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
+from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers import sampler
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.moe import ClampedSwiGLU
 from nanovllm.layers.sampler import sample
@@ -79,9 +80,10 @@ def test_rms_norm_equals_its_twin(shape, zero_centered, dtype):
 def test_norm_add_norm_equals_its_twin(then_norm, zero_centered, dtype):
     x, residual = randn(2, 7, 100, dtype=dtype)
     after, weight = randn(2, 100, dtype=dtype)
-    args = after, weight if then_norm else None, 1e-6, zero_centered
-    expected = plain.norm_add_norm(x.clone(), residual.clone(), *args)
-    for mine, twins in zip(elementwise.norm_add_norm(x, residual, *args), expected):
+    options = dict(after=after, weight=weight if then_norm else None, eps=1e-6)
+    options["zero_centered"] = zero_centered
+    expected = plain.norm_add_norm(x.clone(), residual.clone(), **options)
+    for mine, twins in zip(elementwise.norm_add_norm(x, residual, **options), expected):
         assert_close(mine, twins)
 
 
@@ -90,9 +92,9 @@ def test_norm_add_norm_equals_its_twin(then_norm, zero_centered, dtype):
 def test_add_rms_norm_equals_its_twin(shape, dtype):
     x = randn(*shape, dtype=dtype)
     residual = randn(*shape, dtype=dtype)
-    weight = randn(shape[-1], dtype=dtype)
-    expected = plain.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
-    for mine, twins in zip(elementwise.add_rms_norm(x, residual, weight, 1e-6), expected):
+    options = dict(weight=randn(shape[-1], dtype=dtype), eps=1e-6)
+    expected = plain.add_rms_norm(x.clone(), residual.clone(), **options)
+    for mine, twins in zip(elementwise.add_rms_norm(x, residual, **options), expected):
         assert_close(mine, twins)
 
 
@@ -113,15 +115,25 @@ def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_siz
     slots = torch.tensor([3, -1, 0, 2 * block_size - 1, block_size, -1, 5], device=DEVICE)
     tokens = len(slots)
     qkv = randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    weights = [randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
+    q_weight, k_weight = [randn(head_dim, dtype=dtype) if norm else None for _ in range(2)]
     cos_sin = randn(50, head_dim)
     positions = torch.randint(0, 50, (tokens,), device=DEVICE)
 
     def run(form):
         caches = torch.zeros(2, 2, block_size, kv_heads, head_dim, device=DEVICE, dtype=dtype)
-        return *form.qk_norm_rope_store(
-            qkv.clone(), head_dim, kv_heads, *weights, 1e-6, cos_sin, positions, slots, *caches
-        ), *caches
+        heads = form.qk_norm_rope_store(
+            qkv.clone(),
+            head_dim=head_dim,
+            num_kv_heads=kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=1e-6,
+            cos_sin=cos_sin,
+            positions=positions,
+            slot_mapping=slots,
+            cache=KVCache(*caches),
+        )
+        return *heads, *caches
 
     for mine, twins in zip(run(elementwise), run(plain)):
         assert_close(mine, twins)
@@ -133,15 +145,27 @@ def test_qk_norm_rope_store_equals_its_twin(heads, kv_heads, head_dim, block_siz
 def test_qk_norm_rope_store_of_any_kind_equals_its_twin(interleaved, turning, norm):
     slots = torch.tensor([3, -1, 0, 31], device=DEVICE)
     qkv = randn(4, (3 + 2 * 2) * 80)
-    weights = [randn(80) if norm != "none" else None for _ in range(2)]
+    q_weight, k_weight = [randn(80) if norm != "none" else None for _ in range(2)]
     cos_sin = randn(50, turning)
     positions = torch.randint(0, 50, (4,), device=DEVICE)
 
     def run(form):
         caches = torch.zeros(2, 2, 16, 2, 80, device=DEVICE)
-        args = *weights, 1e-6, cos_sin, positions, slots, *caches
-        kind = norm == "zero-centered", interleaved
-        return *form.qk_norm_rope_store(qkv.clone(), 80, 2, *args, *kind), *caches
+        heads = form.qk_norm_rope_store(
+            qkv.clone(),
+            head_dim=80,
+            num_kv_heads=2,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=1e-6,
+            cos_sin=cos_sin,
+            positions=positions,
+            slot_mapping=slots,
+            cache=KVCache(*caches),
+            zero_centered=norm == "zero-centered",
+            interleaved=interleaved,
+        )
+        return *heads, *caches
 
     for mine, twins in zip(run(elementwise), run(plain)):
         assert_close(mine, twins)
@@ -151,25 +175,26 @@ def test_qk_norm_rope_store_without_a_cache_writes_nothing():
     none = torch.empty(0, device=DEVICE)
     at = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     qkv = randn(2, 3 * 32)
-    args = (32, 1, None, None, 1e-6, randn(1, 32), at, at, none, none)
-    for mine, twins in zip(
-        elementwise.qk_norm_rope_store(qkv.clone(), *args), plain.qk_norm_rope_store(qkv, *args)
-    ):
+    options = dict(head_dim=32, num_kv_heads=1, q_weight=None, k_weight=None, eps=1e-6)
+    options |= dict(cos_sin=randn(1, 32), positions=at, slot_mapping=at)
+    options["cache"] = KVCache(none, none)
+    expected = plain.qk_norm_rope_store(qkv.clone(), **options)
+    for mine, twins in zip(elementwise.qk_norm_rope_store(qkv, **options), expected):
         assert_close(mine, twins)
 
 
 def moe_inputs(tokens, num_experts, width, expert_width, dtype):
-    """x, logits, gate_up, down; the logits are uneven, and the last expert's are the lowest."""
+    """x, logits, and by name gate_up and down. The logits are uneven, and the last expert's are the
+    lowest.
+    """
     logits = randn(tokens, num_experts) + torch.linspace(2, -2, num_experts, device=DEVICE)
     logits[:, -1] = -9.0
     gate_up = randn(num_experts, 2 * expert_width, width)
     down = randn(num_experts, width, expert_width)
-    weights = gate_up / width**0.5, down / expert_width**0.5
-    return [
-        randn(tokens, width, dtype=dtype),
-        logits.to(dtype),
-        *(weight.to(dtype) for weight in weights),
-    ]
+    weights = dict(
+        gate_up=(gate_up / width**0.5).to(dtype), down=(down / expert_width**0.5).to(dtype)
+    )
+    return randn(tokens, width, dtype=dtype), logits.to(dtype), weights
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,8 +211,9 @@ def moe_inputs(tokens, num_experts, width, expert_width, dtype):
     ],
 )
 def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, renormalize, dtype):
-    args = *moe_inputs(tokens, num_experts, width, expert_width, dtype), top_k, renormalize
-    assert_close(triton_moe.moe(*args), plain.moe(*args))
+    x, logits, options = moe_inputs(tokens, num_experts, width, expert_width, dtype)
+    options |= dict(top_k=top_k, renormalize=renormalize)
+    assert_close(triton_moe.moe(x, logits, **options), plain.moe(x, logits, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,10 +225,11 @@ def test_moe_equals_its_twin(tokens, num_experts, top_k, width, expert_width, re
 def test_moe_with_biases_and_clamps_equals_its_twin(
     tokens, num_experts, width, expert_width, clamped, dtype
 ):
-    inputs = moe_inputs(tokens, num_experts, width, expert_width, dtype)
-    biases = (randn(num_experts, n, dtype=dtype) for n in (2 * expert_width, width))
-    args = *inputs, 3, True, *biases, clamped
-    assert_close(triton_moe.moe(*args), plain.moe(*args))
+    x, logits, options = moe_inputs(tokens, num_experts, width, expert_width, dtype)
+    options["gate_up_bias"] = randn(num_experts, 2 * expert_width, dtype=dtype)
+    options["down_bias"] = randn(num_experts, width, dtype=dtype)
+    options |= dict(top_k=3, renormalize=True, clamped=clamped)
+    assert_close(triton_moe.moe(x, logits, **options), plain.moe(x, logits, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
@@ -212,17 +239,19 @@ def test_every_cut_of_moe_equals_its_twin(pairs_an_expert, dtype):
     and others none.
     """
     tokens = int(min(pairs_an_expert, 200)) * 4 // 2
-    x, logits, gate_up, down = moe_inputs(tokens, 4, 160, 96, dtype)
+    x, logits, options = moe_inputs(tokens, 4, 160, 96, dtype)
     logits[:, 2] = 9.0
-    args = x, logits, gate_up, down, 2, True
-    assert_close(triton_moe.moe(*args), plain.moe(*args))
+    options |= dict(top_k=2, renormalize=True)
+    assert_close(triton_moe.moe(x, logits, **options), plain.moe(x, logits, **options))
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 50])
 def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, monkeypatch):
     monkeypatch.setattr(triton_moe, "MAX_CHUNKS", 3)  # for several passes
     logits = moe_inputs(tokens, 9, 8, 8, torch.float32)[1]
-    weights, order, runs, max_tiles = triton_moe.sort_by_expert(logits, 4, False, 16, logits)
+    weights, order, runs, max_tiles = triton_moe.sort_by_expert(
+        logits, logits, top_k=4, renormalize=False, block_m=16
+    )
     expected, experts = logits.softmax(dim=1).topk(4)
     torch.testing.assert_close(weights.view(-1, 4), expected)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
@@ -234,9 +263,9 @@ def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, monkeypatch):
 
 
 def test_moe_of_what_is_no_number_stays_in_bounds():
-    args = moe_inputs(3, 5, 16, 16, torch.float32)
-    args[1][:] = torch.nan
-    assert triton_moe.moe(*args, 2, True).isnan().all()
+    x, logits, weights = moe_inputs(3, 5, 16, 16, torch.float32)
+    logits[:] = torch.nan
+    assert triton_moe.moe(x, logits, **weights, top_k=2, renormalize=True).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -250,11 +279,12 @@ def test_a_row_that_is_no_number_changes_no_other_rows_experts(
     """On a GPU, the threads that compare a row's NaN disagree on which is the greatest: see
     _route_kernel.
     """
-    x, logits, *weights = moe_inputs(21, num_experts, 32, 16, dtype)
-    expected = triton_moe.moe(x, logits, *weights, top_k, renormalize)
+    x, logits, options = moe_inputs(21, num_experts, 32, 16, dtype)
+    options |= dict(top_k=top_k, renormalize=renormalize)
+    expected = triton_moe.moe(x, logits, **options)
     nan, partly = [0, *range(3, 12), 20], 15
     x[nan] = logits[nan] = logits[partly, 1::3] = torch.nan
-    result = triton_moe.moe(x, logits, *weights, top_k, renormalize)
+    result = triton_moe.moe(x, logits, **options)
     assert result[[*nan, partly]].isnan().all()
     others = [row for row in range(21) if row not in (*nan, partly)]
     assert torch.equal(result[others], expected[others])
@@ -276,7 +306,9 @@ def test_no_expert_is_picked_by_comparing_nan(rows, monkeypatch):
     monkeypatch.setattr(ReduceOps, "min_max", min_max)
     logits = moe_inputs(9, 16, 8, 8, torch.float32)[1]
     logits[rows, ::2] = torch.nan
-    _, order, _, _ = triton_moe.sort_by_expert(logits, 4, True, 16, logits)
+    _, order, _, _ = triton_moe.sort_by_expert(
+        logits, logits, top_k=4, renormalize=True, block_m=16
+    )
     assert sorted(order.tolist()) == list(range(36))
     # Each of two programs finds its rows' peaks, then four times their best expert and its score.
     # Only the peaks may be of NaN.
@@ -285,20 +317,20 @@ def test_no_expert_is_picked_by_comparing_nan(rows, monkeypatch):
 
 @pytest.mark.parametrize("width", [3, 1500])
 def test_decode_inputs_equals_its_twin(width):
-    def state():
+    def make_state():
         torch.manual_seed(1)
-        lens = torch.randint(0, 47, (9,), dtype=torch.int32)
-        lens[-1] = 0
-        tables = torch.randint(0, 99, (9, width), dtype=torch.int32)
-        return [x.to(DEVICE) for x in (torch.randint(0, 99, (9,)), lens, tables)]
+        state = BatchState(8, width, 16, torch.device(DEVICE))
+        state.context_lens[:8] = torch.randint(0, 47, (8,))
+        state.block_tables[:] = torch.randint(0, 99, (9, width))
+        state.last_tokens[:] = torch.randint(-1, 99, (9,))
+        return state
 
-    rows = torch.tensor([2, 8, 0, 5, 8], device=DEVICE)  # 8 is the scratch row
-    mine, twins = state(), state()
-    for a, b in zip(
-        (*elementwise.decode_inputs(rows, *mine, 16), *mine),
-        (*plain.decode_inputs(rows, *twins, 16), *twins),
-    ):
+    rows = torch.tensor([2, 8, 0, 5, 8], device=DEVICE)  # 8 is the padding slot
+    mine, twin = make_state(), make_state()
+    for a, b in zip(elementwise.decode_inputs(rows, mine), twin.advance(rows)):
         assert a.dtype == b.dtype and torch.equal(a, b)
+    for name in ("last_tokens", "context_lens", "block_tables"):
+        assert torch.equal(getattr(mine, name), getattr(twin, name))
 
 
 def test_philox_gives_its_known_answer():
@@ -324,8 +356,9 @@ def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
     temperatures = torch.tensor([0.0, 0.5, 1.0, 0.01, 3.0, 0.0], device=DEVICE)
     seeds = torch.tensor([0, 1, -5, 2**40 + 3, 2**63 - 1, 9], device=DEVICE)
     positions = torch.tensor([0, 2, 3, 2**33, 77, 9], device=DEVICE)
-    tokens, values = triton_sampling.sample(logits, temperatures, seeds, positions, vocab_start)
-    expected_tokens, expected_values = sample(logits, temperatures, seeds, positions, vocab_start)
+    options = dict(temperatures=temperatures, seeds=seeds, positions=positions)
+    tokens, values = triton_sampler.sample(logits, **options, vocab_start=vocab_start)
+    expected_tokens, expected_values = sample(logits, **options, vocab_start=vocab_start)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(values, expected_values)
 
@@ -335,10 +368,11 @@ def test_sample_passes_over_rows_of_a_temperature_below_0(rows):
     logits = randn(rows, 3000)
     temperatures = torch.full((rows,), 0.8, device=DEVICE)
     at = torch.arange(rows, device=DEVICE)
-    whole, _ = triton_sampling.sample(logits, temperatures, at, at)
+    options = dict(temperatures=temperatures, seeds=at, positions=at)
+    whole, _ = triton_sampler.sample(logits, **options)
     temperatures[1] = -1
     logits[1] = torch.nan
-    tokens, values = triton_sampling.sample(logits, temperatures, at, at)
+    tokens, values = triton_sampler.sample(logits, **options)
     assert tokens[1] == 0 and values[1] == 0 and whole[1] != 0
     assert tokens[0] == whole[0] and tokens[2:].tolist() == whole[2:].tolist()
 
@@ -346,16 +380,15 @@ def test_sample_passes_over_rows_of_a_temperature_below_0(rows):
 def test_sample_gives_a_tie_to_the_lowest_token():
     logits = torch.zeros(1, 9000, device=DEVICE)
     logits[0, [300, 299, 1030, 8888]] = 1.0
-    zero = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    assert (
-        triton_sampling.sample(logits, torch.zeros(1, device=DEVICE), zero, zero)[0].item() == 299
-    )
+    zero, greedy = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.zeros(1, device=DEVICE)
+    tokens, _ = triton_sampler.sample(logits, temperatures=greedy, seeds=zero, positions=zero)
+    assert tokens.item() == 299
 
 
 @pytest.mark.parametrize("vocab_start", [0, 777])
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 0.5, 1.0])
 @pytest.mark.parametrize(
-    "sampler_under_test", [triton_sampling.sample, sample], ids=["triton", "plain"]
+    "sampler_under_test", [triton_sampler.sample, sample], ids=["triton", "plain"]
 )
 def test_a_row_with_logits_that_are_no_numbers_samples_no_token(
     sampler_under_test, temperature, vocab_start
@@ -370,7 +403,8 @@ def test_a_row_with_logits_that_are_no_numbers_samples_no_token(
     logits[6, :2000] = -torch.inf  # tokens that must not be sampled are no fault
     at = torch.arange(9, device=DEVICE)
     temperatures = torch.full((9,), temperature, device=DEVICE)
-    tokens, values = sampler_under_test(logits, temperatures, at, at, vocab_start)
+    options = dict(temperatures=temperatures, seeds=at, positions=at)
+    tokens, values = sampler_under_test(logits, **options, vocab_start=vocab_start)
     assert tokens[:6].tolist() == [INVALID_TOKEN] * 6
     assert values[:6].tolist() == [torch.inf] * 4 + [-torch.inf, torch.inf]
     assert (
@@ -384,11 +418,10 @@ def test_sample_of_shards_equals_sample_of_the_whole():
     logits = randn(4, 4992)  # four shards that meet between cells
     temperatures = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)
     seeds, positions = torch.arange(4, device=DEVICE), torch.arange(4, device=DEVICE) + 10
-    whole, _ = triton_sampling.sample(logits, temperatures, seeds, positions)
+    options = dict(temperatures=temperatures, seeds=seeds, positions=positions)
+    whole, _ = triton_sampler.sample(logits, **options)
     shards = [
-        triton_sampling.sample(
-            logits[:, begin : begin + 1248], temperatures, seeds, positions, begin
-        )
+        triton_sampler.sample(logits[:, begin : begin + 1248], **options, vocab_start=begin)
         for begin in range(0, 4992, 1248)
     ]
     tokens, values = (torch.stack(x) for x in zip(*shards))
@@ -407,9 +440,9 @@ def test_sample_follows_the_softmax(order):
     logits = torch.full((70,), float("-inf"), device=DEVICE).index_copy_(0, at, logits)
     tokens, _ = sample(
         logits.expand(draws, -1).contiguous(),
-        torch.full((draws,), temperature, device=DEVICE),
-        torch.arange(draws, device=DEVICE),
-        torch.full((draws,), 3, device=DEVICE),
+        temperatures=torch.full((draws,), temperature, device=DEVICE),
+        seeds=torch.arange(draws, device=DEVICE),
+        positions=torch.full((draws,), 3, device=DEVICE),
     )
     expected = torch.softmax(logits / temperature, dim=0) * draws
     counts = tokens.bincount(minlength=70)
@@ -630,38 +663,36 @@ def some_sinks(heads, dtype=torch.float32):
 
 
 def paged_cache(batch, longest, kv_heads, head_dim, block_size, dtype):
-    """Caches with unwritten blocks full of NaN, and tables of `batch` sequences: block 0 belongs
-    to none of them.
-    """
+    """A KVCache, and tables of `batch` sequences: block 0 belongs to none of them."""
     width = -(-longest // block_size) + 1
-    caches = [
-        randn(1 + batch * width, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)
-    ]
+    shape = 1 + batch * width, block_size, kv_heads, head_dim
+    cache = KVCache(randn(*shape, dtype=dtype), randn(*shape, dtype=dtype))
     tables = 1 + torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
-    return caches, tables
+    return cache, tables
 
 
-def poison_unused(caches, lens, tables, block_size, given_back=()):
+def poison_unused(cache, lens, tables, given_back=()):
     """What no sequence has written, or has given back, may hold anything."""
-    used = torch.zeros(caches[0].shape[:2], dtype=torch.bool, device=DEVICE)
+    block_size = cache.k.shape[1]
+    used = torch.zeros(cache.k.shape[:2], dtype=torch.bool, device=DEVICE)
     for length, table in zip(lens.tolist(), tables.tolist()):
         for token in range(length):
             used[table[token // block_size], token % block_size] = True
     for table, tokens in zip(tables.tolist(), given_back):
         for token in tokens:
             used[table[token // block_size], token % block_size] = False
-    return [torch.where(used[:, :, None, None], cache, float("nan")) for cache in caches]
+    return KVCache(*[torch.where(used[..., None, None], x, torch.nan) for x in (cache.k, cache.v)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", ATTENTION_SHAPES)
 def test_decode_attention_equals_its_twin(heads, kv_heads, head_dim, block_size, dtype):
     lens = torch.tensor([1, 17, 260, 64], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(4, 300, kv_heads, head_dim, block_size, dtype)
+    cache, tables = paged_cache(4, 300, kv_heads, head_dim, block_size, dtype)
     q = randn(4, heads + 2, head_dim, dtype=dtype)[:, :heads]  # a view, as the layer passes it
-    expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
-    caches = poison_unused(caches, lens, tables, block_size)
-    assert_close(decode_attention.decode_attention(q, *caches, lens, tables, SCALED), expected)
+    expected = plain.decode_attention(q, PagedKV(cache, tables, lens), SCALED)
+    kv = PagedKV(poison_unused(cache, lens, tables), tables, lens)
+    assert_close(decode_attention.decode_attention(q, kv, SCALED), expected)
 
 
 def behind(lens, window, block_size=1):
@@ -680,14 +711,15 @@ def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
 ):
     monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
     lens = torch.tensor([1, 41, 260, 64, 128], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
+    cache, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
     q = randn(5, 6, head_dim)
     options = AttentionOptions(0.3, window, softcap, some_sinks(sinks))
-    expected = plain.decode_attention(q, *caches, lens, tables, options)
-    caches = poison_unused(caches, lens, tables, block_size, behind(lens, window or 1000))
+    expected = plain.decode_attention(q, PagedKV(cache, tables, lens), options)
+    poisoned = poison_unused(cache, lens, tables, behind(lens, window or 1000))
+    kv = PagedKV(poisoned, tables, lens)
     shared = torch.tensor([block_size], dtype=torch.int32, device=DEVICE)
     for prefix in (None, shared)[: 1 if window is None else 2]:  # which a window does not see
-        mine = decode_attention.decode_attention(q, *caches, lens, tables, options, prefix)
+        mine = decode_attention.decode_attention(q, kv, options, shared_prefix_len=prefix)
         assert_close(mine, expected)
 
 
@@ -698,12 +730,13 @@ def test_decode_attention_that_shares_a_prefix_caps_scores_there_and_counts_sink
 ):
     monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
     lens = torch.tensor([40, 33, 64], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
+    cache, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
     tables[:, :2] = tables[0, :2]
     q, shared = randn(3, 4, 32), torch.tensor([32], dtype=torch.int32, device=DEVICE)
     options = AttentionOptions(0.5, None, softcap, some_sinks(sinks))
-    expected = plain.decode_attention(q, *caches, lens, tables, options)
-    mine = decode_attention.decode_attention(q, *caches, lens, tables, options, shared)
+    kv = PagedKV(cache, tables, lens)
+    expected = plain.decode_attention(q, kv, options)
+    mine = decode_attention.decode_attention(q, kv, options, shared_prefix_len=shared)
     assert_close(mine, expected)
 
 
@@ -716,15 +749,16 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(
     lens = prefix + torch.tensor(
         [1, 17, 3 * block_size, 9, 40 % block_size + 1], dtype=torch.int32, device=DEVICE
     )
-    caches, tables = paged_cache(
+    cache, tables = paged_cache(
         5, prefix + 3 * block_size, kv_heads, head_dim, block_size, torch.float32
     )
     tables[:, :prefix_blocks] = tables[0, :prefix_blocks]
     lens[4] = 1  # a padding row may be shorter than the prefix: it must not disturb the others
     q = randn(5, heads, head_dim)
-    expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
+    kv = PagedKV(cache, tables, lens)
+    expected = plain.decode_attention(q, kv, SCALED)
     shared = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
-    mine = decode_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
+    mine = decode_attention.decode_attention(q, kv, SCALED, shared_prefix_len=shared)
     assert_close(mine[:4], expected[:4])
 
 
@@ -733,16 +767,17 @@ def test_decode_attention_that_shares_a_prefix_equals_its_twin(
 @pytest.mark.parametrize("batch", [32, 256])  # of several programs a sequence, and of one
 def test_the_parts_of_a_shared_prefix_are_written_before_they_are_merged(batch):
     lens = torch.randint(513, 700, (batch,), dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(batch, 700, 8, 128, 256, torch.bfloat16)
+    cache, tables = paged_cache(batch, 700, 8, 128, 256, torch.bfloat16)
     tables[:, :2] = tables[0, :2]
     q, shared = randn(batch, 32, 128, dtype=torch.bfloat16), torch.tensor([512]).int().to(DEVICE)
-    expected = decode_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    kv = PagedKV(cache, tables, lens)
+    expected = decode_attention.decode_attention(q, kv, SCALED)
     torch.cuda.empty_cache()
     for _ in range(50):
         # The memory that the parts get next: a part that is read too early is NaN.
         poison = torch.full((2**26,), torch.nan, device=DEVICE)
         del poison
-        mine = decode_attention.decode_attention(q, *caches, lens, tables, SCALED, shared)
+        mine = decode_attention.decode_attention(q, kv, SCALED, shared_prefix_len=shared)
         assert_close(mine, expected)
 
 
@@ -751,19 +786,17 @@ def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
     block_size, monkeypatch
 ):
     lens = torch.tensor([300, 5, 129], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(3, 300, 2, 32, block_size, torch.float32)
+    cache, tables = paged_cache(3, 300, 2, 32, block_size, torch.float32)
     q = randn(3, 4, 32)
-    expected = plain.decode_attention(q, *caches, lens, tables, SCALED)
-    caches = poison_unused(caches, lens, tables, block_size)
+    expected = plain.decode_attention(q, PagedKV(cache, tables, lens), SCALED)
+    kv = PagedKV(poison_unused(cache, lens, tables), tables, lens)
     for large_tiles in (False, True):
         monkeypatch.setattr(
             decode_attention, "has_large_shared_memory", lambda device, large=large_tiles: large
         )
         for splits in (1, 4, 32):
             monkeypatch.setattr(decode_attention, "_num_splits", lambda *_, splits=splits: splits)
-            assert_close(
-                decode_attention.decode_attention(q, *caches, lens, tables, SCALED), expected
-            )
+            assert_close(decode_attention.decode_attention(q, kv, SCALED), expected)
 
 
 def test_decode_attention_that_is_repeated_gives_the_same_bits():
@@ -771,13 +804,12 @@ def test_decode_attention_that_is_repeated_gives_the_same_bits():
     in the one before.
     """
     lens = torch.tensor([300, 5, 64], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
+    cache, tables = paged_cache(3, 300, 2, 32, 16, torch.float32)
     q = randn(3, 4, 32)
-    first = decode_attention.decode_attention(q, *caches, lens, tables, SCALED)
+    kv = PagedKV(cache, tables, lens)
+    first = decode_attention.decode_attention(q, kv, SCALED)
     for _ in range(20 if HAS_GPU else 2):
-        assert torch.equal(
-            decode_attention.decode_attention(q, *caches, lens, tables, SCALED), first
-        )
+        assert torch.equal(decode_attention.decode_attention(q, kv, SCALED), first)
     assert not arrivals(q.device).any()
 
 
@@ -792,12 +824,13 @@ def test_rows_that_programs_share_have_a_counter_each():
 def test_decode_attention_of_padding_rows_is_harmless():
     """A padding row has length 1 and a table of zeros, and its block may hold anything."""
     lens = torch.tensor([20, 1, 1], dtype=torch.int32, device=DEVICE)
-    caches, tables = paged_cache(3, 30, 2, 32, 16, torch.float32)
+    cache, tables = paged_cache(3, 30, 2, 32, 16, torch.float32)
     tables[1:] = 0
-    caches[0][0], caches[1][0] = float("nan"), float("nan")
+    cache.k[0] = cache.v[0] = float("nan")
     q = randn(3, 4, 32)
-    mine = decode_attention.decode_attention(q, *caches, lens, tables, SCALED)
-    assert_close(mine[:1], plain.decode_attention(q[:1], *caches, lens[:1], tables[:1], SCALED))
+    mine = decode_attention.decode_attention(q, PagedKV(cache, tables, lens), SCALED)
+    first = PagedKV(cache, tables[:1], lens[:1])
+    assert_close(mine[:1], plain.decode_attention(q[:1], first, SCALED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -810,11 +843,13 @@ def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size
     q, k, v = randn(168, heads + 2 * kv_heads, head_dim, dtype=dtype).split(
         [heads, kv_heads, kv_heads], dim=1
     )
-    caches, tables = paged_cache(3, 300, kv_heads, head_dim, block_size, dtype)
+    cache, tables = paged_cache(3, 300, kv_heads, head_dim, block_size, dtype)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
-    expected = plain.prefill_attention(q, k, v, *caches, meta, SCALED)
-    caches = poison_unused(caches, lens_k, tables, block_size)
-    assert_close(prefill_attention.prefill_attention(q, k, v, *caches, meta, SCALED), expected)
+    kv = PagedKV(cache, tables) if cached else PackedKV(k, v)
+    expected = plain.prefill_attention(q, kv, meta, SCALED)
+    if cached:
+        kv = PagedKV(poison_unused(cache, lens_k, tables), tables)
+    assert_close(prefill_attention.prefill_attention(q, kv, meta, SCALED), expected)
 
 
 @pytest.mark.parametrize("cached", [0, 70])
@@ -830,14 +865,16 @@ def test_prefill_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
     lens_k = lens_q + cached
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
     q, k, v = randn(168, 4 + 2 * 2, head_dim).split([4, 2, 2], dim=1)
-    caches, tables = paged_cache(3, 300, 2, head_dim, block_size, torch.float32)
+    cache, tables = paged_cache(3, 300, 2, head_dim, block_size, torch.float32)
     meta = PrefillMetadata(starts_q, starts_k, 150, 150 + cached, tables if cached else None)
     args = meta, AttentionOptions(0.3, window, softcap, some_sinks(sinks))
-    expected = plain.prefill_attention(q, k, v, *caches, *args)
-    given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
-    caches = poison_unused(caches, lens_k, tables, block_size, given_back)
+    kv = PagedKV(cache, tables) if cached else PackedKV(k, v)
+    expected = plain.prefill_attention(q, kv, *args)
+    if cached:
+        given_back = behind(lens_k - lens_q + 1, window or 1000)  # by the first query of each
+        kv = PagedKV(poison_unused(cache, lens_k, tables, given_back), tables)
     for one in (plain, prefill_attention):
-        assert_close(one.prefill_attention(q, k, v, *caches, *args), expected)
+        assert_close(one.prefill_attention(q, kv, *args), expected)
 
 
 @pytest.mark.parametrize(
@@ -867,31 +904,28 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     lens_q = torch.tensor([1, 17, 150])
     lens_k = lens_q + torch.tensor([70, 0, 128])
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
-    q, k, v = randn(200, heads + 2 * kv_heads, head_dim, dtype=torch.float16).split(
-        [heads, kv_heads, kv_heads], dim=1
-    )
-    caches, tables = paged_cache(8, 300, kv_heads, head_dim, block_size, torch.float16)
+    q = randn(200, heads + 2 * kv_heads, head_dim, dtype=torch.float16)[:, :heads]
+    cache, tables = paged_cache(8, 300, kv_heads, head_dim, block_size, torch.float16)
     meta = PrefillMetadata(starts_q, starts_k, 150, 278, tables[5:])
     sinks = some_sinks(heads if has_sinks else 0, torch.float16)
     options = AttentionOptions(0.1, window, softcap, sinks)
-    decoded = plain.decode_attention(q[:2], *caches, lens[:2], tables[:2], options)
-    chunks = q[2:170], k[2:170], v[2:170]
-    prefilled = plain.prefill_attention(*chunks, *caches, meta, options)
+    decoded = plain.decode_attention(q[:2], PagedKV(cache, tables[:2], lens[:2]), options)
+    prefilled = plain.prefill_attention(q[2:170], PagedKV(cache, tables[5:]), meta, options)
     first_lens = torch.cat((lens.cpu(), lens_k - lens_q + 1))  # by the first query of each
     given_back = behind(first_lens, window or 1000, block_size)
     all_lens = torch.cat((lens.cpu(), lens_k))
-    caches = poison_unused(caches, all_lens, tables, block_size, given_back)
+    cache = poison_unused(cache, all_lens, tables, given_back)
 
     padded_q, padded_k = (F.pad(x, (0, 3)) for x in (starts_q + 2, starts_k))
     padded_q[4:] = padded_q[3]
     query_tiles = prefill_attention.tile_queries(padded_q, 9)
-    padded = prefill_attention.TiledPrefill(
-        padded_q, padded_k, 0, 0, F.pad(tables[5:], (0, 0, 0, 3)), query_tiles
-    )
+    padded_tables = F.pad(tables[5:], (0, 0, 0, 3))
+    padded = prefill_attention.TiledPrefill(padded_q, padded_k, 0, 0, padded_tables, query_tiles)
     out = torch.full_like(q, 7.0)
-    rows = q[:5], *caches, lens, tables[:5]
-    decode_attention.decode_attention(*rows, options, out=out[:5])
-    prefill_attention.prefill_attention(q, k, v, *caches, padded, options, out=out)
+    kv = PagedKV(cache, tables[:5], lens)
+    decode_attention.decode_attention(q[:5], kv, options, out=out[:5])
+    kv = PagedKV(cache, padded_tables)
+    prefill_attention.prefill_attention(q, kv, padded, options, out=out)
     assert_close(out[:170], torch.cat((decoded, prefilled)))
     assert (out[170:] == 7.0).all()
 
@@ -923,7 +957,7 @@ def test_prefill_attention_by_tiles_equals_its_twin(
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().to(DEVICE) for x in (lens_q, lens_k))
     q, k, v = randn(300, 4 + 2 * 2, head_dim, dtype=torch.float16).split([4, 2, 2], dim=1)
     k[264:] = v[264:] = float("nan")  # behind the last chunk
-    caches, tables = paged_cache(3, 500, 2, head_dim, 64, torch.float16)
+    cache, tables = paged_cache(3, 500, 2, head_dim, 64, torch.float16)
     meta = PrefillMetadata(starts_q, starts_k, 200, 200 + cached, tables if cached else None)
     args = meta, AttentionOptions(0.1, window, softcap, some_sinks(sinks, torch.float16))
     fetched = []
@@ -931,10 +965,12 @@ def test_prefill_attention_by_tiles_equals_its_twin(
     monkeypatch.setattr(
         prefill_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
     )
-    expected = plain.prefill_attention(q[:264], k, v, *caches, *args)
-    given_back = behind(lens_k - lens_q + 1, window or 1000, 64)
-    caches = poison_unused(caches, lens_k, tables, 64, given_back)
-    assert_close(prefill_attention.prefill_attention(q[:264], k, v, *caches, *args), expected)
+    kv = PagedKV(cache, tables) if cached else PackedKV(k, v)
+    expected = plain.prefill_attention(q[:264], kv, *args)
+    if cached:
+        given_back = behind(lens_k - lens_q + 1, window or 1000, 64)
+        kv = PagedKV(poison_unused(cache, lens_k, tables, given_back), tables)
+    assert_close(prefill_attention.prefill_attention(q[:264], kv, *args), expected)
     assert fetched == [64, 64]
 
 
@@ -976,7 +1012,7 @@ def test_flash_attn_4_leaves_windows_caps_and_sinks_to_triton(options, left, mon
     ends = torch.tensor([0, 2])
     meta = PrefillMetadata(ends, ends, 2, 2, None)
     q = torch.zeros(2, 4, 8)
-    assert prefill(q, q, q, q, q, meta, options) == ("Triton" if left else "v4")
+    assert prefill(q, PackedKV(q, q), meta, options) == ("Triton" if left else "v4")
 
 
 @pytest.mark.gpu
@@ -992,17 +1028,17 @@ def test_backends_on_the_gpu_equal_plain_pytorch(name, heads, kv_heads, head_dim
     except ValueError as error:
         pytest.skip(str(error))
     lens_q, lens_k = torch.tensor([1, 300, 700]), torch.tensor([40, 301, 1300])
-    caches, tables = paged_cache(3, 1300, kv_heads, head_dim, 256, dtype)
+    cache, tables = paged_cache(3, 1300, kv_heads, head_dim, 256, dtype)
     q, k, v = randn(1001, heads + 2 * kv_heads, head_dim, dtype=dtype).split(
         [heads, kv_heads, kv_heads], dim=1
     )
     starts_q, starts_k = (F.pad(x.cumsum(0), (1, 0)).int().cuda() for x in (lens_q, lens_k))
-    for meta in (
-        PrefillMetadata(starts_q, starts_k, 700, 1300, tables),
-        PrefillMetadata(starts_q, starts_q, 700, 700, None),
+    for kv, meta in (
+        (PagedKV(cache, tables), PrefillMetadata(starts_q, starts_k, 700, 1300, tables)),
+        (PackedKV(k, v), PrefillMetadata(starts_q, starts_q, 700, 700, None)),
     ):
-        expected = plain.prefill_attention(q, k, v, *caches, meta, SCALED)
-        assert_close(backend.prefill(q, k, v, *caches, meta, SCALED), expected)
-    lens = lens_k.int().cuda()
-    expected = plain.decode_attention(q[:3], *caches, lens, tables, SCALED)
-    assert_close(backend.decode(q[:3], *caches, lens, tables, SCALED), expected)
+        expected = plain.prefill_attention(q, kv, meta, SCALED)
+        assert_close(backend.prefill(q, kv, meta, SCALED), expected)
+    kv = PagedKV(cache, tables, lens_k.int().cuda())
+    expected = plain.decode_attention(q[:3], kv, SCALED)
+    assert_close(backend.decode(q[:3], kv, SCALED), expected)

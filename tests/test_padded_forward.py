@@ -20,7 +20,7 @@ from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.engine.batch_state import BatchState
-from nanovllm.layers.attention import AttentionOptions, SelfAttention
+from nanovllm.layers.attention import AttentionOptions, KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 
 pytestmark = [
@@ -103,8 +103,8 @@ class Step:
         for layer in model.modules():
             if isinstance(layer, SelfAttention):
                 shape = (2, count * WIDTH, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
-                layer.k_cache, layer.v_cache = torch.randn(shape, generator=generator)
-                self.caches += layer.k_cache, layer.v_cache
+                layer.kv_cache = KVCache(*torch.randn(shape, generator=generator))
+                self.caches.append(layer.kv_cache)
 
 
 @torch.inference_mode()
@@ -159,15 +159,16 @@ def compare(folder, cached, decodes, chunks, monkeypatch):
     for one in (Step(model, [0, 30], 0, [30, 9]), step):  # another step was there before
         shape = padded.shape_for(one.metadata)
         padded.fill(one.token_ids, one.positions, one.metadata, one.chunk_slots, shape[0])
-    for layer, caches in zip(model.model.layers, zip(step.caches[::2], step.caches[1::2])):
-        layer.self_attn.k_cache, layer.self_attn.v_cache = caches
+    for layer, cache in zip(model.model.layers, step.caches):
+        layer.self_attn.kv_cache = cache
     size, rows = shape
     assert size in (32, 64) and size >= len(step.token_ids)
     assert rows == (0 if not decodes else 4 if decodes <= 4 else SLOTS)
     hidden = run(model, padded.token_ids[:size], padded.positions[:size], padded.metadata(*shape))
     torch.testing.assert_close(hidden[:2], expected, rtol=1e-4, atol=1e-4)
     for mine, plains in zip(step.caches, plain.caches):
-        torch.testing.assert_close(mine, plains, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.k, plains.k, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.v, plains.v, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_too_large_for_every_size_or_busy_with_attention_is_launched_as_it_is(folder):

@@ -11,7 +11,8 @@ from sampling_helpers import Draws, draw, process, random_params
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import SamplingParams
-from nanovllm.features.sampling.resampler import Resampler, keep_likeliest
+from nanovllm.features.sampling.filters import keep_likeliest
+from nanovllm.features.sampling.resampler import Resampler
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import sample
 
@@ -41,7 +42,8 @@ def test_a_special_draw_is_the_plain_reference_with_the_same_noise():
         scores = torch.tensor(
             [process(logits[row].tolist(), params[row], prompt, output, stop_ids)]
         )
-        expected, _ = sample(scores, torch.ones(1), seeds[row : row + 1], torch.tensor([48]))
+        seed, position = seeds[row : row + 1], torch.tensor([48])
+        expected, _ = sample(scores, temperatures=torch.ones(1), seeds=seed, positions=position)
         assert tokens[row] == expected[0], params[row]
 
 
@@ -128,7 +130,7 @@ def test_draws_follow_the_filtered_distribution(options):
     context, count = ([0, 1, 1], [2, 2, 7], [0, 5]), 100_000
     rows, seeds = torch.tensor([logits] * 5000), torch.arange(5000) * 7919
     draws = Draws(rows, params, seeds, *context, make_resampler=AllAtOnce)
-    table = draws.resampler.slots
+    table = draws.resampler.token_tables
     counts = None if table.counts is None else table.counts.clone()
     drawn = []
     for position in range(count // len(rows)):
@@ -158,11 +160,11 @@ def keep(scores, top_k=0, top_p=1.0, min_p=0.0):
 
     kept = keep_likeliest(
         torch.tensor([scores]),
-        column(1.0),
-        column(top_k or vocab),
-        column(top_p),
-        column(math.log(min_p) if min_p else -math.inf),
-        (top_k or vocab) if top_k or top_p < 1 else 0,
+        temperatures=column(1.0),
+        top_k=column(top_k or vocab),
+        top_p=column(top_p),
+        margin=column(math.log(min_p) if min_p else -math.inf),
+        width=(top_k or vocab) if top_k or top_p < 1 else 0,
     )
     return set(kept[0].nonzero().flatten().tolist())
 
@@ -335,7 +337,7 @@ def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone
     with monkeypatch.context() as patch:
         patch.setattr(Resampler, "_sample", None)  # would raise
         before = token_ids(llm, [[1, 2, 3]], plain_params)
-    assert not resampler._asked and not resampler._parts
+    assert not resampler._metadata and not resampler._groups
     params = [
         plain_params,
         SamplingParams(top_k=2, max_tokens=20),
@@ -347,9 +349,9 @@ def test_plain_rows_pay_nothing_and_draw_the_same_beside_special_ones(llm, alone
 def test_without_penalties_no_tokens_are_counted(folder):
     with make_llm(folder) as llm:
         token_ids(llm, [[1, 2]], SamplingParams(top_p=0.5, logprobs=2, min_tokens=3, max_tokens=4))
-        assert llm.engine.runner.resampler.slots.counts is None
+        assert llm.engine.runner.resampler.token_tables.counts is None
         token_ids(llm, [[1, 2]], SamplingParams(presence_penalty=0.5, max_tokens=2))
-        assert llm.engine.runner.resampler.slots.counts is not None
+        assert llm.engine.runner.resampler.token_tables.counts is not None
 
 
 def test_min_tokens_holds_back_every_token_that_would_end_the_output(llm):

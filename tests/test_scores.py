@@ -19,7 +19,7 @@ from test_scheduler import NO_WINDOW, WINDOWS, Server, make_scheduler, serve, st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.errors import AsleepError
-from nanovllm.features.sampling import prompt_logprobs
+from nanovllm.features.sampling import logprobs
 
 LONG = PROMPTS[7]  # 70 tokens
 NEAR = 1e-4
@@ -164,7 +164,7 @@ def test_what_was_scored_before_a_preemption_is_not_scored_again():
 
 @pytest.mark.parametrize("rows", [7, 64])
 def test_logits_are_made_for_a_few_tokens_at_a_time(checkpoint, make_llm, monkeypatch, rows):
-    monkeypatch.setattr(prompt_logprobs, "ROWS_AT_ONCE", rows)
+    monkeypatch.setattr(logprobs, "ROWS_AT_ONCE", rows)
     llm, seen = make_llm(), []
     compute = llm.engine.runner.model.compute_logits
 
@@ -181,7 +181,7 @@ def test_logits_are_made_for_a_few_tokens_at_a_time(checkpoint, make_llm, monkey
 
 def test_a_piece_of_logits_fits_beside_a_model():
     """With the largest vocabulary there is, in the three forms that they have at once."""
-    assert prompt_logprobs.ROWS_AT_ONCE * 262_144 * (2 + 4 + 4) < 2**30
+    assert logprobs.ROWS_AT_ONCE * 262_144 * (2 + 4 + 4) < 2**30
 
 
 def test_who_asks_for_no_scores_pays_nothing(checkpoint, make_llm, monkeypatch):
@@ -487,7 +487,7 @@ def test_the_token_that_is_dropped_leaves_no_text(llm):
 
 def test_the_lowest_of_equally_likely_tokens_is_the_likeliest():
     logits = torch.randint(0, 3, (50, 500), generator=torch.Generator().manual_seed(0)).float()
-    records = prompt_logprobs.make_records(logits, torch.full((50,), 4), most=1)
+    records = logprobs.make_records(logits, torch.full((50,), 4), most=1)
     assert (records[:, 0, 0] == 4).all()
     assert records[:, 1, 0].tolist() == [row.index(max(row)) for row in logits.tolist()]
 

@@ -12,18 +12,20 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
-from typing import get_origin
+from typing import Any, get_origin
 
 import pytest
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
 from test_bench import run, use_work
 
 import nanovllm
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams, SchedulingPolicy
 from nanovllm.apps.bench.workloads import Workload
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.policies.rolling import RollingPolicy
 from nanovllm.features.trace.__main__ import main
 from nanovllm.features.trace.events import (
     KINDS,
@@ -343,6 +345,112 @@ def test_a_step_that_only_decodes_adds_two_events_however_many_sequences_run(mak
     assert [event.decode_tokens for event in last if isinstance(event, Launched)] == [32]
 
 
+def test_a_trace_holds_the_text_of_prompts_and_outputs(tmp_path):
+    path = tmp_path / "run.jsonl"
+    long = "import os\n" * 400  # 1,200 tokens, of which the trace has 512
+    prompts = ["import re", MARKUP, [5, 6, 7], long]
+    with LLM(TINY_MODEL, device="cpu", trace=path) as llm:
+        twice = SamplingParams(temperature=0, max_tokens=6, n=2, ignore_eos=True)
+        outputs = llm.generate(prompts, [greedy(6)] * 3 + [twice], use_tqdm=False)
+        scored = SamplingParams(prompt_logprobs=0, max_tokens=0)
+        llm.generate("import re", scored, use_tqdm=False)
+        ids = llm.tokenizer(long)["input_ids"][:512]
+        (in_ids,) = llm.tokenizer.batch_decode([[5, 6, 7]])
+        cut = llm.tokenizer.decode(ids) + " …"
+    events = read_jsonl(path)
+    added = {event.seq: event.text for event in events if isinstance(event, Added)}
+    assert added == {0: "import re", 1: MARKUP, 2: in_ids, 3: cut, 4: "", 5: "import re"}
+    ended = {event.seq: event.text for event in events if isinstance(event, Finished)}
+    expected = [one["text"] for output in outputs for one in output.get("completions", [output])]
+    assert ended == dict(enumerate([*expected, ""])) and all(expected)
+
+
+@pytest.mark.parametrize("name", ["run.jsonl", "run.html"])
+def test_a_trace_without_text_holds_no_word_of_prompts_and_outputs(tmp_path, name):
+    with LLM(TINY_MODEL, device="cpu", trace=tmp_path / name, trace_text=False) as llm:
+        (output,) = llm.generate("class Zebra:\n    def", greedy(12), use_tqdm=False)
+    written = (tmp_path / name).read_text()
+    assert "Finished" in written and "Zebra" not in written
+    assert json.dumps(output["text"])[1:-1] not in written
+
+
+class Unexplained:
+    """A policy without a base class, and without the method `reason`."""
+
+    key = staticmethod(lambda seq: -seq.id)
+    running_limit = staticmethod(lambda scheduler: 2)
+    started = order_decodes = staticmethod(lambda _: None)
+    shared_prefix_blocks = staticmethod(lambda decoding: 0)
+
+
+class ShortestPromptFirst(SchedulingPolicy):
+    def key(self, seq):
+        return seq.num_prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "policy, reason",
+    [
+        ("throughput", "longest first: at most 25 new tokens"),
+        ("fcfs", "first come, first served"),
+        ("shortest-first", "shortest first: at most 25 new tokens"),
+        ("longest-first", "longest first: at most 25 new tokens"),
+        ("priority", "lowest number first: priority 7"),
+        (RollingPolicy(64), "longest first among 64 requests in a row: at most 25 new tokens"),
+        (ShortestPromptFirst(), "smallest key of ShortestPromptFirst: 30"),
+        (Unexplained(), ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_each_start_has_the_reason_that_the_policy_gives(make_llm, tmp_path, policy, reason):
+    llm = make_llm(trace=tmp_path / "run.jsonl", scheduling_policy=policy, **TIGHT)
+    priority = 7 if policy == "priority" else 0
+    params = SamplingParams(max_tokens=25, ignore_eos=True, priority=priority)
+    llm.generate([[i] * 30 for i in range(9)], params, use_tqdm=False)
+    events = llm.engine.listeners[-1].events
+    starts = [event for event in events if isinstance(event, Started)]
+    again = {i for i, event in enumerate(starts) if event.seq in {e.seq for e in starts[:i]}}
+    assert len(starts) - len(again) == 9
+    for i, event in enumerate(starts):
+        expected = "preempted sequences start before new ones" if i in again else reason
+        assert event.reason == expected
+    assert again or isinstance(policy, Unexplained), "some were preempted"
+    llm.add_request([1], SamplingParams(max_tokens=2, n=2, priority=priority))
+    while llm.has_unfinished():
+        llm.step()
+    last = [event.reason for event in llm.engine.listeners[-1].events if isinstance(event, Started)]
+    assert last[-1] == last[-2], "completions that start together have the same reason"
+    if policy == "throughput":
+        assert last[-1] == "interactive requests start before the others, in order of arrival"
+
+
+def test_without_a_trace_no_policy_is_asked_for_a_reason(make_llm, tmp_path):
+    class Asked(SchedulingPolicy):
+        count = 0
+
+        def reason(self, seq):
+            self.count += 1
+            return "because"
+
+    for options, count in ({}, 0), ({"trace": tmp_path / "run.jsonl"}, 3):
+        policy = Asked()
+        llm = make_llm(scheduling_policy=policy, **options)
+        llm.generate(PROMPTS[:3], greedy(2), use_tqdm=False)
+        assert policy.count == count
+
+
+def test_a_trace_of_a_version_without_texts_and_reasons_is_read(make_llm, tmp_path):
+    events = trace_of(make_llm, tmp_path)
+    path = tmp_path / "run.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for field in ("text", *(["reason"] if line["event"] == "Started" else [])):
+            line.pop(field, None)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    older = read_jsonl(path)
+    assert older != events and Summary(older).lines() == Summary(events).lines()
+
+
 def test_a_trace_changes_no_token(make_llm, checkpoint, tmp_path):
     for overlap in (False, True):
         llm = make_llm(trace=str(tmp_path / "run.html"), overlap=overlap, **TIGHT)
@@ -397,7 +505,7 @@ def test_json_lines_give_the_figures_and_the_page_of_the_run(
 
 SCRIPT = """
 import os, signal, sys
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams, SchedulingPolicy
 llm = LLM({folder!r}, device="cpu", kvcache_block_size=16, num_kvcache_blocks=8, trace="run.jsonl")
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
 os.mkdir("elsewhere"); os.chdir("elsewhere")
@@ -535,7 +643,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 
 
-def browse(path: Path, address: str = "", script: str = "") -> str:
+def browse(path: Path, address: str = "", script: str = "", width: int = 1280) -> str:
     """What a browser makes of a page: its DOM once `script` has run. No error may be logged."""
     if script:
         text = path.read_text(encoding="utf-8")
@@ -546,7 +654,7 @@ def browse(path: Path, address: str = "", script: str = "") -> str:
     browser = subprocess.run(
         [
             *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *("--enable-logging=stderr", "--v=0", "--window-size=1280,1000"),
+            *("--enable-logging=stderr", "--v=0", f"--window-size={width},1000"),
             *(f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=1000"),
             f"{path.as_uri()}#{address}",
         ],
@@ -739,9 +847,8 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
     events[0] = events[0]._replace(model=MARKUP, dtype=MARKUP, attention=MARKUP, began_at=MARKUP)
     lines = []
     for event in events:
-        line = (
-            dict(event._asdict(), reason=MARKUP) if isinstance(event, Finished) else event._asdict()
-        )
+        line = event._asdict()
+        line |= dict.fromkeys({"reason", "text"} & {*line}, MARKUP)
         for field in ("seq", "request", "joined", "left"):
             if field in line:
                 line[field] = marked(line[field])
@@ -759,7 +866,8 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
     dom = browse(tmp_path / "run.html", script=script)
     assert 'data-images="0"' in dom and "<title>run</title>" not in dom
     assert MARKUP in shown_text(dom, "facts")
-    assert MARKUP in html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
+    shown = html.unescape(dom.partition('<div id="follow">')[2].partition("</div>")[0])
+    assert shown.count(MARKUP) >= 4, "prompt, output, why it started, and how it ended"
 
 
 def marked(ids):
@@ -785,3 +893,168 @@ def test_a_trace_without_a_step_or_with_unfinished_requests_is_shown(make_llm, t
     write(events[: len(events) // 2], tmp_path / "run.html")
     dom = browse(tmp_path / "run.html", "step=99")
     assert number(dom, "count-steps") > 0 and 'id="error" hidden' in dom
+
+
+def told_by(dom: str) -> Any:
+    """What a script told: the JSON in the attribute data-told of the page's body."""
+    return json.loads(html.unescape(re.search(r'data-told="([^"]*)"', dom)[1]))
+
+
+def steps_of(seconds: list[float], slow_commits: Collection[int] = ()) -> list[Event]:
+    """The events of one sequence whose steps follow one another and take so many seconds."""
+    run = Run("m", "cpu", "float32", "plain", False, 8, 256, 2, 512, 1.0, 1)
+    events: list[Event] = [run, Added(0.0, 0, 0, 1, len(seconds)), Started(0, 0, (0,), 0, 0)]
+    step = dict(forked=(), grown=(), left=(), running=1, waiting=0)
+    time = 0.0
+    for i, taken in enumerate(seconds):
+        first = i == 0
+        decode = dict(decode_tokens=0 if first else 1, prefills=((0, 0, 1),) if first else ())
+        joined = (0,) if i == 1 else ()
+        launched = dict(step, **decode, joined=joined, schedule_seconds=0.0, launch_seconds=taken)
+        events.append(Launched(i, time, blocks_in_use=1 + i % 3, **launched))
+        time += taken
+        commit = 0.03 if i in slow_commits else 0.0
+        events.append(Committed(i, time, 1, 0.0, commit))
+        time += commit + 0.0001
+    return [*events, Finished(time, 0, "length", len(seconds)), Released(0)]
+
+
+@needs_chromium
+def test_the_page_opens_at_the_first_step_and_play_shows_the_whole_run(tmp_path):
+    write(steps_of([0.01] * 30), tmp_path / "run.html")
+    script = """
+        const seen = [position];
+        $("speed").value = "10";
+        play(true);
+        for (let now = 0; playing && now < 1e6; now += 100) {
+          cancelAnimationFrame(frame);
+          tick(now);
+          seen.push(position);
+        }
+        document.body.dataset.told = JSON.stringify(seen);
+    """
+    seen = told_by(browse(tmp_path / "run.html", script=script))
+    assert sorted({*seen}) == [*range(31)] and seen == sorted(seen)
+
+
+WAITS = """
+const told = {};
+for (const seq of seqs.values()) {
+  follow({seq: seq.id});
+  seek(steps.length);
+  told[seq.name] = [seq.label, $("follow").textContent];
+}
+document.body.dataset.told = JSON.stringify(told);
+"""
+
+
+@needs_chromium
+def test_the_page_shows_texts_and_says_why_each_sequence_started_then(tmp_path):
+    common = "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+    prompts = [common + "    def push(self, item):", common + "    def pop(self):", "import re"]
+    path = tmp_path / "run.html"
+    options = dict(device="cpu", trace=path, kvcache_block_size=16, num_kvcache_blocks=20)
+    params = [greedy(8), greedy(12), greedy(9)]
+    with LLM(TINY_MODEL, max_num_seqs=2, scheduling_policy="fcfs", **options) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    told = told_by(browse(path, script=WAITS))
+    for name, prompt, output in zip(("#0", "#1", "#2"), prompts, outputs):
+        assert prompt in told[name][1] and output["text"] in told[name][1]
+        assert "first come, first served." in told[name][1]
+    labels = [label for label, _ in told.values()]
+    assert labels == ["…push(self, item):", "…def pop(self):", "import re"]
+    waited = "In the step before, no batch slot was free."
+    assert [waited in text for _, text in told.values()] == [False, False, True]
+
+    with LLM(TINY_MODEL, scheduling_policy=Unexplained(), **options) as llm:
+        llm.generate(["a", "b", "c"], [greedy(8), greedy(12), greedy(9)], use_tqdm=False)
+    waited = "Until now, the policy let it wait."
+    texts = [text for _, text in told_by(browse(path, script=WAITS)).values()]
+    assert [waited in text for text in texts] == [True, False, False]
+
+
+LANES = """
+const told = {drawn: []};
+const draws = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...where) {
+  told.drawn.push(text);
+  draws.call(this, text, ...where);
+};
+drawSteps();
+told.label = $("steps").getAttribute("aria-label");
+// The bottom row of the lane of decode tokens, as far as steps decode.
+const pixels = $("steps").getContext("2d");
+const [from, to] = [Math.ceil(X(steps[1].time)) + 1, Math.floor(X(span.end)) - 1];
+const row = pixels.getImageData(from, 4 + LANE - 3, to - from, 1).data;
+told.empty = 0;
+for (let i = 3; i < row.length; i += 4) if (row[i] === 0) told.empty++;
+document.body.dataset.told = JSON.stringify(told);
+"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("first", [0.02, 0.96])
+def test_a_cut_bar_is_marked_with_its_value(tmp_path, first):
+    write(steps_of([first] + [0.01] * 50), tmp_path / "run.html")
+    told = told_by(browse(tmp_path / "run.html", script=LANES))
+    assert ("bars cut" in told["drawn"]) == ("960.0 ms" in told["drawn"]) == (first == 0.96)
+    assert ("the longest step took 960.0 ms" in told["label"]) == (first == 0.96)
+
+
+@needs_chromium
+def test_steps_that_follow_one_another_leave_no_gaps(tmp_path):
+    """Not even where a step takes long to commit, so that the next one begins later."""
+    write(steps_of([0.01] * 90, slow_commits={30, 60}), tmp_path / "run.html")
+    assert told_by(browse(tmp_path / "run.html", script=LANES))["empty"] == 0
+
+
+@needs_chromium
+def test_a_screen_reader_hears_what_the_canvases_show(make_llm, tmp_path):
+    """Also that numbers in the map are those of sequences, and counts of sharers begin with ×."""
+    events = trace_of(make_llm, tmp_path)
+    write(events, tmp_path / "run.html")
+    script = """
+        const told = [];
+        for (const p of [0, 5, steps.length]) {
+          seek(p);
+          told.push(["steps", "rows", "map"].map((id) => $(id).getAttribute("aria-label")));
+        }
+        const drawn = [];
+        CanvasRenderingContext2D.prototype.fillText = (text) => drawn.push(text);
+        for (let p = 0; p < steps.length; p++) { seek(p); drawMap(); }
+        told.push(drawn);
+        document.body.dataset.told = JSON.stringify(told);
+    """
+    *told, drawn = told_by(browse(tmp_path / "run.html", script=script))
+    assert all(len({*texts}) > 1 for texts in zip(*told)), "they change with the position"
+    replay = Replay(events[0])
+    launched = 0
+    for event in events[1:]:
+        replay.apply(event)
+        launched += isinstance(event, Launched)
+        if launched == 6:
+            break
+    steps, rows, blocks = told[1]
+    assert f"Now: step {event.step}, " in steps
+    assert f"Now {len(replay.tables)} hold a batch slot: " in rows
+    shared = sum(count > 1 for count in replay.ref_counts)
+    used = event.blocks_in_use
+    assert f"Map of 14 KV blocks. Now {used} are in use, {shared} of them shared;" in blocks
+    assert {"×2", "#0"} <= {*drawn} and all(text[0] in "#×" for text in drawn if "." not in text)
+
+
+@needs_chromium
+def test_on_a_narrow_page_the_cache_and_the_play_bar_stay_in_view(tmp_path):
+    write(steps_of([0.01] * 30), tmp_path / "run.html")
+    script = """
+        window.scrollTo(0, 1e6);
+        const place = (id) => document.querySelector(id).getBoundingClientRect();
+        const [bar, map, words] = [place(".bar"), place("#map"), place("#words-card")];
+        const width = document.documentElement.scrollWidth;
+        document.body.dataset.told = JSON.stringify(
+          [scrollY, bar.top, bar.bottom, map.top, map.bottom, words.bottom, innerHeight, width]);
+    """
+    dom = browse(tmp_path / "run.html", script=script, width=800)
+    scrolled, bar_top, bar_bottom, top, bottom, end, height, width = told_by(dom)
+    assert scrolled > 100 and width <= 800
+    assert bar_top == 0 < bar_bottom <= top < bottom < height / 2 < end <= height

@@ -1,5 +1,6 @@
 """The events of an engine, for those that watch it: the metrics and the trace."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,14 @@ class EngineListener:
     def request_added(self, request: "Sequence") -> None:
         """Hear of a new request, by its first completion, before the request is queued."""
 
-    def sequence_started(self, seq: "Sequence", num_shared_blocks: int, num_cached: int) -> None:
+    def sequence_started(
+        self, seq: "Sequence", num_shared_blocks: int, num_cached: int, why: Callable[[], str]
+    ) -> None:
         """Hear that a sequence got a batch slot and its first blocks.
 
         The first `num_shared_blocks` blocks are shared; the first `num_cached` tokens are cached.
+        `why()` says in a phrase why this sequence started before the others that wait. The phrase
+        is made only for a listener that calls it.
         """
 
     def blocks_grown(self, seq: "Sequence", blocks: list[int]) -> None:

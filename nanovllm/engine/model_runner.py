@@ -30,7 +30,7 @@ from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
 from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
 from nanovllm.engine.packing import pack_chunks, sampled_places
-from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks, sample
@@ -48,7 +48,7 @@ class StepOutput(NamedTuple):
     logits: Tensor
     positions: Tensor  # [B] int32, the positions of the tokens in their sequences
     slots: Tensor  # [B] int64, the batch slots of the sequences
-    # Log-probabilities of prompt tokens, if requested: see features/sampling/prompt_logprobs.py.
+    # Log-probabilities of prompt tokens, if requested: see features/sampling/logprobs.py.
     prompt_logprobs: Any = None
 
 
@@ -68,7 +68,7 @@ class SampledTokens:
     """The sampled tokens of a step, which may still be in flight.
 
     tokens: Tensor [B].
-    logprobs: The log-probabilities of requests that want them: see features/sampling/resampler.py.
+    logprobs: The log-probabilities of requests that want them: see features/sampling/logprobs.py.
     prompt_logprobs: The `prompt_logprobs` of StepOutput.
     """
 
@@ -190,8 +190,8 @@ class ModelRunner:
         self.kv_cache = allocate_kv_cache(
             layers, num_blocks, self.block_size, self.dtype, self.device
         )
-        for layer, (k_cache, v_cache) in zip(layers, self.kv_cache):
-            layer.k_cache, layer.v_cache = k_cache, v_cache
+        for layer, (k, v) in zip(layers, self.kv_cache):
+            layer.kv_cache = KVCache(k, v)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
@@ -218,7 +218,7 @@ class ModelRunner:
         The returned object replaces that of `launch`, in which the tokens of these rows have no
         meaning.
         """
-        return self._answer(*self.resampler.constrain(edits))
+        return self._answer(*self.resampler.sample_constrained(edits))
 
     @torch.inference_mode()
     def read_logits(self, edits: LogitsEdits, rows: list[int]) -> np.ndarray:
@@ -351,9 +351,13 @@ class ModelRunner:
         `slots` [B]. `positions` [B] are the positions of these tokens in their sequences.
         """
         logits = self.model.compute_logits(hidden)
-        temperatures, seeds = self.state.temperatures[slots], self.state.seeds[slots]
-        start = self.model.lm_head.vocab_start
-        tokens, values = self._sample_tokens(logits, temperatures, seeds, positions.long(), start)
+        tokens, values = self._sample_tokens(
+            logits,
+            temperatures=self.state.temperatures[slots],
+            seeds=self.state.seeds[slots],
+            positions=positions.long(),
+            vocab_start=self.model.lm_head.vocab_start,
+        )
         if self.group.size > 1:
             tokens = best_over_ranks(tokens, values, self.group)
         self.state.last_tokens[slots] = tokens

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.checks import short_repr
 from nanovllm.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -26,11 +27,11 @@ class SchedulingPolicy:
                 return seq.num_prompt_tokens
 
     `LLM(scheduling_policy=ShortestPromptFirst())` uses this policy as long as the LLM lives. Every
-    step calls the methods other than `key`, so they should be quick. A policy may read any
-    attribute of a sequence (engine/sequence.py), such as `num_prompt_tokens`, `num_tokens_left`,
-    `params`, `interactive` and `added_at`, and these attributes of the scheduler: `waiting`,
-    `running`, `num_running`, `max_num_seqs`, `enough_seqs` and `blocks`. It must change nothing but
-    the order of the list that `order_decodes` sorts.
+    step calls the methods other than `key` and `reason`, so they should be quick. A policy may read
+    any attribute of a sequence (engine/sequence.py), such as `num_prompt_tokens`,
+    `num_tokens_left`, `params`, `interactive` and `added_at`, and these attributes of the
+    scheduler: `waiting`, `running`, `num_running`, `max_num_seqs`, `enough_seqs` and `blocks`. It
+    must change nothing but the order of the list that `order_decodes` sorts.
     """
 
     def key(self, seq: Sequence) -> Any:
@@ -53,6 +54,16 @@ class SchedulingPolicy:
 
     def started(self, seq: Sequence) -> None:
         """Hear that a sequence got its slot and blocks. `seq.num_computed` tokens were cached."""
+
+    def reason(self, seq: Sequence) -> str:
+        """Return a short phrase that says why a sequence starts before the others that wait.
+
+        Called only for a trace, when the sequence starts. A policy without a base class may lack
+        this method.
+        """
+        if type(self).key is SchedulingPolicy.key:
+            return "first come, first served"
+        return f"smallest key of {type(self).__name__}: {short_repr(seq.order[0])}"
 
     def order_decodes(self, running: list[Sequence]) -> None:
         """Sort the decoding sequences in place, in the order in which steps should run them.

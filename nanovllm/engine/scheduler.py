@@ -8,6 +8,7 @@ devices or models.
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
@@ -230,10 +231,18 @@ class Scheduler:
         self._tell_started(seq, num_cached)
 
     def _tell_started(self, seq: Sequence, num_cached: int) -> None:
-        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached)
+        why = partial(self.reason, seq)
+        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached, why)
         num_full = seq.num_tokens // self.blocks.block_size
         for fork in seq.forks:
-            self.listener.sequence_started(fork, num_full, 0)
+            self.listener.sequence_started(fork, num_full, 0, why)
+
+    def reason(self, seq: Sequence) -> str:
+        """Say in a phrase why a sequence starts before the others that wait."""
+        if seq.num_preemptions:
+            return "preempted sequences start before new ones"
+        say = getattr(self.policy, "reason", None)  # a policy without a base class may lack it
+        return "" if say is None else str(say(seq))
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
         """Plan the next chunk of a prompt: at most `budget` tokens, and no more than fit in blocks.

@@ -4,8 +4,7 @@ This file knows the mathematics, and how a block table leads to a sequence's K a
 nothing of how blocks are shared out: engine/block_manager.py does.
 
 Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), H query heads, G
-key-value heads, D head size, W block-table width. A cache is [blocks, block_size, G, D]; H / G
-query heads share a key-value head.
+key-value heads, D head size, W block-table width. H / G query heads share a key-value head.
 """
 
 from collections.abc import Iterator
@@ -34,11 +33,40 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """A layer's part of the KV cache. Slot block * block_size + offset holds one token."""
+
+    k: Tensor  # [blocks, block_size, G, D]
+    v: Tensor  # [blocks, block_size, G, D]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """The keys and values of B sequences in a layer's cache.
+
+    Token i of sequence b lies in block block_tables[b, i // block_size].
+    """
+
+    cache: KVCache
+    block_tables: Tensor  # [B, W] int32
+    # [B] int32, tokens to attend to, this step's own included. None for prompt chunks, whose
+    # lengths PrefillMetadata has.
+    context_lens: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedKV:
+    """The keys and values of prompt chunks themselves, one chunk after the other."""
+
+    k: Tensor  # [P, G, D]
+    v: Tensor  # [P, G, D]
+
+
 class SelfAttention(nn.Module):
     """Self-attention: [T, hidden] -> [T, hidden].
 
-    The model runner sets k_cache and v_cache, this layer's part of the KV cache. Without them
-    nothing is stored.
+    The model runner sets `kv_cache`. While that has no blocks, nothing is stored.
     """
 
     attention_name = "plain"  # of the attention backend, for users
@@ -77,7 +105,7 @@ class SelfAttention(nn.Module):
         self.sinks = empty_parameter(self.num_heads) if sinks else None
         scale = head_dim**-0.5 if scale is None else scale
         self.options = AttentionOptions(scale, window, softcap, self.sinks)
-        self.k_cache = self.v_cache = torch.empty(0)
+        self.kv_cache = KVCache(torch.empty(0), torch.empty(0))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = self.split_heads(self.qkv_proj(x))  # [T, H, D], [T, G, D], [T, G, D]
@@ -94,7 +122,7 @@ class SelfAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v in the cache, then attend to all tokens up to each token's own."""
         metadata = current_metadata()
-        store_kv(k, v, self.k_cache, self.v_cache, metadata.slot_mapping)
+        store_kv(k, v, self.kv_cache, metadata.slot_mapping)
         return self.attend_stored(q, k, v, metadata)
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -102,17 +130,29 @@ class SelfAttention(nn.Module):
         decodes, prefill = metadata.num_decodes, metadata.prefill
         parts = []
         if decodes:
-            parts.append(self.decode(q[:decodes], metadata))
+            parts.append(self.decode(q[:decodes], self.decode_kv(metadata)))
         if prefill is not None:
-            parts.append(self.prefill(q[decodes:], k[decodes:], v[decodes:], prefill))
+            kv = self.prefill_kv(k[decodes:], v[decodes:], prefill)
+            parts.append(prefill_attention(q[decodes:], kv, prefill, self.options))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
-        lens, tables = metadata.decode_inputs
-        return decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.options)
+    def decode(self, q: Tensor, kv: PagedKV) -> Tensor:
+        return decode_attention(q, kv, self.options)
 
-    def prefill(self, q: Tensor, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> Tensor:
-        return prefill_attention(q, k, v, self.k_cache, self.v_cache, metadata, self.options)
+    def decode_kv(self, metadata: AttentionMetadata) -> PagedKV:
+        """Return the keys and values that decoding sequences attend to."""
+        assert metadata.block_tables is not None and metadata.context_lens is not None
+        return PagedKV(self.kv_cache, metadata.block_tables, metadata.context_lens)
+
+    def prefill_kv(self, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> PagedKV | PackedKV:
+        """Return the keys and values that prompt chunks attend to: k and v are the chunks' own.
+
+        If some chunk has cached tokens before it, all are read from the cache, which holds those of
+        the chunks already.
+        """
+        if metadata.block_tables is None:
+            return PackedKV(k, v)
+        return PagedKV(self.kv_cache, metadata.block_tables)
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         if self.sinks is not None:
@@ -121,32 +161,23 @@ class SelfAttention(nn.Module):
             yield WeightSlice(f"{path}.sinks", self.sinks, (ours,), (group.size * count,))
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
     """Write k and v [T, G, D] to their KV slots. A slot of -1 is not written."""
-    if k_cache.numel() == 0:
+    if cache.k.numel() == 0:
         return
     written = slot_mapping >= 0
     if not written.all():
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
-    k_cache.view(-1, *k.shape[1:])[slot_mapping] = k
-    v_cache.view(-1, *v.shape[1:])[slot_mapping] = v
+    cache.k.view(-1, *k.shape[1:])[slot_mapping] = k
+    cache.v.view(-1, *v.shape[1:])[slot_mapping] = v
 
 
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
-    """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
-
-    context_lens [B] counts each sequence's tokens, the query's own included; block_tables [B, W].
-    """
-    longest = int(context_lens.max())
-    k, v = gather_kv(k_cache, block_tables, longest), gather_kv(v_cache, block_tables, longest)
-    index, ends = torch.arange(longest, device=q.device), context_lens.view(-1, 1, 1, 1)
+def decode_attention(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tensor:
+    """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D]."""
+    assert kv.context_lens is not None
+    longest = int(kv.context_lens.max())
+    k, v = gather_kv(kv, longest)
+    index, ends = torch.arange(longest, device=q.device), kv.context_lens.view(-1, 1, 1, 1)
     seen = index < ends  # [B, 1, 1, L]
     if options.window is not None:
         seen &= index >= ends - options.window
@@ -156,29 +187,18 @@ def decode_attention(
 
 
 def prefill_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: PrefillMetadata,
-    options: AttentionOptions,
+    q: Tensor, kv: PagedKV | PackedKV, metadata: PrefillMetadata, options: AttentionOptions
 ) -> Tensor:
-    """Attend within prompt chunks, causally: q [P, H, D], k and v [P, G, D] -> [P, H, D].
-
-    Where metadata has block tables, K and V are read from the cache, which holds those of the
-    chunk already. Otherwise the chunks' own k and v are all that there is.
-    """
+    """Attend within prompt chunks, causally: q [P, H, D] -> [P, H, D]."""
     out, window = torch.empty_like(q), options.window
     starts_q, starts_k = metadata.cu_seqlens_q.tolist(), metadata.cu_seqlens_k.tolist()
     for i in range(len(starts_q) - 1):
         begin, end = starts_q[i], starts_q[i + 1]
         len_q, len_k = end - begin, starts_k[i + 1] - starts_k[i]
-        if metadata.block_tables is None:
-            k_i, v_i = k[None, begin:end], v[None, begin:end]
+        if isinstance(kv, PackedKV):
+            k_i, v_i = kv.k[None, begin:end], kv.v[None, begin:end]
         else:
-            table = metadata.block_tables[i : i + 1]
-            k_i, v_i = gather_kv(k_cache, table, len_k), gather_kv(v_cache, table, len_k)
+            k_i, v_i = gather_kv(kv, len_k, slice(i, i + 1))
         if window is not None:
             # Blocks that no query sees may belong to another sequence by now.
             len_k = min(len_k, len_q - 1 + window)
@@ -193,10 +213,11 @@ def prefill_attention(
     return out
 
 
-def gather_kv(cache: Tensor, block_tables: Tensor, length: int) -> Tensor:
-    """Gather the first `length` cached tokens: block_tables [B, W] -> [B, length, G, D]."""
-    num_blocks = -(-length // cache.shape[1])
-    return cache[block_tables[:, :num_blocks]].flatten(1, 2)[:, :length]
+def gather_kv(kv: PagedKV, length: int, sequences: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    """Gather k and v of the first `length` cached tokens of some sequences: [B, length, G, D]."""
+    k, v = kv.cache.k, kv.cache.v
+    blocks = kv.block_tables[sequences, : -(-length // k.shape[1])]
+    return k[blocks].flatten(1, 2)[:, :length], v[blocks].flatten(1, 2)[:, :length]
 
 
 def scaled_dot_product(

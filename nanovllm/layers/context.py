@@ -42,12 +42,6 @@ class AttentionMetadata:
     prefill: PrefillMetadata | None = None
     logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all
 
-    @property
-    def decode_inputs(self) -> tuple[Tensor, Tensor]:
-        """The context_lens and block_tables of a step in which sequences decode."""
-        assert self.context_lens is not None and self.block_tables is not None
-        return self.context_lens, self.block_tables
-
 
 _current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata", default=None)
 

@@ -25,7 +25,12 @@ LOW_WORD = 0xFFFFFFFF  # of an int64, its lower 32 bits
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+    logits: Tensor,
+    *,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row. The lowest index wins a tie.
 
@@ -45,7 +50,12 @@ def sample(
     random = (temperatures > 0).unsqueeze(1)
     if random.any():
         tokens, values = _sample_by_cells(
-            logits, temperatures, random, seeds, positions, vocab_start
+            logits,
+            random,
+            temperatures=temperatures,
+            seeds=seeds,
+            positions=positions,
+            vocab_start=vocab_start,
         )
     else:
         values, tokens = logits.max(dim=1)
@@ -57,8 +67,9 @@ def sample(
 
 def _sample_by_cells(
     logits: Tensor,
-    temperatures: Tensor,
     random: Tensor,
+    *,
+    temperatures: Tensor,
     seeds: Tensor,
     positions: Tensor,
     vocab_start: int,

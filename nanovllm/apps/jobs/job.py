@@ -40,6 +40,7 @@ FREE = {
     "start_timeout",
     "step_timeout",
     "trace",
+    "trace_text",
 }
 SAMPLED_BYTES = 2**20  # at each end of a file of weights, which identify the file
 

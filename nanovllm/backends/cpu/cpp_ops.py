@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu.library_cache import load_library, open_cache
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
@@ -142,6 +142,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 def qk_norm_rope_store(
     qkv: Tensor,
+    *,
     head_dim: int,
     num_kv_heads: int,
     q_weight: Tensor | None,
@@ -149,18 +150,17 @@ def qk_norm_rope_store(
     eps: float,
     cos_sin: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cache: KVCache,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm and rotate q and k, and store k and v in the caches: qkv [T, (H + 2G) D] is overwritten.
+    """Norm and rotate q and k, and store k and v in the cache: qkv [T, (H + 2G) D] is overwritten.
 
     q and k are not normed where q_weight and k_weight are None. Returns views of qkv: q [T, H, D],
     k and v [T, G, D].
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    caches = (k_cache, v_cache) if k_cache.numel() else (None, None)
+    caches = (cache.k, cache.v) if cache.k.numel() else (None, None)
     sizes = qkv.shape[0], num_heads, num_kv_heads, head_dim
     _call(
         "qk_norm_rope_store",
@@ -169,7 +169,7 @@ def qk_norm_rope_store(
         k_weight,
         cos_sin,
         positions,
-        slots,
+        slot_mapping,
         *caches,
         *sizes,
         eps,
@@ -177,21 +177,15 @@ def qk_norm_rope_store(
     return heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
 
 
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lens: Tensor,
-    tables: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
-    """Attend with one query a sequence: q [B, H, D], lens [B], tables [B, W] -> [B, H, D]."""
+def decode_attention(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tensor:
+    """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D]."""
     out = q.new_empty(q.shape)
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    cache, tables = kv.cache, kv.block_tables
+    block_size, num_kv_heads, head_dim = cache.k.shape[1:]
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
     how = options.window or 2**62, options.scale, options.softcap or 0.0
-    tensors = k_cache, v_cache, lens, tables, options.sinks, out
+    tensors = cache.k, cache.v, kv.context_lens, tables, options.sinks, out
     _call("decode_attention", q.data_ptr(), *tensors, *sizes, *how)
     return out

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops
-from nanovllm.layers.attention import SelfAttention
-from nanovllm.layers.context import AttentionMetadata, current_metadata
+from nanovllm.layers.attention import PagedKV, SelfAttention
+from nanovllm.layers.context import current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import RowParallelLinear, StackedLinear
 from nanovllm.layers.mlp import GatedMLP
@@ -145,9 +145,8 @@ class CppDecodeAttention(SelfAttention):
 
     attention_name = "C++"
 
-    def decode(self, q: Tensor, metadata: AttentionMetadata) -> Tensor:
-        lens, tables = metadata.decode_inputs
-        return cpp_ops.decode_attention(q, self.k_cache, self.v_cache, lens, tables, self.options)
+    def decode(self, q: Tensor, kv: PagedKV) -> Tensor:
+        return cpp_ops.decode_attention(q, kv, self.options)
 
 
 class CppSelfAttention(CppDecodeAttention):
@@ -161,18 +160,19 @@ class CppSelfAttention(CppDecodeAttention):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         metadata = current_metadata()
-        norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
+        q_weight, k_weight, eps = None, None, 0.0
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            q_weight, k_weight, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         q, k, v = cpp_ops.qk_norm_rope_store(
             self.qkv_proj(x),
-            self.head_dim,
-            self.num_kv_heads,
-            *norms,
-            self.rotary.cos_sin,
-            positions,
-            metadata.slot_mapping,
-            self.k_cache,
-            self.v_cache,
+            head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            cos_sin=self.rotary.cos_sin,
+            positions=positions,
+            slot_mapping=metadata.slot_mapping,
+            cache=self.kv_cache,
         )
         return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))

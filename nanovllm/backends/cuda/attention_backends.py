@@ -24,8 +24,8 @@ class AttentionBackend:
     """Two functions that compute attention: one for prompt chunks, one for decoding.
 
     Both take the arguments of their namesakes in layers/attention.py, and a keyword `out`: the
-    tensor that receives the result. They return the result. The last positional argument of
-    `decode` is the metadata's shared_prefix_len.
+    tensor that receives the result. They return the result. `decode` also takes the metadata's
+    shared_prefix_len by keyword.
     """
 
     name: str
@@ -39,12 +39,12 @@ def written(result: Tensor, out: Tensor | None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def _plain_prefill(*args, out=None):
-    return written(plain.prefill_attention(*args), out)
+def _plain_prefill(q, kv, metadata, options, *, out=None):
+    return written(plain.prefill_attention(q, kv, metadata, options), out)
 
 
-def _plain_decode(q, k_cache, v_cache, lens, tables, options, shared=None, out=None):
-    return written(plain.decode_attention(q, k_cache, v_cache, lens, tables, options), out)
+def _plain_decode(q, kv, options, *, shared_prefix_len=None, out=None):
+    return written(plain.decode_attention(q, kv, options), out)
 
 
 PLAIN_BACKEND = AttentionBackend("plain", _plain_prefill, _plain_decode)
@@ -105,14 +105,14 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     from nanovllm.backends.cuda import flash_attention
 
-    def prefill(q, k, v, k_cache, v_cache, meta, options, out=None):
+    def prefill(q, kv, metadata, options, *, out=None):
         # flash-attn 4 was not tried with windows, caps and sinks: `small` serves them.
         is_plain = options.window is options.softcap is options.sinks is None
-        is_large = is_plain and q.shape[0] * meta.max_seqlen_k >= MANY_PAIRS
+        is_large = is_plain and q.shape[0] * metadata.max_seqlen_k >= MANY_PAIRS
         if is_large and flash_attention.find_v4():
             large = flash_attention.prefill_attention_v4
-            return written(large(q, k, v, k_cache, v_cache, meta, options.scale), out)
-        return small(q, k, v, k_cache, v_cache, meta, options, out=out)
+            return written(large(q, kv, metadata, options.scale), out)
+        return small(q, kv, metadata, options, out=out)
 
     return prefill
 
@@ -120,12 +120,11 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _flash_attn_2_backend() -> AttentionBackend:
     from nanovllm.backends.cuda import flash_attention
 
-    def prefill(*args, out=None):
-        return written(flash_attention.prefill_attention_v2(*args), out)
+    def prefill(q, kv, metadata, options, *, out=None):
+        return written(flash_attention.prefill_attention_v2(q, kv, metadata, options), out)
 
-    def decode(q, k_cache, v_cache, lens, tables, options, shared=None, out=None):
-        decode_v2 = flash_attention.decode_attention_v2
-        return written(decode_v2(q, k_cache, v_cache, lens, tables, options), out)
+    def decode(q, kv, options, *, shared_prefix_len=None, out=None):
+        return written(flash_attention.decode_attention_v2(q, kv, options), out)
 
     return AttentionBackend("flash-attn 2", prefill, decode)
 

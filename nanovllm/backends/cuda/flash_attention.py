@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.attention import AttentionOptions, PackedKV, PagedKV
 from nanovllm.layers.context import PrefillMetadata
 
 
@@ -95,47 +95,34 @@ def find_v4():
 
 
 def prefill_attention_v2(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    meta: PrefillMetadata,
-    options: AttentionOptions,
+    q: Tensor, kv: PagedKV | PackedKV, metadata: PrefillMetadata, options: AttentionOptions
 ) -> Tensor:
     """Compute layers/attention.py's prefill_attention by flash-attn 2."""
     varlen, _ = find_v2()
-    cached = meta.block_tables is not None
+    packed, tables = (kv.cache, kv.block_tables) if isinstance(kv, PagedKV) else (kv, None)
     return varlen(
         q,
-        k_cache if cached else k,
-        v_cache if cached else v,
-        meta.cu_seqlens_q,
-        meta.cu_seqlens_k,
-        meta.max_seqlen_q,
-        meta.max_seqlen_k,
+        packed.k,
+        packed.v,
+        metadata.cu_seqlens_q,
+        metadata.cu_seqlens_k,
+        metadata.max_seqlen_q,
+        metadata.max_seqlen_k,
         causal=True,
-        block_table=meta.block_tables,
+        block_table=tables,
         **_by_name(options),
     )
 
 
-def decode_attention_v2(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lens: Tensor,
-    tables: Tensor,
-    options: AttentionOptions,
-) -> Tensor:
+def decode_attention_v2(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tensor:
     """Compute layers/attention.py's decode_attention by flash-attn 2."""
     _, with_kvcache = find_v2()
     return with_kvcache(
         q.unsqueeze(1),
-        k_cache,
-        v_cache,
-        cache_seqlens=lens,
-        block_table=tables,
+        kv.cache.k,
+        kv.cache.v,
+        cache_seqlens=kv.context_lens,
+        block_table=kv.block_tables,
         causal=True,
         **_by_name(options),
     ).squeeze(1)
@@ -155,28 +142,22 @@ def _by_name(options: AttentionOptions) -> dict[str, Any]:
 
 
 def prefill_attention_v4(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    meta: PrefillMetadata,
-    scale: float,
+    q: Tensor, kv: PagedKV | PackedKV, metadata: PrefillMetadata, scale: float
 ) -> Tensor:
     """Compute layers/attention.py's prefill_attention by flash-attn 4, with no option but scale."""
     options = {
-        "cu_seqlens_q": meta.cu_seqlens_q,
-        "max_seqlen_q": meta.max_seqlen_q,
-        "max_seqlen_k": meta.max_seqlen_k,
+        "cu_seqlens_q": metadata.cu_seqlens_q,
+        "max_seqlen_q": metadata.max_seqlen_q,
+        "max_seqlen_k": metadata.max_seqlen_k,
         "softmax_scale": scale,
         "causal": True,
     }
-    if meta.block_tables is None:
-        out = find_v4()(q, k, v, cu_seqlens_k=meta.cu_seqlens_k, **options)
+    if isinstance(kv, PackedKV):
+        out = find_v4()(q, kv.k, kv.v, cu_seqlens_k=metadata.cu_seqlens_k, **options)
     else:
         # With a paged cache, flash-attn takes each sequence's length instead of its first row.
-        lens = meta.cu_seqlens_k.diff()
+        lens = metadata.cu_seqlens_k.diff()
         out = find_v4()(
-            q, k_cache, v_cache, seqused_k=lens, page_table=meta.block_tables, **options
+            q, kv.cache.k, kv.cache.v, seqused_k=lens, page_table=kv.block_tables, **options
         )
     return out[0] if isinstance(out, tuple) else out

@@ -142,44 +142,48 @@ class FusedSelfAttention(SelfAttention):
     def heads(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """Compute the heads' results from qkv, overwriting it: [T, (H + 2G) D] -> [T, H D]."""
         metadata = current_metadata()
-        norms: tuple[Tensor | None, Tensor | None, float] = (None, None, 0.0)
-        zero_centered = False
+        q_weight, k_weight, eps, zero_centered = None, None, 0.0, False
         q_norm, k_norm = self.q_norm, self.k_norm
         if isinstance(q_norm, FusedRMSNorm) and type(k_norm) is type(q_norm):
-            norms = (q_norm.weight, k_norm.weight, q_norm.eps)
+            q_weight, k_weight, eps = q_norm.weight, k_norm.weight, q_norm.eps
             zero_centered = q_norm.zero_centered
         elif not type(q_norm) is type(k_norm) is nn.Identity:
             q, k, v = self.split_heads(qkv)
             qkv = torch.cat((q_norm(q), k_norm(k), v), dim=1).flatten(1)
         q, k, v = qk_norm_rope_store(
             qkv,
-            self.head_dim,
-            self.num_kv_heads,
-            *norms,
-            self.rotary.cos_sin,
-            positions,
-            metadata.slot_mapping,
-            self.k_cache,
-            self.v_cache,
-            zero_centered,
-            isinstance(self.rotary, InterleavedRotaryEmbedding),
+            head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            eps=eps,
+            cos_sin=self.rotary.cos_sin,
+            positions=positions,
+            slot_mapping=metadata.slot_mapping,
+            cache=self.kv_cache,
+            zero_centered=zero_centered,
+            interleaved=isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
         q = self.rotary.scale_queries(q, positions)
         return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         decodes, prefill = metadata.num_decodes, metadata.prefill
-        caches = self.k_cache, self.v_cache
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if decodes:
             rows = slice(decodes)
-            step = *metadata.decode_inputs, self.options, metadata.shared_prefix_len
-            self.backend.decode(q[rows], *caches, *step, out=out[rows])
+            self.backend.decode(
+                q[rows],
+                self.decode_kv(metadata),
+                self.options,
+                shared_prefix_len=metadata.shared_prefix_len,
+                out=out[rows],
+            )
         if prefill is not None:
             # A TiledPrefill counts from the step's first token, the others from their own first.
             rows = slice(0 if isinstance(prefill, TiledPrefill) else decodes, None)
-            inputs = q[rows], k[rows], v[rows], *caches
-            self.backend.prefill(*inputs, prefill, self.options, out=out[rows])
+            kv = self.prefill_kv(k[rows], v[rows], prefill)
+            self.backend.prefill(q[rows], kv, prefill, self.options, out=out[rows])
         return out
 
 
@@ -224,15 +228,17 @@ class FusedMixtureOfExperts(MixtureOfExperts):
     def partial(self, x: Tensor) -> Tensor:
         """Compute this rank's part of the sum."""
         experts = self.experts
+        gate_up_bias, down_bias = experts.biases_of_this_rank
         return moe.moe(
             x,
             self.gate(x),
-            experts.gate_up_proj,
-            experts.down_proj,
-            self.top_k,
-            self.renormalize,
-            *experts.biases_of_this_rank,
-            experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            top_k=self.top_k,
+            renormalize=self.renormalize,
+            clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
         )
 
 
@@ -378,7 +384,9 @@ class FusedDecoder(Decoder):
         if group.size > 1:
             if after is None and norm is not None and not norm.zero_centered:
                 if (rows := group.shared_rows(x)) is not None:
-                    return sum_add_rms_norm(x, residual, norm.weight, norm.eps, rows)
+                    return sum_add_rms_norm(
+                        x, residual, weight=norm.weight, eps=norm.eps, shared=rows
+                    )
             x = group.all_reduce(x)
         return add_summed_and_norm(x, residual, after, norm)
 
@@ -389,9 +397,17 @@ def add_summed_and_norm(
     """Compute FusedDecoder.add_and_norm of an x that is summed over the ranks already."""
     if after is None:
         assert norm is not None, "a layer norms what it reads or what it adds"
-        return add_rms_norm(x, residual, norm.weight, norm.eps, norm.zero_centered)
-    weight = None if norm is None else norm.weight
-    return norm_add_norm(x, residual, after.weight, weight, after.eps, after.zero_centered)
+        return add_rms_norm(
+            x, residual, weight=norm.weight, eps=norm.eps, zero_centered=norm.zero_centered
+        )
+    return norm_add_norm(
+        x,
+        residual,
+        after=after.weight,
+        weight=None if norm is None else norm.weight,
+        eps=after.eps,
+        zero_centered=after.zero_centered,
+    )
 
 
 def layers_of_dry_run(layers: list[FusedLayer]) -> list[FusedLayer]:

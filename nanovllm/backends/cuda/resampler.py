@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton import resampling
+from nanovllm.backends.cuda.triton import resampler as kernels
 from nanovllm.features.sampling.resampler import Resampler, Rows
 from nanovllm.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def make_resampler(runner: "ModelRunner") -> Resampler:
     """Make a CUDAResampler, or the plain one if Triton is too old for its kernels."""
-    return CUDAResampler(runner) if resampling.CAN_COMPILE else Resampler(runner)
+    return CUDAResampler(runner) if kernels.CAN_COMPILE else Resampler(runner)
 
 
 class CUDAResampler(Resampler):
@@ -32,13 +32,13 @@ class CUDAResampler(Resampler):
         if self.group.size > 1:
             # The ranks' logits of so many rows are gathered at a time.
             self.rows_at_once = min(128, self.rows_at_once)
-        device = self.slots.table.device
-        self._space = resampling.Workspace(self.rows_at_once, self.vocab_size, device)
-        self._all = torch.arange(runner.max_num_seqs, device=device)
-        self._nothing = torch.zeros(1, dtype=torch.int32, device=device)
+        device = self.slot_params.table.device
+        self._workspace = kernels.Workspace(self.rows_at_once, self.vocab_size, device)
+        self._all_rows = torch.arange(runner.max_num_seqs, device=device)
+        self._no_table = torch.zeros(1, dtype=torch.int32, device=device)
 
     def warmup(self, output: "StepOutput") -> None:
-        rows = Rows([0], [SamplingParams(logprobs=1)], self._all[:1], self.vocab_size)
+        rows = Rows([0], [SamplingParams(logprobs=1)], self._all_rows[:1], self.vocab_size)
         logits = output.logits[:1]
         if self.group.size > 1:
             logits = logits.new_empty(1, self.vocab_size)
@@ -46,29 +46,31 @@ class CUDAResampler(Resampler):
         self._sample(rows, logits.float(), output)  # edited logits are float32
         self._logprobs(rows, logits, output)
 
-    def _rows(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
+    def _split(self, index: list[int], params: list[SamplingParams], alone: bool) -> list[Rows]:
         if self.group.size > 1 or not alone:
-            return super()._rows(index, params, alone)
+            return super()._split(index, params, alone)
         return [Rows(index, params, None, self.vocab_size)]
 
     def _sample(self, rows: Rows, logits: Tensor, output: "StepOutput") -> None:
-        slots, nothing = self.slots, self._nothing
-        counts = nothing if slots.counts is None else slots.counts
-        barred, cells = [
-            nothing.view(torch.bool) if table is None else table
-            for table in (slots.barred, slots.cells)
-        ]
-        resampling.resample(
+        tables, no_table = self.token_tables, self._no_table
+        kernels.resample(
             logits,
-            self._all[: len(logits)] if rows.at is None else rows.at,
+            self._all_rows[: len(logits)] if rows.at is None else rows.at,
             output,
-            self.state,
-            slots,
-            (counts, barred, cells),
-            self._space,
+            state=self.state,
+            slot_params=self.slot_params,
+            counts=no_table if tables.counts is None else tables.counts,
+            barred=no_table.view(torch.bool) if tables.barred is None else tables.barred,
+            cells=no_table.view(torch.bool) if tables.cells is None else tables.cells,
+            workspace=self._workspace,
         )
 
     def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
-        at = self._all[: len(logits)] if rows.at is None else rows.at
-        most = rows.most_logprobs
-        return resampling.logprobs(logits, at, output, self.slots, most, self._space)
+        return kernels.logprobs(
+            logits,
+            self._all_rows[: len(logits)] if rows.at is None else rows.at,
+            output,
+            slot_params=self.slot_params,
+            most=rows.most_logprobs,
+            workspace=self._workspace,
+        )

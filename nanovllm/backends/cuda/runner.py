@@ -38,14 +38,14 @@ from nanovllm.backends.cuda.overlapped_decoder import (
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
-from nanovllm.backends.cuda.triton import elementwise, sampling
+from nanovllm.backends.cuda.triton import elementwise, sampler
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
-from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.attention import PagedKV, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.model_config import ModelConfig
@@ -173,7 +173,7 @@ class CUDAModelRunner(ModelRunner):
 
         The prompts are a short one, a longer one, and one with a cached part.
         """
-        tables, caches = self.state.block_tables, self.kv_cache[0]
+        tables = self.state.block_tables
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
         cached = tables[:1]
@@ -182,17 +182,18 @@ class CUDAModelRunner(ModelRunner):
             qkv = torch.zeros(length, sum(heads), layer.head_dim, **options)
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
             metadata = PrefillMetadata(ends, ends, length, length, table)
-            inputs = *qkv.split(heads, dim=1), *caches
-            self._backend.prefill(*inputs, metadata, layer.options)
+            q, k, v = qkv.split(heads, dim=1)
+            kv = layer.prefill_kv(k, v, metadata)
+            self._backend.prefill(q, kv, metadata, layer.options)
         if self._backend.takes_tiles:
             tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
-            self._backend.prefill(*inputs, tiled, layer.options)
+            self._backend.prefill(q, layer.prefill_kv(k, v, tiled), tiled, layer.options)
         for size in self.decode_sizes:
             if size >= MIN_SHARING:
                 q = torch.zeros(size, heads[0], layer.head_dim, **options)
                 lens = torch.ones(size, dtype=torch.int32, device=self.device)
-                of_all = lens, tables[:1].repeat(size, 1), layer.options, self._shared_len
-                self._backend.decode(q, *caches, *of_all)
+                kv = PagedKV(layer.kv_cache, tables[:1].repeat(size, 1), lens)
+                self._backend.decode(q, kv, layer.options, shared_prefix_len=self._shared_len)
 
     @torch.inference_mode()
     def allocate(self) -> None:
@@ -393,19 +394,14 @@ class CUDAModelRunner(ModelRunner):
         inputs = padded.token_ids[:size], padded.positions[:size], padded.metadata(size, decodes)
         return (super()._forward(*inputs),)
 
-    def _sample_tokens(self, logits: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-        sample = sampling.sample if self._has_own_kernels else super()._sample_tokens
-        return sample(logits, *args)
+    def _sample_tokens(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        sample = sampler.sample if self._has_own_kernels else super()._sample_tokens
+        return sample(logits, **options)
 
     def _advance(self, slots: Tensor) -> DecodeInputs:
         if not self._has_own_kernels:
             return super()._advance(slots)
-        state = self.state
-        return DecodeInputs(
-            *elementwise.decode_inputs(
-                slots, state.last_tokens, state.context_lens, state.block_tables, self.block_size
-            )
-        )
+        return elementwise.decode_inputs(slots, self.state)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         # From pinned memory, the copy runs while the host goes on; PyTorch keeps that memory until

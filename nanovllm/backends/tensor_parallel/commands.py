@@ -46,7 +46,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class ReadLogits:
-    """A command to every rank: apply `edits` to waiting logits of the last step, and read `rows`.
+    """A command to every rank: apply `edits` to the last step's logits, and read `rows`.
 
     Every rank answers with Done, rank 0 with an array [len(rows), V] float32.
     """
@@ -57,8 +57,8 @@ class ReadLogits:
 
 
 @dataclass(frozen=True, slots=True)
-class Constrain:
-    """A command to every rank: complete the last step, whose logits wait for edits.
+class SampleConstrained:
+    """A command to every rank: sample the constrained rows of the last step.
 
     Every rank answers as it answers Launch.
     """
@@ -90,7 +90,7 @@ class Task:
     args: tuple[Any, ...]
 
 
-Command = Start | Launch | ReadLogits | Constrain | Synchronize | Task
+Command = Start | Launch | ReadLogits | SampleConstrained | Synchronize | Task
 
 
 def pack_command(command: Command) -> bytes:

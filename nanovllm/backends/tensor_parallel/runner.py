@@ -29,9 +29,9 @@ from nanovllm.backends.tensor_parallel.answers import (
 )
 from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
 from nanovllm.backends.tensor_parallel.commands import (
-    Constrain,
     Launch,
     ReadLogits,
+    SampleConstrained,
     Start,
     Synchronize,
     Task,
@@ -156,7 +156,7 @@ class TensorParallelRunner:
         return RemoteTokens(self, self._launched)
 
     def sample_constrained(self, edits: LogitsEdits) -> RemoteTokens:
-        """Apply edits to the last step's waiting logits on every rank, and complete the step.
+        """Sample the last step's constrained rows on every rank, from edited logits.
 
         Logits processors are the user's functions. They are called in this process, on a copy of
         the logits in its memory.
@@ -170,7 +170,7 @@ class TensorParallelRunner:
                 row: function(rows[i]).float().numpy(force=True)
                 for i, (row, function) in enumerate(processors.items())
             }
-        step = self._command(Constrain(self._step + 1, edits, logits))
+        step = self._command(SampleConstrained(self._step + 1, edits, logits))
         return RemoteTokens(self, step, replaced=self._launched)
 
     def result_of(self, step: int, kind: type[Result]) -> Result:
@@ -213,7 +213,9 @@ class TensorParallelRunner:
         end_ranks(self._ranks, self._owner)
         self._finalizer.detach()
 
-    def _command(self, message: Launch | Constrain | ReadLogits | Synchronize | Task) -> int:
+    def _command(
+        self, message: Launch | SampleConstrained | ReadLogits | Synchronize | Task
+    ) -> int:
         """Send a command to every rank, and return the command's number."""
         if self._lost is not None:
             raise RankError(f"this LLM lost its ranks: make a new LLM. The cause: {self._lost}")

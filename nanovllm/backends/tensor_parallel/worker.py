@@ -27,9 +27,9 @@ from nanovllm.backends.tensor_parallel.answers import Answer, Done, Failed, Read
 from nanovllm.backends.tensor_parallel.channel import Channel, ChannelClosed
 from nanovllm.backends.tensor_parallel.collectives import join_group
 from nanovllm.backends.tensor_parallel.commands import (
-    Constrain,
     Launch,
     ReadLogits,
+    SampleConstrained,
     Start,
     Synchronize,
     Task,
@@ -96,7 +96,7 @@ def _serve(rank: int, channel: Channel) -> None:
                 in_flight.popleft()
                 _answer(channel, Done(step, sampled.wait()))
         command = unpack_command(channel.receive())
-        if isinstance(command, (Launch, Constrain)):
+        if isinstance(command, (Launch, SampleConstrained)):
             if isinstance(command, Launch):
                 sampled = runner.launch(command.batch)
             else:
@@ -122,7 +122,7 @@ def _answer(channel: Channel, answer: Answer) -> None:
     channel.send(pack_answer(answer))
 
 
-def _with_logits(command: Constrain) -> LogitsEdits:
+def _with_logits(command: SampleConstrained) -> LogitsEdits:
     """Return the command's edits with processors that return the logits of the command.
 
     The user's processors returned these logits in the engine's process.

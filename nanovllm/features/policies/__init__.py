@@ -28,6 +28,7 @@ def choose_policy(given: Any) -> SchedulingPolicy:
             f"{given.__name__}()"
         )
     methods = [name for name in vars(SchedulingPolicy) if not name.startswith("_")]
+    methods.remove("reason")  # only a trace asks for it
     if lacking := [name for name in methods if not callable(getattr(given, name, None))]:
         raise TypeError(
             f"scheduling_policy is {short_repr(given)}, which has no method {lacking[0]}: "

@@ -18,6 +18,9 @@ class ShortestFirst(SharedPrefixPolicy):
     def key(self, seq: Sequence) -> tuple[int, int]:
         return seq.num_tokens_left, seq.num_prompt_tokens
 
+    def reason(self, seq: Sequence) -> str:
+        return f"shortest first: at most {seq.num_tokens_left:,} new tokens"
+
 
 class LongestFirst(SharedPrefixPolicy):
     """The sequence that may generate the most tokens first; in a tie, the longest prompt.
@@ -28,9 +31,15 @@ class LongestFirst(SharedPrefixPolicy):
     def key(self, seq: Sequence) -> tuple[int, int]:
         return -seq.num_tokens_left, -seq.num_prompt_tokens
 
+    def reason(self, seq: Sequence) -> str:
+        return f"longest first: at most {seq.num_tokens_left:,} new tokens"
+
 
 class Priority(SharedPrefixPolicy):
     """The lowest `priority` of SamplingParams first; in a tie, the first that came."""
 
     def key(self, seq: Sequence) -> int:
         return seq.params.priority
+
+    def reason(self, seq: Sequence) -> str:
+        return f"lowest number first: priority {seq.params.priority}"

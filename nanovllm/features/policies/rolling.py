@@ -34,6 +34,10 @@ class RollingPolicy(ThroughputPolicy):
         # Sequences are numbered as they come.
         return seq.id // self.window, seq.num_prompt_tokens - seq.max_len
 
+    def reason(self, seq: Sequence) -> str:
+        tokens = f"at most {seq.num_tokens_left:,} new tokens"
+        return f"longest first among {self.window:,} requests in a row: {tokens}"
+
     def running_limit(self, scheduler: Scheduler) -> int:
         most = scheduler.enough_seqs
         if not self.more_to_come:

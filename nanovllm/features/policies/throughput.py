@@ -47,6 +47,11 @@ class ThroughputPolicy(SharedPrefixPolicy):
         max_new_tokens = seq.max_len - seq.num_prompt_tokens
         return (False, 0) if seq.interactive else (True, -max_new_tokens)
 
+    def reason(self, seq: Sequence) -> str:
+        if seq.interactive:
+            return "interactive requests start before the others, in order of arrival"
+        return f"longest first: at most {seq.num_tokens_left:,} new tokens"
+
     def running_limit(self, scheduler: Scheduler) -> int:
         paced = not scheduler.waiting.first.interactive
         return self._limit(scheduler, scheduler.max_num_seqs, paced=paced)

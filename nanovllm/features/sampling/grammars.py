@@ -22,7 +22,7 @@ import numpy as np
 from nanovllm.features.sampling.closed_objects import close_objects
 from nanovllm.sampling_params import StructuredOutputsParams
 
-MOST_KEPT = 512 << 20  # bytes of compiled forms that no request is using
+CACHE_BYTES = 512 << 20  # bytes of compiled forms that no request is using
 # A lexer learns states while masks are made, and fails where it would learn more than its limit.
 # Most forms never reach the first limit; after a failure it is four times as high, up to
 # MOST_STATES. For a vocabulary of 150,000, a full lexer took 0.9 to 1.2 KB a state, and a form that
@@ -64,7 +64,7 @@ class Grammars:
     """The compiled forms of all requests. Requests with the same form share one.
 
     A form stays as long as completions with it run. Beyond that, the forms that were used last are
-    kept, up to MOST_KEPT bytes. llguidance is not loaded before the first request needs it.
+    kept, up to CACHE_BYTES bytes. llguidance is not loaded before the first request needs it.
 
     vocab_size: of the model, which may exceed that of the tokenizer.
     stop_ids: the tokens that end an output.
@@ -94,12 +94,12 @@ class Grammars:
         return starts
 
     def _forget_the_oldest(self) -> None:
-        """Drop the forms that were used least recently, until MOST_KEPT bytes hold the others.
+        """Drop the forms that were used least recently, until CACHE_BYTES bytes hold the others.
 
         The form that was used last always stays.
         """
         with self._lock:
-            while len(self._kept) > 1 and self.num_bytes > MOST_KEPT:
+            while len(self._kept) > 1 and self.num_bytes > CACHE_BYTES:
                 del self._kept[next(iter(self._kept))]
 
     @property
@@ -215,7 +215,7 @@ class Starts:
 
     Copies of one share what it learns about the grammar's lexer, and wait for one another: two
     threads are no faster with them than one. So there are two for each thread, since some masks
-    take long, made when as many completions ask; fewer where so many would exceed MOST_KEPT.
+    take long, made when as many completions ask; fewer where so many would exceed CACHE_BYTES.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Starts:
         self._make = make
         self._grown = grown
         self._grammar_bytes = CHARACTER_BYTES * num_characters
-        self._most = max(1, min(2 * NUM_THREADS, MOST_KEPT // self._num_bytes(MOST_STATES)))
+        self._most = max(1, min(2 * NUM_THREADS, CACHE_BYTES // self._num_bytes(MOST_STATES)))
         self._num_states = min(FIRST_STATES, MOST_STATES)
         self._starts = [self._first()]
         self._limits = [self._num_states]  # of each, how many states

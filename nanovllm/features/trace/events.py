@@ -9,6 +9,8 @@ happens to the sequences.
 Times are seconds since the trace began, on the host's clock. Sequences, steps and blocks appear by
 the numbers that the engine gave them. Each of the n completions of a request is a sequence, and the
 request has the number of its first sequence.
+
+Fields with a default came later than the others: a trace that an older version wrote lacks them.
 """
 
 from typing import NamedTuple
@@ -43,6 +45,7 @@ class Added(NamedTuple):
     request: int
     prompt_tokens: int
     max_tokens: int  # limit of the output's tokens
+    text: str = ""  # the prompt's text; "" for other completions, or if the trace has no text
 
 
 class Started(NamedTuple):
@@ -54,6 +57,7 @@ class Started(NamedTuple):
     shared_blocks: int  # number of leading blocks that held tokens already; the others were free
     cached_tokens: int  # tokens of the sequence that the prefix cache held
     given_back: int = 0  # number of leading blocks that lie behind the window and are not held
+    reason: str = ""  # why this sequence started before the others, in the policy's words
 
 
 class Registered(NamedTuple):
@@ -154,6 +158,7 @@ class Finished(NamedTuple):
     seq: int
     reason: str  # "stop", "length", "error" or "abort"
     output_tokens: int
+    text: str = ""  # the output's text; "" if the trace has no text
 
 
 class Reset(NamedTuple):

@@ -6,6 +6,8 @@ run, because it does not look at each of them. Events stay in memory until they 
 
 import os
 import weakref
+from array import array
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from time import perf_counter
@@ -39,6 +41,10 @@ from nanovllm.features.trace.replay import Replay
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import StepRecord
 
+TEXT_TOKENS = 512  # the trace has the text of so many leading tokens of a prompt or output
+# Decodes lists of tokens to texts, with special tokens in the lists that the second argument names.
+Decode = Callable[[list[list[int]], range], list[str]]
+
 
 class Recorder(EngineListener):
     """A listener that records events and writes them to a file.
@@ -64,15 +70,28 @@ class Recorder(EngineListener):
         self._num_launched = self._num_committed = 0
         self._wait_seconds = 0.0  # how long the host waited for the tokens that arrived last
         self._planned: Launched | None = None  # the scheduled step, with what is known of it so far
+        self._decode: Decode | None = None  # None: the trace has no text
+        # Place in `events` -> tokens whose text the event gets. They are decoded when the trace is
+        # written, so that decoding does not slow down the run.
+        self._tokens: dict[int, array[int]] = {}
 
     def now(self) -> float:
         """Return the seconds since the trace began."""
         return perf_counter() - self._begin
 
     def follow(
-        self, engine: LLMEngine, config: Config, model_config: ModelConfig, folder: str | Path
+        self,
+        engine: LLMEngine,
+        config: Config,
+        model_config: ModelConfig,
+        folder: str | Path,
+        decode: Decode | None = None,
     ) -> None:
-        """Begin the trace of an engine that has just been built."""
+        """Begin the trace of an engine that has just been built.
+
+        Without `decode`, the trace has no text of prompts and outputs.
+        """
+        self._decode = decode
         self._start(describe(engine, config, model_config, folder))
         # The finalizer holds `self`, which holds no reference to the engine. So the engine can be
         # collected.
@@ -82,6 +101,7 @@ class Recorder(EngineListener):
         """Begin a new trace with the event `run`. No sequence may be under way."""
         self.events = [run._replace(began_at=datetime.now().isoformat(timespec="seconds"))]
         self._begin, self._num_written = perf_counter(), 0
+        self._tokens.clear()
         self._decode_slots, self._decoding = (), frozenset()
 
     def restart(self, **facts: Any) -> None:
@@ -103,6 +123,7 @@ class Recorder(EngineListener):
         """Write the file if there are new events. A forked process does not write."""
         if os.getpid() == self._pid and self._num_written < len(self.events):
             self._num_written = len(self.events)
+            self._read_texts()
             write(self.events, self.path)
 
     def _lap(self) -> float:
@@ -114,10 +135,31 @@ class Recorder(EngineListener):
     def _add(self, event: Event) -> None:
         self.events.append(event)
 
+    def _keep_tokens(self, token_ids: list[int]) -> None:
+        """Keep the tokens whose text the next event gets."""
+        if self._decode is not None:
+            # One token more than the text will have shows that the text is cut.
+            self._tokens[len(self.events)] = array("q", token_ids[: TEXT_TOKENS + 1])
+
+    def _read_texts(self) -> None:
+        """Decode the tokens that were kept, and put the texts into their events."""
+        if self._decode is None or not self._tokens:
+            return
+        token_ids = [kept[:TEXT_TOKENS].tolist() for kept in self._tokens.values()]
+        texts = self._decode(token_ids, range(len(token_ids)))
+        for (i, kept), text in zip(self._tokens.items(), texts):
+            event = self.events[i]
+            assert isinstance(event, (Added, Finished))
+            cut = " …" if len(kept) > TEXT_TOKENS else ""
+            self.events[i] = event._replace(text=text + cut)
+        self._tokens.clear()
+
     # The engine calls these methods; see EngineListener.
 
     def request_added(self, request: Sequence) -> None:
         max_tokens = 0
+        # The last token of a prompt that is only scored is kept apart, as no step computes it.
+        self._keep_tokens(request.token_ids + (request.uncomputed_last or []))
         for seq in request.completions:
             if request.params.max_tokens:
                 max_tokens = seq.max_len - seq.num_prompt_tokens
@@ -144,11 +186,20 @@ class Recorder(EngineListener):
     def blocks_given_back(self, seq: Sequence) -> None:
         self._add(GaveBack(seq.id, seq.num_given_back))
 
-    def sequence_started(self, seq: Sequence, num_shared_blocks: int, num_cached: int) -> None:
+    def sequence_started(
+        self, seq: Sequence, num_shared_blocks: int, num_cached: int, why: Callable[[], str]
+    ) -> None:
         self._seq_of_slot[seq.batch_slot] = seq.id
-        table = tuple(seq.block_table)
-        given_back = seq.num_given_back
-        self._add(Started(seq.id, seq.batch_slot, table, num_shared_blocks, num_cached, given_back))
+        event = Started(
+            seq=seq.id,
+            slot=seq.batch_slot,
+            blocks=tuple(seq.block_table),
+            shared_blocks=num_shared_blocks,
+            cached_tokens=num_cached,
+            given_back=seq.num_given_back,
+            reason=why(),
+        )
+        self._add(event)
 
     def sequence_preempted(self, seq: Sequence) -> None:
         self._add(Preempted(seq.id))
@@ -215,6 +266,7 @@ class Recorder(EngineListener):
 
     def sequence_finished(self, seq: Sequence) -> None:
         num_output = len(seq.token_ids) - seq.num_prompt_tokens
+        self._keep_tokens(seq.output_ids)
         self._add(Finished(self.now(), seq.id, seq.finish_reason or "", num_output))
 
     def engine_reset(self) -> None:

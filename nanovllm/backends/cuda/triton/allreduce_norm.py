@@ -55,7 +55,7 @@ class SharedRows:
 
 
 def sum_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shared: SharedRows
+    x: Tensor, residual: Tensor, *, weight: Tensor, eps: float, shared: SharedRows
 ) -> tuple[Tensor, Tensor]:
     """Return (norm(total), total), where total = residual + sum of the ranks' x; [T, N] each.
 

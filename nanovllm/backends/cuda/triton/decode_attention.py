@@ -4,9 +4,7 @@ The twin of `decode_attention` is the function of that name in layers/attention.
 attention_tiles.py explains tile, split and page. The host does not wait for the device. The shape
 of a launch depends on B and W alone, so that a CUDA graph may replay it with other lengths.
 
-Shapes: B sequences, H query heads, G KV heads, D head size, W block-table width. lens [B], tables
-[B, W] and shared [1] are int32. `shared` counts the tokens in the leading blocks that all tables
-share; these tokens are read once for all sequences.
+Shapes: B sequences, H query heads, G KV heads, D head size, W block-table width.
 """
 
 import torch
@@ -30,27 +28,30 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.prefix_attention import cut_prefix, prefix_kernel
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.attention import AttentionOptions, PagedKV
 
 MAX_SPLITS = 32
 
 
 def decode_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lens: Tensor,
-    tables: Tensor,
+    kv: PagedKV,
     options: AttentionOptions,
-    shared: Tensor | None = None,
+    *,
+    shared_prefix_len: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
 
-    `out`, if given, receives the result. The row of a sequence of length 0 is not written.
+    Args:
+        shared_prefix_len: [1] int32, the number of tokens in the leading blocks that all sequences
+            share. These tokens are read once for all sequences.
+        out: receives the result, if given. The row of a sequence of length 0 is not written.
     """
+    k_cache, v_cache, lens, tables = kv.cache.k, kv.cache.v, kv.context_lens, kv.block_tables
     window = options.window
-    shared = shared if window is None else None  # windows see different parts of a prefix
+    # Windows see different parts of a prefix.
+    shared = shared_prefix_len if window is None else None
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups

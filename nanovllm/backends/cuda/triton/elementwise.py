@@ -14,31 +14,41 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, launch, overlap, wait_for_inputs
+from nanovllm.engine.batch_state import BatchState, DecodeInputs
+from nanovllm.layers.attention import KVCache
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
     """Compute RMSNorm of x [..., N]. `zero_centered`: multiply by 1 + weight, not by weight."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows)
-    _launch_norm(rows, None, weight, eps, out, zero_centered)
+    _launch_norm(rows, residual=None, weight=weight, eps=eps, out=out, zero_centered=zero_centered)
     return out.view(x.shape)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+    x: Tensor, residual: Tensor, *, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return (norm(total), total), where total = residual + x; [..., N] each.
 
     norm(total) overwrites x, and total overwrites residual.
     """
     rows = x.view(-1, x.shape[-1])
-    _launch_norm(rows, residual.view(rows.shape), weight, eps, rows, zero_centered)
+    _launch_norm(
+        rows,
+        residual=residual.view(rows.shape),
+        weight=weight,
+        eps=eps,
+        out=rows,
+        zero_centered=zero_centered,
+    )
     return x, residual
 
 
 def norm_add_norm(
     x: Tensor,
     residual: Tensor,
+    *,
     after: Tensor,
     weight: Tensor | None,
     eps: float,
@@ -61,7 +71,7 @@ def norm_add_norm(
     return x, residual
 
 
-def _launch_norm(x, residual, weight, eps, out, zero_centered):
+def _launch_norm(x, *, residual, weight, eps, out, zero_centered):
     width = x.shape[1]
     if x.shape[0]:
         block = triton.next_power_of_2(width)
@@ -212,6 +222,7 @@ def activated(gate, GELU: tl.constexpr):
 
 def qk_norm_rope_store(
     qkv: Tensor,
+    *,
     head_dim: int,
     num_kv_heads: int,
     q_weight: Tensor | None,
@@ -219,9 +230,8 @@ def qk_norm_rope_store(
     eps: float,
     cos_sin: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    slot_mapping: Tensor,
+    cache: KVCache,
     zero_centered: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,7 +242,7 @@ def qk_norm_rope_store(
         q_weight: [D], the weight of q's norm; None: neither q nor k is normed.
         k_weight: [D], the weight of k's norm.
         cos_sin: [positions, R]; R elements of a head are rotated. R may be 0.
-        slots: [T], the KV slot of each token; -1: its k and v are not stored.
+        slot_mapping: [T], the KV slot of each token; -1: its k and v are not stored.
         zero_centered: whether the norms multiply by 1 + weight.
         interleaved: whether the two elements of a rotated pair are neighbours.
     Returns:
@@ -246,7 +256,7 @@ def qk_norm_rope_store(
         launch(
             _qk_norm_rope_store_kernel,
             (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
-            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slots, k_cache, v_cache),
+            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, cache.k, cache.v),
             qkv.stride(0),
             *sizes,
             interleaved,
@@ -254,7 +264,7 @@ def qk_norm_rope_store(
             heads_per_program,
             triton.next_power_of_2(head_dim // 2),
             q_weight is not None,
-            k_cache.numel() > 0,
+            cache.k.numel() > 0,
             num_warps=1,
             **overlap(qkv),
         )
@@ -357,42 +367,34 @@ def _head_weight(q_weight, k_weight, is_q, col, inside):
     return tl.where(is_q, q, k)
 
 
-def decode_inputs(
-    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gather the inputs of a decode step, and count its tokens in context_lens.
+def decode_inputs(rows: Tensor, state: BatchState) -> DecodeInputs:
+    """Gather the inputs of a decode step, and count its tokens in the state's context_lens.
 
-    Args:
-        rows: [B] int64, the batch slots that decode. The last slot of the state is padding, and may
-            occur more than once.
-        last_tokens, context_lens, block_tables: the state of all batch slots.
-    Returns:
-        token_ids, positions and KV slots, [B] int64; context lengths [B] and block tables [B, W],
-        int32. The context lengths count this step's tokens.
+    rows: [B] int64, the batch slots that decode. The padding slot may occur more than once.
     """
-    batch, width = rows.shape[0], block_tables.shape[1]
+    batch, width = rows.shape[0], state.block_tables.shape[1]
     token_ids, positions, slots = (torch.empty_like(rows) for _ in range(3))
     lens = torch.empty(batch, dtype=torch.int32, device=rows.device)
     tables = torch.empty(batch, width, dtype=torch.int32, device=rows.device)
     if batch:
         _decode_inputs_kernel[(batch,)](
             rows,
-            last_tokens,
-            context_lens,
-            block_tables,
+            state.last_tokens,
+            state.context_lens,
+            state.block_tables,
             token_ids,
             positions,
             slots,
             lens,
             tables,
-            context_lens.shape[0] - 1,
+            state.padding_slot,
             width,
-            block_size,
+            state.block_size,
             min(1024, triton.next_power_of_2(width)),
             num_warps=1,
             **overlap(rows),
         )
-    return token_ids, positions, slots, lens, tables
+    return DecodeInputs(token_ids, positions, slots, lens, tables)
 
 
 @triton.jit

@@ -39,7 +39,14 @@ def linear(
         if out is not None and x.shape[0] > MAX_ROWS and bias is None:
             return torch.mm(x, weight.t(), out=out)
         return F.linear(x, weight, bias)
-    return _multiply(_skinny_linear_kernel, x, weight.shape[0], weight, bias, bias is not None)
+    return _multiply(
+        _skinny_linear_kernel,
+        x,
+        weight,
+        bias,
+        num_outputs=weight.shape[0],
+        option=bias is not None,
+    )
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
@@ -49,20 +56,28 @@ def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
     to it.
     """
     gates, ups = weight.chunk(2)
-    return _multiply(_skinny_gated_linear_kernel, x, len(gates), gates, ups, gelu)
+    return _multiply(
+        _skinny_gated_linear_kernel, x, gates, ups, num_outputs=len(gates), option=gelu
+    )
 
 
 def _multiply(
-    kernel: Any, x: Tensor, outputs: int, weight: Tensor, other: Tensor | None, option: bool
+    kernel: Any,
+    x: Tensor,
+    weight: Tensor,
+    other: Tensor | None,
+    *,
+    num_outputs: int,
+    option: bool,
 ) -> Tensor:
-    """Launch one of the two kernels with x [M, K], `weight` and `other` -> [M, outputs]."""
+    """Launch one of the two kernels with x [M, K], `weight` and `other` -> [M, num_outputs]."""
     rows, inputs = x.shape
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
     block_k = triton.next_power_of_2(inputs)
     block_n = max(1, WEIGHTS_PER_PROGRAM // block_k)
-    kernel[(triton.cdiv(outputs, block_n),)](
+    kernel[(triton.cdiv(num_outputs, block_n),)](
         *(x, weight, other, out),
-        *(outputs, inputs, rows, block_n, block_k, option),
+        *(num_outputs, inputs, rows, block_n, block_k, option),
         num_warps=4,
         **overlap(x),
     )

@@ -40,12 +40,13 @@ FLOAT32_TILE = 16, 64, 32, 4, 3  # tensor cores do not compute products of float
 def moe(
     x: Tensor,
     logits: Tensor,
+    *,
     gate_up: Tensor,
     down: Tensor,
-    top_k: int,
-    renormalize: bool,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    top_k: int,
+    renormalize: bool,
     clamped: ClampedSwiGLU | None = None,
 ) -> Tensor:
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
@@ -54,10 +55,10 @@ def moe(
         logits: [T, E], the router's.
         gate_up: [E, 2 F, N].
         down: [E, N, F].
-        top_k: experts of a token.
-        renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         gate_up_bias: [E, 2 F].
         down_bias: [E, N].
+        top_k: experts of a token.
+        renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         clamped: the experts' gating; None: swiglu.
     """
     out = torch.empty_like(x)
@@ -69,7 +70,9 @@ def moe(
     block_m, block_n, most_k, warps, most_stages = (
         FLOAT32_TILE if x.dtype == torch.float32 else tile
     )
-    weights, order, runs, max_tiles = sort_by_expert(logits, top_k, renormalize, block_m, x)
+    weights, order, runs, max_tiles = sort_by_expert(
+        logits, x, top_k=top_k, renormalize=renormalize, block_m=block_m
+    )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
@@ -107,7 +110,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def sort_by_expert(
-    logits: Tensor, top_k: int, renormalize: bool, block_m: int, x: Tensor
+    logits: Tensor, x: Tensor, *, top_k: int, renormalize: bool, block_m: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
 

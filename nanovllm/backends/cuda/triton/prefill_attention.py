@@ -28,7 +28,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     has_large_shared_memory,
     launch,
 )
-from nanovllm.layers.attention import AttentionOptions
+from nanovllm.layers.attention import AttentionOptions, PackedKV, PagedKV
 from nanovllm.layers.context import PrefillMetadata
 
 BLOCK_M = 64  # queries of a prefill program
@@ -61,49 +61,50 @@ def tile_queries(cu_seqlens_q: Tensor, count: int) -> Tensor:
 
 def prefill_attention(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    meta: PrefillMetadata,
+    kv: PagedKV | PackedKV,
+    metadata: PrefillMetadata,
     options: AttentionOptions,
+    *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend within prompt chunks, causally: q [P, H, D], k and v [P, G, D] -> [P, H, D].
+    """Attend within prompt chunks, causally: q [P, H, D] -> [P, H, D].
 
-    Caches are [blocks, block_size, G, D]. `out`, if given, receives the result. With a
-    TiledPrefill, the tensors begin with the rows of the step's decoding tokens, which are not
-    written.
+    `out`, if given, receives the result. With a TiledPrefill, the tensors begin with the rows of
+    the step's decoding tokens, which are not written.
     """
     num_heads, head_dim = q.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    tables, page = meta.block_tables, 0
-    if tables is not None:
-        page = k_cache.shape[1]
+    tables, page = None, 0
+    if isinstance(kv, PagedKV):
+        tables, page = kv.block_tables, kv.cache.k.shape[1]
         # [slots, G, D]: a block table turns tokens into slots.
-        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        k, v = kv.cache.k.flatten(0, 1), kv.cache.v.flatten(0, 1)
+    else:
+        k, v = kv.k, kv.v
     # Two programs of this size share a multiprocessor. Measured on an H200, programs of 128 queries
     # are no faster, not even for a prompt of 16,384 tokens.
     block_n, stages = (64, 3) if head_dim * q.element_size() <= 256 else (32, 2)
     # The host takes longer to describe tiles than tensors, and short prompts do not make up for
     # that. Prompts with a cached part are fetched by tiles all the same, because that saves the
     # compilation of a kernel.
-    tiled = bool(page) or meta.max_seqlen_k >= TILED_KEYS
+    tiled = bool(page) or metadata.max_seqlen_k >= TILED_KEYS
     tiled = tiled and _suits_tiles(k, v, page, block_n)
     k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
-    query_tiles = meta.query_tiles if isinstance(meta, TiledPrefill) else None
+    query_tiles = metadata.query_tiles if isinstance(metadata, TiledPrefill) else None
     if query_tiles is not None:
         assert page, "without a cache, the rows of k and v where chunks begin are not known"
         programs = len(query_tiles), num_heads, 1
     else:
-        programs = triton.cdiv(meta.max_seqlen_q, BLOCK_M), num_heads, len(meta.cu_seqlens_q) - 1
-    tensors = (q, k, v, k_tiles, v_tiles, out, options.sinks, meta.cu_seqlens_q, meta.cu_seqlens_k)
+        num_chunks = len(metadata.cu_seqlens_q) - 1
+        programs = triton.cdiv(metadata.max_seqlen_q, BLOCK_M), num_heads, num_chunks
+    tensors = q, k, v, k_tiles, v_tiles, out, options.sinks
+    cu_seqlens = metadata.cu_seqlens_q, metadata.cu_seqlens_k
     table_stride = tables.stride(0) if tables is not None else 0
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, BLOCK_M, block_n)
     launch(
         _prefill_kernel,
         programs,
-        *(*tensors, tables, query_tiles, *score_factors(options)),
+        *(*tensors, *cu_seqlens, tables, query_tiles, *score_factors(options)),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
         *(options.window or 0, num_heads // k.shape[1], *sizes),
         num_warps=4,

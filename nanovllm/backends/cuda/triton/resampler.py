@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import launch
-from nanovllm.backends.cuda.triton.sampling import (
+from nanovllm.backends.cuda.triton.sampler import (
     INVALID,
     LN_2,
     LOG2_E,
@@ -38,6 +38,8 @@ from nanovllm.backends.cuda.triton.sampling import (
     cell_values,
     scale_of,
 )
+from nanovllm.engine.batch_state import BatchState
+from nanovllm.features.sampling.slot_params import SlotParams
 from nanovllm.layers.sampler import CELL as CELL_
 
 CAN_COMPILE = hasattr(tl, "tuple")  # since Triton 3.3
@@ -47,8 +49,8 @@ CHUNK = tl.constexpr(8 * CELL_)
 # A tile, which a program holds in registers at a time.
 TILE_CELLS = tl.constexpr(256)
 TILE_CHUNKS = tl.constexpr(256 // 8)
-# Columns of the table of the slots' parameters: see features/sampling/slots.py. Kernels call its
-# `params` `settings`, because Triton's launcher uses the name `params` itself.
+# Columns of the table of the slots' parameters: see features/sampling/slot_params.py. Kernels call
+# its `params` `settings`, because Triton's launcher uses the name `params` itself.
 TEMPERATURE, TOP_P, MARGIN = (tl.constexpr(i) for i in range(3))
 REPETITION, FREQUENCY, PRESENCE = (tl.constexpr(i) for i in range(3, 6))
 TOP_K, LEAST_LENGTH, NUM_LOGPROBS = (tl.constexpr(i) for i in range(3))
@@ -82,7 +84,16 @@ class Workspace:
 
 
 def resample(
-    logits: Tensor, at: Tensor, step: Any, state: Any, asked: Any, tables: Any, space: Workspace
+    logits: Tensor,
+    at: Tensor,
+    step: Any,
+    *,
+    state: BatchState,
+    slot_params: SlotParams,
+    counts: Tensor,
+    barred: Tensor,
+    cells: Tensor,
+    workspace: Workspace,
 ) -> None:
     """Sample again for R rows of a step, and overwrite the tokens that the step sampled.
 
@@ -90,16 +101,14 @@ def resample(
         logits: [R, V].
         at: [R] int64, the rows' indices in the step.
         step: a StepOutput: tokens [B] int64, positions [B] int32 and slots [B] int64.
-        state: a BatchState: temperatures, seeds and last_tokens [S]. Rows whose temperature is not
-            below 0 are skipped.
-        asked: the slots' parameters, as columns of one table: params [S, 6] float32 and limits
-            [S, 3] int32; see features/sampling/slots.py.
-        tables: counts [S, V] int32, barred [S, V] bool, and cells [S, V / CELL] bool. A table may
+        state: its temperatures, seeds and last_tokens [S]. Rows whose temperature is not below 0
+            are skipped.
+        counts, barred, cells: those of TokenTables, [S, V], [S, V] and [S, V / CELL]. A table may
             have one element if no slot needs it.
     """
-    rows, vocab = len(at), logits.shape[1]
+    rows, vocab, space = len(at), logits.shape[1], workspace
     row = logits, at, step.slots, state.temperatures, state.seeds, step.positions
-    filters = asked.params, asked.limits, *tables
+    filters = slot_params.params, slot_params.limits, counts, barred, cells
     sizes = logits.stride(0), vocab, space.chunks
     # Products and sums are rounded one by one, as PyTorch rounds them.
     options: Any = dict(enable_fp_fusion=False)
@@ -114,22 +123,29 @@ def resample(
 
 
 def logprobs(
-    logits: Tensor, at: Tensor, step: Any, asked: Any, most: int, space: Workspace
+    logits: Tensor,
+    at: Tensor,
+    step: Any,
+    *,
+    slot_params: SlotParams,
+    most: int,
+    workspace: Workspace,
 ) -> Tensor:
     """Compute log-probabilities of the sampled and the likeliest tokens for R rows of a step.
 
     Args:
-        logits, at, step, asked: as for `resample`. A slot's limits say how many likeliest tokens it
-            wants; -1: it wants no log-probabilities.
+        logits, at, step: as for `resample`.
+        slot_params: their limits say how many likeliest tokens a slot wants; -1: it wants no
+            log-probabilities.
         most: the greatest number of likeliest tokens that a slot wants.
     Returns:
         [R, 1 + most, 2] int32: a token id, and its log-probability as the bits of a float32. The
         sampled token comes first, then the likeliest in order; of equally likely ones, the lower id
         comes first. Elements that a slot does not want are not written.
     """
-    rows, vocab = len(at), logits.shape[1]
+    rows, vocab, space = len(at), logits.shape[1], workspace
     records = torch.empty(rows, 1 + most, 2, dtype=torch.int32, device=logits.device)
-    row = logits, at, step.slots, asked.limits
+    row = logits, at, step.slots, slot_params.limits
     chunks = space.maxima, space.weights
     sizes = logits.stride(0), vocab, space.chunks
     grid = rows, triton.cdiv(space.chunks, TILE_CHUNKS.value)

@@ -1,4 +1,7 @@
-"""Log-probabilities of prompt tokens.
+"""Log-probabilities of sampled tokens and of prompt tokens.
+
+A record holds pairs of token id and log-probability, the latter as the bits of a float32: first the
+pair of the sampled token, or of the prompt's own, then those of the likeliest tokens in order.
 
 A forward pass computes a hidden state for each token of a prompt, which gives the logits of the
 next token. A prompt may have thousands of tokens and a vocabulary a hundred thousand entries. So
@@ -23,16 +26,32 @@ if TYPE_CHECKING:
 # Rows of logits that exist at the same time. Logits and log-probabilities take 10 bytes an entry:
 # 400 MB for a vocabulary of 151,936 entries.
 ROWS_AT_ONCE = 256
+BYTES = 8  # of a pair in a record
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """The records of a step's rows, [rows, 1 + most, 2] int32.
+
+    `asking` has an entry for each row that asks for log-probabilities: the row's place in the step,
+    and where its part of the records' bytes begins and ends.
+    """
+
+    asking: list[tuple[int, int, int]]
+    records: Tensor
+
+    def read(self) -> dict[int, bytes]:
+        """Return the bytes of each asking row's record, by the row's place in the step."""
+        records = self.records.numpy().tobytes()
+        return {place: records[begin:end] for place, begin, end in self.asking}
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
     """The records of R prompt tokens of a step, [R, 1 + most, 2] int32.
 
-    A record holds pairs of token id and log-probability, the latter as the bits of a float32: first
-    the pair of the prompt's own token, then those of the likeliest tokens in order. `asking` has an
-    entry for each chunk that asks for log-probabilities: how many of the R tokens belong to it, and
-    how many likeliest tokens it asks for.
+    `asking` has an entry for each chunk that asks for log-probabilities: how many of the R tokens
+    belong to it, and how many likeliest tokens it asks for.
     """
 
     asking: list[tuple[int, int]]
@@ -76,7 +95,8 @@ def score_prompts(
 def make_records(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
     """Make the records [R, 1 + most, 2] int32 of token_ids [R] from logits [R, V].
 
-    If most is 1, the lowest token id wins a tie, as in greedy sampling.
+    If most is 1, the lowest token id wins a tie, as in greedy sampling. An id below 0 is no token,
+    and its log-probability has no meaning.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     if most == 1:
@@ -84,5 +104,6 @@ def make_records(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
     else:
         best, likeliest = logprobs.topk(most)
     own = token_ids.unsqueeze(1)
-    ids, values = torch.cat((own, likeliest), 1), torch.cat((logprobs.gather(1, own), best), 1)
+    of_own = logprobs.gather(1, own.clamp(min=0))
+    ids, values = torch.cat((own, likeliest), 1), torch.cat((of_own, best), 1)
     return torch.stack((ids.int(), values.view(torch.int32)), dim=-1)

@@ -23,7 +23,12 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def sample(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_start: int = 0
+    logits: Tensor,
+    *,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row; see layers/sampler.py.
 

@@ -16,8 +16,8 @@ from sampling_helpers import Draws, random_params
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cuda.resampler import CUDAResampler
-from nanovllm.backends.cuda.triton import resampling as kernels
-from nanovllm.backends.cuda.triton.sampling import sample, scale_of
+from nanovllm.backends.cuda.triton import resampler as kernels
+from nanovllm.backends.cuda.triton.sampler import sample, scale_of
 from nanovllm.engine.model_runner import StepOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -69,7 +69,7 @@ def test_kernels_sample_what_the_plain_sampler_does(vocab, rows, kind, dtype):
     expected_tokens, expected_logprobs = plain.run()
     assert tokens.tolist() == expected_tokens.tolist()
     penalized = [kernel.slots[i] for i, one in enumerate(params) if one.penalizes]
-    counts = [one.resampler.slots.counts[penalized] for one in (kernel, plain)]
+    counts = [one.resampler.token_tables.counts[penalized] for one in (kernel, plain)]
     assert torch.equal(*counts) and counts[0].max() > 1
     assert logprobs.keys() == expected_logprobs.keys() and logprobs
     for row, expected in expected_logprobs.items():
@@ -98,9 +98,9 @@ def test_rows_get_the_same_tokens_alone_as_among_others():
         assert token[0] == tokens[row] and of_token.get(0) == logprobs.get(row), params[row]
     plain_tokens, _ = sample(
         logits,
-        torch.full((rows,), 0.7, device=DEVICE),
-        torch.arange(rows, device=DEVICE),
-        torch.full((rows,), 6, device=DEVICE),
+        temperatures=torch.full((rows,), 0.7, device=DEVICE),
+        seeds=torch.arange(rows, device=DEVICE),
+        positions=torch.full((rows,), 6, device=DEVICE),
     )
     assert tokens[::4].tolist() == plain_tokens[::4].tolist()
 
@@ -183,7 +183,8 @@ def least_kept(logits, params):
     """By the kernels: the least logits that the filters keep, and how many chunks hold such."""
     draws = kernel_draws(logits, params)
     draws.run()
-    space, table = draws.resampler._space, draws.resampler.slots.table[draws.slots_d]
+    space = draws.resampler._workspace
+    table = draws.resampler.slot_params.table[draws.slots_d]
     out = torch.zeros(len(logits), 2, dtype=torch.int32, device=DEVICE)
     _kept_kernel[(len(logits),)](
         logits,
