@@ -28,12 +28,18 @@ from nanovllm.engine.batch import (
 )
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
-from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
+from nanovllm.engine.kv_cache import (
+    allocate_kv_cache,
+    block_bytes,
+    num_blocks_in_ram,
+    parts_of_layers,
+)
 from nanovllm.engine.packing import pack_chunks, sampled_places
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.sampler import best_over_ranks, sample
+from nanovllm.layers.shared_kv import SharedKVAttention
 from nanovllm.models import build_model
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
@@ -162,6 +168,9 @@ class ModelRunner:
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
+        self.layers_with_kv = [
+            layer for layer in self.attention_layers if not isinstance(layer, SharedKVAttention)
+        ]
         self._fill(fill)
 
     @torch.inference_mode()
@@ -182,16 +191,18 @@ class ModelRunner:
 
     def _count_blocks(self) -> int:
         """Count the KV blocks that fit into memory."""
-        block = block_bytes(self.attention_layers, self.block_size, self.dtype)
+        block = block_bytes(self.layers_with_kv, self.block_size, self.dtype)
         return num_blocks_in_ram(block, self.max_num_seqs * self.max_blocks, self.group.size)
 
     def _bind_cache(self, num_blocks: int) -> None:
-        layers = self.attention_layers
-        self.kv_cache = allocate_kv_cache(
-            layers, num_blocks, self.block_size, self.dtype, self.device
-        )
-        for layer, (k, v) in zip(layers, self.kv_cache):
+        layers, size = self.layers_with_kv, self.block_size
+        self.kv_cache = allocate_kv_cache(layers, num_blocks, size, self.dtype, self.device)
+        self.kv_parts = parts_of_layers(self.kv_cache, layers, num_blocks, size)
+        for layer, (k, v) in zip(layers, self.kv_parts):
             layer.kv_cache = KVCache(k, v)
+        for layer in self.attention_layers:
+            if isinstance(layer, SharedKVAttention):
+                layer.kv_cache = layer.source.kv_cache
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
@@ -343,8 +354,9 @@ class ModelRunner:
         # The K or V of one layer at a time, because PyTorch holds all that it reads in memory
         # before it writes. As 64-bit integers, because PyTorch takes as long to copy an element of
         # two bytes as one of eight.
-        for layer in self.kv_cache.flatten(3).view(torch.int64):
-            layer[:, copy] = layer[:, source]
+        for part in self.kv_parts:
+            blocks = part.flatten(2).view(torch.int64)  # [2, blocks, a block's content]
+            blocks[:, copy] = blocks[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
         """Sample the next tokens from hidden [B, hidden size], and store them as the last tokens of
@@ -406,4 +418,5 @@ class ModelRunner:
         """Give back the memory of the device."""
         self.synchronize()
         self.attention_layers.clear()
-        del self.model, self.kv_cache
+        self.layers_with_kv.clear()
+        del self.model, self.kv_cache, self.kv_parts

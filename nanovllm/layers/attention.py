@@ -70,6 +70,8 @@ class SelfAttention(nn.Module):
     """
 
     attention_name = "plain"  # of the attention backend, for users
+    # The projections that qkv_proj computes. A subclass with fewer splits heads in its own way.
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -93,7 +95,14 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias, stacked=stacked
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            group,
+            bias=qkv_bias,
+            stacked=stacked,
+            projections=self.projections,
         )
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()

@@ -106,6 +106,8 @@ class QKVParallelLinear(StackedLinear):
 
     H and G are the query heads and the key-value heads of this rank. Ranks share the heads evenly.
     Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
+
+    `projections`: those of q_proj, k_proj and v_proj that the layer has.
     """
 
     def __init__(
@@ -118,12 +120,14 @@ class QKVParallelLinear(StackedLinear):
         *,
         bias: bool = False,
         stacked: bool = False,
+        projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
     ):
         heads = group.shard(num_heads, "num_attention_heads")
         kv_heads, first_kv_head = shard_kv_heads(num_kv_heads, group)
         q = num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim
         kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
         shards = [Shard("q_proj", *q), Shard("k_proj", *kv), Shard("v_proj", *kv)]
+        shards = [shard for shard in shards if shard.name in projections]
         super().__init__(in_features, shards, bias, stacked)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 

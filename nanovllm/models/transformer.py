@@ -81,18 +81,20 @@ class CausalLM(nn.Module):
         kinds = config.layer_types[: config.num_hidden_layers]
         rotaries = {
             kind: self.rotary.from_settings(
-                config.rope_settings(kind), config.head_dim, max_model_len
+                config.rope_settings(kind), config.head_dim_of(kind), max_model_len
             )
             for kind in dict.fromkeys(kinds)
         }
         layers = [
             self.build_layer(config, i, rotaries[kind], group) for i, kind in enumerate(kinds)
         ]
-        embed_tokens = self.build_embedding(config, group)
-        norm = self.norm(config.hidden_size, config.rms_norm_eps)
-        self.model = Decoder(embed_tokens, layers, norm)
+        self.model = self.build_decoder(config, layers, group)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
+
+    def build_decoder(self, config: Any, layers: list[nn.Module], group: ParallelGroup) -> Decoder:
+        norm = self.norm(config.hidden_size, config.rms_norm_eps)
+        return Decoder(self.build_embedding(config, group), layers, norm)
 
     def build_embedding(self, config: Any, group: ParallelGroup) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
@@ -123,6 +125,7 @@ def build_attention(
     *,
     bias: bool = False,
     qk_norm: type[RMSNorm] | None = None,
+    kind: type[SelfAttention] = SelfAttention,
     **options: Any,
 ) -> SelfAttention:
     """Build the self-attention of layer `index`, with the sizes and the window of `config`.
@@ -130,14 +133,16 @@ def build_attention(
     Args:
         bias: whether all projections have a bias.
         qk_norm: the norm of each head of q and k before it is rotated; None: no norm.
+        kind: the class of the layer.
         options: further arguments of SelfAttention.
     """
-    size = config.head_dim
+    layer_type = config.layer_types[index]
+    size = config.head_dim_of(layer_type)
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
-    return SelfAttention(
+    return kind(
         config.hidden_size,
         config.num_attention_heads,
-        config.num_key_value_heads,
+        config.kv_heads_of(layer_type),
         size,
         rotary,
         group,

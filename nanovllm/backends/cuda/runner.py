@@ -102,17 +102,19 @@ class CUDAModelRunner(ModelRunner):
         if not self._has_own_kernels:
             self._backend = PLAIN_BACKEND
             return model
-        layer = next(module for module in model.modules() if isinstance(module, SelfAttention))
+        layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
         self._backend = select_attention_backend(
             config.attention_backend,
             self.device,
             self.dtype,
-            layer.head_dim,
+            max(layer.head_dim for layer in layers),
             self.block_size,
-            sinks=layer.sinks is not None,
+            sinks=any(layer.sinks is not None for layer in layers),
         )
-        self.attention_name = self._backend.name
         fuse(model, self._backend)
+        if not all(isinstance(layer, FusedSelfAttention) for layer in layers):
+            self._backend = PLAIN_BACKEND  # as layers that no kernel suits compute attention
+        self.attention_name = self._backend.name
         if self.group.size > 1:
             overlap_all_reduces(model)
         return model
@@ -199,9 +201,7 @@ class CUDAModelRunner(ModelRunner):
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             # Plain attention waits for the device, which a graph cannot hold.
-            is_plain = self._backend is PLAIN_BACKEND or not all(
-                isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
-            )
+            is_plain = self._backend is PLAIN_BACKEND
             if not is_plain and not self.config.enforce_eager:
                 self.graphs = Graphs()
                 self._padded = self._make_padded_inputs()
@@ -236,7 +236,7 @@ class CUDAModelRunner(ModelRunner):
         return PaddedInputs(self.state, self._slots, sizes) if sizes else None
 
     def _count_blocks(self) -> int:
-        block = block_bytes(self.attention_layers, self.block_size, self.dtype)
+        block = block_bytes(self.layers_with_kv, self.block_size, self.dtype)
         return self._budget.num_blocks(
             block, self.max_blocks, self._run_largest_step, self._graph_bytes()
         )
