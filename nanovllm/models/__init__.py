@@ -6,6 +6,7 @@ from typing import Any
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from nanovllm.models.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
@@ -48,6 +49,8 @@ MODELS: dict[str, type[CausalLM]] = {
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForConditionalGeneration,
     "GptOssForCausalLM": GptOssForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,

@@ -171,7 +171,9 @@ def check_num_layers(num_layers: int, folder: str | Path, model: type[nn.Module]
     names = open_checkpoint(Path(folder))
     found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
     if others := left_out(model, names):
-        parts = ", ".join(sorted({name.split(".")[0] for name in others}))
+        known = getattr(model, "left_out", ())
+        named = [part for part in known if any(name.startswith(f"{part}.") for name in others)]
+        parts = ", ".join(sorted(named))
         logger.info(
             f"{folder}: {parts} left out ({len(others)} tensors): the model runs on text alone"
         )
