@@ -12,14 +12,14 @@ therefore finds a known block by a content hash that is chained over the prefix:
 block's own tokens, seeded with the hash of the block before it. The hash is the same in every
 process.
 
-A hash only nominates a block. Each known block also has a prefix id, a number that is never used
-twice, and a key: the prefix id of the block before it, and its own tokens. A block is shared only
-if its key equals the key that was asked for. The block therefore holds exactly that prefix, even if
-hashes collide. Once a block is evicted, no key matches its prefix id any more, so the blocks after
-it are not found either.
+Equal hashes do not prove equal tokens. Each known block also has a prefix id, a number that is
+never used twice, and a key: the prefix id of the block before it, and its own tokens. A block is
+shared only if its key equals the key that was asked for. The block therefore holds exactly that
+prefix, even if hashes collide. Once a block is evicted, no key matches its prefix id any more, so
+the blocks after it are not found either.
 
-The tokens that follow the last cached block of a prompt may still begin like another block, which
-is full or partly filled. Such a run of tokens is copied into a block of the prompt's own. The keys
+After its last cached block, a prompt may go on with the first tokens of another known block, full
+or partly filled. The K and V of these tokens are copied into a new block of the prompt. The keys
 are kept sorted, so the key with the longest common run is a neighbour of the place where the
 prompt's key would stand. Two comparisons find it, however many blocks follow the same prefix.
 """
@@ -74,7 +74,8 @@ class BlockManager:
         self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not a known block
         self._prefixes = [NO_PREFIX] * num_blocks  # by block; valid for known blocks only
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
-        self._ordered: list[tuple[Key, int]] = []  # (key, block) of all other known blocks, sorted
+        # (key, block) of the known blocks that are not in `_new`, sorted.
+        self._ordered: list[tuple[Key, int]] = []
         self._new_prefix_ids = count(1)
 
     @property
@@ -123,12 +124,27 @@ class BlockManager:
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def match(self, token_ids: list[int]) -> list[int]:
-        """Find the cached blocks that hold the longest prefix of `token_ids`. Changes nothing."""
+    def new_root(self, num_completions: int) -> Prefix | None:
+        """Return the prefix before a new request's first block in the prefix cache. None: its
+        blocks are not cached.
+
+        With prefix caching all requests begin at NO_PREFIX, so any two of them may share blocks.
+        Without it, a request of several completions begins at a prefix of its own: only these
+        completions share its blocks.
+        """
+        if self.enable_prefix_caching:
+            return NO_PREFIX
+        number = next(self._new_prefix_ids)
+        return Prefix(number, number) if num_completions > 1 else None
+
+    def match(self, token_ids: list[int], root: Prefix | None = NO_PREFIX) -> list[int]:
+        """Find the cached blocks that hold the longest prefix of `token_ids`, of a request that
+        begins at `root`. Changes nothing.
+        """
         matched: list[int] = []
-        if not self.enable_prefix_caching:
+        if root is None:
             return matched
-        prefix = NO_PREFIX
+        prefix = root
         for end in range(self.block_size, len(token_ids) + 1, self.block_size):
             key = make_key(prefix, token_ids[end - self.block_size : end])
             block = self._find(chained_hash(prefix, key), key)
@@ -138,12 +154,14 @@ class BlockManager:
             prefix = self._prefixes[block]
         return matched
 
-    def match_run(self, prefix: Prefix, token_ids: list[int]) -> tuple[int, int] | None:
+    def match_run(self, prefix: Prefix | None, token_ids: list[int]) -> tuple[int, int] | None:
         """Find the known block after `prefix` that shares the longest run of leading tokens with
         `token_ids`. Changes nothing.
 
         Returns (block, length of the run), or None if no run is worth a copy.
         """
+        if prefix is None:
+            return None
         key = make_key(prefix, token_ids)
         place = bisect_left(self._ordered, (key, -1))
         beside = self._ordered[max(0, place - 1) : place + 1]
@@ -151,14 +169,15 @@ class BlockManager:
         run, block = max(runs, default=(0, -1))
         return (block, run) if run >= self.min_run else None
 
-    def register(self, block: int, before: Prefix, token_ids: list[int]) -> Prefix:
+    def register(self, block: int, before: Prefix | None, token_ids: list[int]) -> Prefix | None:
         """Make a block known by its token ids and the prefix before it.
 
         A block that is filled only in part may be registered again when it holds more. Returns the
-        prefix that ends with the block.
+        prefix that ends with the block; None if the block does not become known, because its
+        request has no root or the block holds too few tokens.
         """
-        if not self.enable_prefix_caching or len(token_ids) < self.min_run:
-            return NO_PREFIX
+        if before is None or len(token_ids) < self.min_run:
+            return None
         self.forget(block)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)

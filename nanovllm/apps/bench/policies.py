@@ -42,13 +42,16 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
     stand for people who wait, and have the better priority. They arrive within half of the time
     that the whole workload takes at once, so the engine is overloaded throughout.
     """
-    folder, random_weights = model_folder(args.model)
+    folder, random_weights = model_folder(args.model, args.quantization)
+    options = json.loads(args.options)
+    if args.quantization:
+        options["quantization"] = args.quantization
     engine = NanovllmEngine(
         folder,
         random_weights,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
-        **json.loads(args.options),
+        **options,
     )
     rows = []
     for name in args.workload.split(","):
@@ -113,9 +116,10 @@ def serve(llm: LLM, policy: str, work: Work, arrivals: list[float], name: str) -
         llm.step()
     seconds = time.perf_counter() - begin
     waits = {}
-    for i, seq in added.items():
-        assert seq.first_token_at is not None, "the request has finished"
-        waits[i] = seq.first_token_at - begin - arrivals[i]
+    for i, request in added.items():
+        first_token_at = request.first.first_token_at
+        assert first_token_at is not None, "the request has finished"
+        waits[i] = first_token_at - begin - arrivals[i]
     later = [wait for i, wait in waits.items() if arrivals[i]]
     return dict(
         mean=sum(waits.values()) / len(waits),
