@@ -72,6 +72,7 @@ class SelfAttention(nn.Module):
     attention_name = "plain"  # of the attention backend, for users
     # The projections that qkv_proj computes. A subclass with fewer splits heads in its own way.
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    has_gate = False  # whether qkv_proj computes a gate, too: see layers/gated_attention.py
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class SelfAttention(nn.Module):
             bias=qkv_bias,
             stacked=stacked,
             projections=self.projections,
+            gated=self.has_gate,
         )
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()

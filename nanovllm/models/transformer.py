@@ -39,6 +39,21 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class LinearAttentionLayer(nn.Module):
+    """A pre-norm layer whose attention is a recurrent layer, `linear_attn`."""
+
+    def __init__(self, config, linear_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm]):
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.linear_attn = linear_attn
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.linear_attn(self.input_layernorm(x), positions)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
 class Decoder(nn.Module):
     def __init__(
         self, embed_tokens: VocabParallelEmbedding, layers: list[nn.Module], norm: RMSNorm
