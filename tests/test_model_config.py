@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from nanovllm.models.gemma3 import Gemma3Config as OurGemma3Config
 
 SIZES = dict(SMALL, num_hidden_layers=12, num_key_value_heads=2, pad_token_id=0)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+EXPERTS |= dict(shared_expert_intermediate_size=8)
 # Fields that transformers holds in another form, which assert_same compares.
-UNLIKE = ("rope_parameters", "no_rope_layers", "per_layer_config")
+UNLIKE = ("rope_parameters", "no_rope_layers", "per_layer_config", "full_attn_idxs")
 BOTH = ("full_attention", "sliding_attention")
 
 
@@ -156,3 +157,10 @@ def test_reading_a_configuration_does_not_import_transformers():
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("kind", sorted({one.config_class for one in MODELS.values()}, key=str))
+def test_a_configuration_has_one_base_whose_defaults_no_other_base_replaces(kind):
+    """Of two bases, dataclasses take the fields that the first one inherits, defaults and all."""
+    bases = [base for base in kind.__mro__ if is_dataclass(base)]
+    assert all(set(one.__bases__) == {after} for one, after in zip(bases, bases[1:]))

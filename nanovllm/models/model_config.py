@@ -236,11 +236,16 @@ class ExpertsConfig(ModelConfig):
 
     def check(self) -> None:
         super().check()
-        if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
-                f"config.json: num_experts_per_tok is {self.num_experts_per_tok}, more than "
-                f"num_experts or num_local_experts, which is {self.num_experts}: check both"
-            )
+        check_experts(self.num_experts, self.num_experts_per_tok)
+
+
+def check_experts(num_experts: int, num_experts_per_tok: int) -> None:
+    """Raise ValueError if a token has more experts than there are."""
+    if num_experts_per_tok > num_experts:
+        raise ValueError(
+            f"config.json: num_experts_per_tok is {num_experts_per_tok}, more than num_experts or "
+            f"num_local_experts, which is {num_experts}: check both"
+        )
 
 
 def language_model_of(json: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from nanovllm.layers.moe import SharedExpertMixture
-from nanovllm.models.model_config import ExpertsConfig, json_field
+from nanovllm.models.model_config import check_experts, json_field
 from nanovllm.models.qwen3_5 import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -12,11 +12,17 @@ from nanovllm.models.qwen3_5 import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3_5MoeConfig(ExpertsConfig, Qwen3_5Config):
+class Qwen3_5MoeConfig(Qwen3_5Config):
+    num_experts: int = json_field()
+    num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int
     # No layer has this size, and config.json does not say it.
     intermediate_size: int = json_field(computed=lambda config: config.moe_intermediate_size)
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts, self.num_experts_per_tok)
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

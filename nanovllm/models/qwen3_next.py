@@ -6,16 +6,21 @@ config.json may keep some layers dense.
 from dataclasses import dataclass
 
 from nanovllm.layers.moe import SharedExpertMixture
-from nanovllm.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForCausalLM
-from nanovllm.models.qwen3_moe import Qwen3MoeConfig
+from nanovllm.models.model_config import json_field
+from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM
+from nanovllm.models.qwen3_5_moe import Qwen3_5MoeConfig
 from nanovllm.models.transformer import build_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3NextConfig(Qwen3MoeConfig, Qwen3_5Config):
-    shared_expert_intermediate_size: int
-    sliding_window: int | None = None
+class Qwen3NextConfig(Qwen3_5MoeConfig):
     norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = json_field(computed=lambda config: ())
+
+    def is_sparse(self, index: int) -> bool:
+        """Return whether layer `index` has experts."""
+        return (index + 1) % self.decoder_sparse_step == 0 and index not in self.mlp_only_layers
 
 
 class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
