@@ -13,12 +13,12 @@ from nanovllm.checks import name_the_nearest, no_attribute, short_repr
 from nanovllm.config import Config
 from nanovllm.engine.errors import check_any_succeeded
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.request import Request
 from nanovllm.features.weight_updates.new_weights import update_weights
 from nanovllm.features.weight_updates.sleep import sleep, wake_up
 from nanovllm.foreign_names import IN_CHAT, IN_GENERATE, IN_WAKE_UP, OF_LLM
 from nanovllm.frontend.conversations import encode_conversations
-from nanovllm.frontend.inputs import Inputs, Request
+from nanovllm.frontend.inputs import CheckedInput, Inputs
 from nanovllm.frontend.log import say_ready, show_unless_configured
 from nanovllm.frontend.outputs import TokenTexts, make_outputs, with_attributes
 from nanovllm.frontend.progress import Shown, progress
@@ -107,7 +107,7 @@ class LLM:
         The dicts also have vLLM's attributes: see `nanovllm.RequestOutput`. If every request of the
         call ends with an error, the call raises InvalidLogitsError, and the LLM stays usable.
         """
-        return self._complete(self._prompt_requests(prompts, sampling_params), use_tqdm)
+        return self._complete(self._check_prompts(prompts, sampling_params), use_tqdm)
 
     @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_CHAT)
     def chat(
@@ -123,8 +123,8 @@ class LLM:
         {"enable_thinking": False}, go to the tokenizer's chat template. Returns what `generate`
         returns.
         """
-        requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
-        return self._complete(requests, use_tqdm)
+        inputs = self._check_chats(messages, sampling_params, chat_template_kwargs)
+        return self._complete(inputs, use_tqdm)
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[Piece]:
         """Complete prompts, and yield pieces as steps finish.
@@ -138,7 +138,7 @@ class LLM:
         piece is "" while a character, a run of byte tokens or a possible stop string is incomplete.
         Closing the iterator ends the requests that still run.
         """
-        return stream(self._session, self._prompt_requests(prompts, sampling_params))
+        return stream(self._session, self._check_prompts(prompts, sampling_params))
 
     def stream_chat(
         self,
@@ -147,8 +147,8 @@ class LLM:
         chat_template_kwargs: TemplateOptions = None,
     ) -> Iterator[Piece]:
         """Generate the assistant's next turns as `chat` does, and yield pieces as `stream` does."""
-        requests = self._chat_requests(messages, sampling_params, chat_template_kwargs)
-        return stream(self._session, requests)
+        inputs = self._check_chats(messages, sampling_params, chat_template_kwargs)
+        return stream(self._session, inputs)
 
     def score(
         self,
@@ -209,7 +209,7 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt, which calls of `step` then complete. Returns the id of the request."""
-        (checked,) = self._prompt_requests([prompt], sampling_params)
+        (checked,) = self._check_prompts([prompt], sampling_params)
         session = self._session
         with session.lock:
             engine = session.clean_engine()
@@ -226,12 +226,12 @@ class LLM:
             session.steppable_engine()
             with session.running():
                 session.step()
-                finished = [seq for seq in session.finished if session.requests.pop(seq.id, None)]
+                finished = [one for one in session.finished if session.requests.pop(one.id, None)]
                 session.finished.clear()
                 outputs = self._outputs(finished)
         return [
-            with_attributes({"id": seq.id, **output}, seq, self._token_texts)
-            for seq, output in zip(finished, outputs)
+            with_attributes({"id": request.id, **output}, request, self._token_texts)
+            for request, output in zip(finished, outputs)
         ]
 
     def abort(self, request_id: int) -> None:
@@ -267,8 +267,8 @@ class LLM:
             output_tokens, prefix_cache_hit_rate (the part of the prompt tokens that were cached),
             kv_cache_use (the most, from 0 to 1), preemptions, time_to_first_token and
             time_per_output_token (seconds, as a dict of median and p99, or None).
-        running, waiting, paused: numbers of requests. Each completion of a request that has started
-            counts as one.
+        running, waiting, paused: numbers of completions. Of a prompt that is not computed yet, only
+            the first completion counts as waiting.
         kv_cache_use: the part of the KV blocks in use, from 0 to 1.
         """
         engine = self._session.open_engine()
@@ -382,28 +382,30 @@ class LLM:
             "each process"
         )
 
-    def _prompt_requests(self, prompts: Any, params: Any) -> list[Request]:
+    def _check_prompts(self, prompts: Any, params: Any) -> list[CheckedInput]:
         self._session.awake_engine()
         return self._inputs.from_prompts(prompts, params)
 
-    def _chat_requests(self, messages: Any, params: Any, options: TemplateOptions) -> list[Request]:
+    def _check_chats(
+        self, messages: Any, params: Any, options: TemplateOptions
+    ) -> list[CheckedInput]:
         self._session.awake_engine()
         texts, token_ids = encode_conversations(
             messages, self._tokenizer, options or {}, self._inputs.refuse_long
         )
-        return self._inputs.requests("messages", token_ids, params, texts)
+        return self._inputs.check_all("messages", token_ids, params, texts)
 
-    def _complete(self, requests: list[Request], use_tqdm: Shown) -> list[RequestOutput]:
+    def _complete(self, inputs: list[CheckedInput], use_tqdm: Shown) -> list[RequestOutput]:
         """Run requests to their end. Returns their outputs in order."""
         session = self._session
         with session.call() as engine:
-            added = [engine.add(*request) for request in requests]
+            added = [engine.add(*one) for one in inputs]
             unfinished = {request.id for request in added}
             outputs: dict[int, dict[str, Any]] = {}
             with progress(len(added), unfinished, session.observe, use_tqdm):
                 while unfinished:
                     # A step may also finish requests of other calls, such as `add_request`.
-                    if ours := {seq.id: seq for seq in session.step() if seq.id in unfinished}:
+                    if ours := {one.id: one for one in session.step() if one.id in unfinished}:
                         unfinished.difference_update(ours)
                         # With overlap, the device already runs the next step while text is made.
                         outputs |= zip(ours, self._outputs([*ours.values()]))
@@ -412,5 +414,5 @@ class LLM:
             with_attributes(outputs[request.id], request, self._token_texts) for request in added
         ]
 
-    def _outputs(self, requests: list[Sequence]) -> list[dict[str, Any]]:
+    def _outputs(self, requests: list[Request]) -> list[dict[str, Any]]:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

@@ -10,7 +10,7 @@ import os
 from array import array
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import Batch, Fork, PrefillChunk
+from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
@@ -50,23 +50,25 @@ def check_blocks(scheduler: Scheduler) -> None:
     references = [sum(block in table for table in tables) for block in range(blocks.num_blocks)]
     assert blocks.ref_counts == references
     assert blocks.num_free == references.count(0)
-    assert scheduler.waiting.num_tokens_left == sum(
-        one.num_tokens_left for seq in scheduler.waiting for one in (seq, *seq.forks)
-    )
+    waiting = [*scheduler.waiting, *scheduler.waiting.followers]
+    assert scheduler.waiting.num_tokens_left == sum(seq.num_tokens_left for seq in waiting)
     check_places(scheduler)
     for seq, table in zip(scheduler.sequences.values(), tables):
         assert len(set(table)) == len(table)
         assert seq.capacity == len(seq.block_table) * blocks.block_size
-        assert len(table) <= scheduler.tables.most_blocks or seq.siblings or seq.parent
+        assert len(table) <= scheduler.tables.most_blocks
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
 
 
 def check_places(scheduler: Scheduler) -> None:
     """Every sequence stands in one place, unless its last token is in flight: then in none, or
-    among the paused ones. A fork that waits stands with its first completion.
+    among the paused ones. Only a completion whose prompt is not planned to its end is a follower.
     """
+    followers = scheduler.waiting.followers
+    assert all(seq.waits_for_prompt for seq in followers)
+    assert not any(seq.waits_for_prompt for seq in scheduler.waiting)
     places = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *scheduler.paused]
-    places += [fork for seq in places for fork in seq.forks]
+    places += followers
     assert len(set(places)) == len(places) and {*places} <= {*scheduler.sequences.values()}
     for seq in scheduler.sequences.values():
         assert seq in places or seq.num_tokens == seq.max_len > len(seq.token_ids)
@@ -94,7 +96,7 @@ class WatchedBlocks(BlockManager):
 
 
 class WatchedScheduler(Scheduler):
-    """Records each start of a sequence: what it shares, and the order of the first starts."""
+    """Records each start of a sequence: what it shares, and the order in which requests start."""
 
     blocks: WatchedBlocks
 
@@ -128,11 +130,11 @@ class WatchedScheduler(Scheduler):
         self._policy_started, policy.started = policy.started, self._watch
 
     def _watch(self, seq: Sequence) -> None:
-        if seq.id not in self.num_starts:
+        if seq.is_first and seq.id not in self.num_starts:
             self.first_starts.append(seq.id)
-        for one, shared in zip((seq, *seq.forks), self.blocks.shared, strict=True):
-            self.num_starts[one.id] = self.num_starts.get(one.id, 0) + 1
-            self.num_shared[one.id] = one.num_given_back + len(shared)
+        (shared,) = self.blocks.shared
+        self.num_starts[seq.id] = self.num_starts.get(seq.id, 0) + 1
+        self.num_shared[seq.id] = seq.num_given_back + len(shared)
         self.blocks.shared.clear()
         self._policy_started(seq)
 
@@ -180,14 +182,11 @@ class SimulatedDevice:
         firsts += [chunk.start for chunk in batch.prefills]
         for slot, first in zip(slots, firsts):
             self._check_reads(self.states[slot], self.tokens[owners[slot].id], first)
-        for chunk in batch.prefills:
-            for fork in chunk.forks:
-                self._fork(chunk, fork, owners[fork.batch_slot])
-        sampling = [*batch.decode_slots, *(one.batch_slot for one in batch.first_samples)]
         sampled = [
-            sample(self.tokens[owners[slot].id], self.states[slot].seed) for slot in sampling
+            sample(self.tokens[owners[slot].id], self.states[slot].seed)
+            for slot in batch.sampling_slots
         ]
-        for slot, token in zip(sampling, sampled):
+        for slot, token in zip(batch.sampling_slots, sampled):
             self.tokens[owners[slot].id].append(token)
         return sampled
 
@@ -243,19 +242,6 @@ class SimulatedDevice:
         state.table = list(chunk.block_table)
         self._write(state, max(chunk.start, chunk.write_from), chunk.end, tokens)
         state.length = chunk.end
-
-    def _fork(self, chunk: PrefillChunk, fork: Fork, seq: Sequence) -> None:
-        """Completions share the blocks that a prompt fills, and each copies a last one in part."""
-        tokens = self.tokens.setdefault(seq.id, list(seq.token_ids))
-        assert chunk.is_last and fork.end == chunk.end == len(tokens)
-        state = RunningState(self._start_of(seq), fork.end, list(fork.block_table), fork.seed)
-        self.states[fork.batch_slot] = state
-        for position in range(fork.end - fork.end % self.block_size, fork.end):
-            copy = self._kv_slot(state, position)
-            source = self._kv_slot(self.states[chunk.batch_slot], position)
-            assert copy != source
-            self.kv_cache[copy] = self.kv_cache[source]
-        self._check_reads(state, tokens, state.length)
 
     def _write(self, state: RunningState, start: int, end: int, tokens: list[int]) -> None:
         for position in range(start, end):

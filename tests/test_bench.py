@@ -297,7 +297,7 @@ def test_a_load_for_policies_is_a_batch_and_people_who_come_later(monkeypatch):
 
     class Seen(SchedulingPolicy):
         def key(self, seq):
-            seen.append((seq.token_ids[:], seq.interactive, seq.params.priority))
+            seen.append((seq.token_ids[:], seq.request.interactive, seq.params.priority))
             return seq.id
 
     work = [([i], 2) for i in range(1, 5)]

@@ -44,14 +44,16 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 12),
         block_size=st.integers(1, 4),
         caching=st.booleans(),
+        num_completions=st.integers(1, 2),
         min_run=st.integers(1, 2),
     )
-    def start(self, num_blocks, block_size, caching, min_run):
+    def start(self, num_blocks, block_size, caching, num_completions, min_run):
         self.blocks = BlockManager(num_blocks, block_size, caching)
         self.blocks.min_run = min(min_run, block_size)
-        self.caching = caching
+        self.root = self.blocks.new_root(num_completions)
+        assert (self.root is None) == (not caching and num_completions == 1)
         # The table of each sequence, its tokens, and the prefix that ends with its last full block.
-        self.held: list[tuple[list[int], list[int], Prefix]] = []
+        self.held: list[tuple[list[int], list[int], Prefix | None]] = []
         self.known: dict[tuple[int, ...], int] = {}  # contents -> block that should be found
         self.prefixes: dict[tuple[int, ...], Prefix] = {}  # of full ones
         self.computed: set[tuple[int, ...]] = set()  # those that an earlier step computes
@@ -59,14 +61,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS)
     def admit(self, tokens):
         blocks, size = self.blocks, self.blocks.block_size
-        shared = blocks.match(tokens)
+        shared = blocks.match(tokens, self.root)
         expected = []
         for end in range(size, len(tokens) + 1, size):
             if tuple(tokens[:end]) not in self.known:
                 break
             expected.append(self.known[tuple(tokens[:end])])
         assert shared == expected
-        parent = blocks.prefix(shared[-1]) if shared else NO_PREFIX
+        parent = blocks.prefix(shared[-1]) if shared else self.root
         self.check_run(tokens, len(shared) * size, parent)
         count = -(-len(tokens) // size) - len(shared)
         idle = set(range(blocks.num_blocks)) - {
@@ -121,7 +123,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             block, contents = table[index], tuple(tokens[: (index + 1) * size])
             before, own = contents[: index * size], contents[index * size :]
             prefix = self.blocks.register(block, parent, list(own))
-            if self.caching and len(own) >= self.blocks.min_run:
+            if self.root is not None and len(own) >= self.blocks.min_run:
                 self._forget(block)
                 # Behind a block that was evicted since, nothing is found.
                 if not before or self.prefixes.get(before) == parent:
@@ -384,10 +386,14 @@ def test_a_block_released_twice_is_caught():
         blocks.release(table)
 
 
-def test_without_prefix_caching_nothing_is_known():
+def test_without_prefix_caching_only_completions_of_one_request_find_its_blocks():
     blocks = BlockManager(4, 2, enable_prefix_caching=False)
-    hold(blocks, [1, 2])
-    assert blocks.match([1, 2]) == []
+    assert blocks.new_root(num_completions=1) is None and blocks.match([1, 2], None) == []
+    root, other = blocks.new_root(num_completions=2), blocks.new_root(num_completions=2)
+    table = blocks.allocate(1)
+    blocks.register(table[0], root, [1, 2])
+    assert blocks.match([1, 2], root) == table
+    assert blocks.match([1, 2], other) == blocks.match([1, 2]) == []
 
 
 @pytest.mark.parametrize("bits", [0, 1])

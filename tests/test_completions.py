@@ -10,8 +10,8 @@ from simulated_device import check_empty as check_nothing_left
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 
 
 def mixed_params(count, seed=0):
@@ -65,10 +65,8 @@ def expected(folder):
         dict(enable_prefix_caching=False, overlap=True),
         dict(
             max_num_batched_tokens=16, overlap=True
-        ),  # prompts come in chunks, forks wait for the last
-        dict(
-            num_kvcache_blocks=9, overlap=True
-        ),  # forks are preempted, before and after they go their own way
+        ),  # prompts come in chunks, the other completions wait for the last
+        dict(num_kvcache_blocks=9, overlap=True),  # completions are preempted
         dict(num_kvcache_blocks=8, max_num_batched_tokens=20, enable_prefix_caching=False),
         dict(max_num_seqs=5, overlap=True),
         dict(max_num_seqs=3),  # some of five wait
@@ -103,18 +101,23 @@ def without_logprobs(output):
     return {key: value for key, value in output.items() if "logprob" not in key}
 
 
-def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(folder):
+@pytest.mark.parametrize("length, again", [(48, 1), (40, 8)])  # blocks have 16 tokens
+def test_the_prompt_is_computed_once_and_its_full_blocks_are_shared(folder, length, again):
+    """Though no prefix is cached for others. A further completion computes the last token alone,
+    or the last block if that is too short to copy.
+    """
+    prompt = [1] * length
     with make_llm(folder, enable_prefix_caching=False) as llm:
-        (output,) = generate(llm, [[1] * 40], SamplingParams(n=6, max_tokens=3, ignore_eos=True))
-        assert len(output["completions"]) == 6
-        assert llm.engine.num_prefill_tokens == 40
+        params = SamplingParams(n=6, max_tokens=3, ignore_eos=True)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert len(output["completions"]) == 6 and output["num_cached_tokens"] == 0
+        assert llm.engine.num_prefill_tokens == length + 5 * again
         metrics = llm.metrics()["total"]
-        assert (metrics["requests"], metrics["prompt_tokens"], metrics["output_tokens"]) == (
-            1,
-            40,
-            18,
-        )
-        assert metrics["kv_cache_use"] == (2 + 6) / 128
+        counts = metrics["requests"], metrics["prompt_tokens"], metrics["output_tokens"]
+        assert counts == (1, length, 18)
+        assert metrics["kv_cache_use"] == (length // 16 + 6) / 128
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+        assert output["num_cached_tokens"] == 0
 
 
 def test_without_a_seed_completions_differ(folder):
@@ -127,7 +130,7 @@ def test_a_request_of_several_completions_may_be_stepped_and_aborted(folder):
     params = SamplingParams(n=4, seed=1, max_tokens=10, ignore_eos=True)
     with make_llm(folder, max_num_batched_tokens=16, overlap=True) as llm:
         expected = generate(llm, [[1] * 40], params)
-        for steps in (0, 1, 2, 3, 5):  # waiting, in the middle of its prompt, forked
+        for steps in (0, 1, 2, 3, 4, 6):  # waiting, in the middle of its prompt, all completions
             dropped = llm.add_request([2] * 40, params)
             for _ in range(steps):
                 assert llm.step() == []
@@ -186,7 +189,7 @@ def test_a_stream_of_several_completions_is_refused(folder):
         check_empty(llm)
 
 
-def test_blocks_of_forks_are_counted_at_every_step():
+def test_blocks_of_completions_are_counted_at_every_step():
     """Random requests and random tokens, some of which end a sequence, in a scheduler alone."""
     for seed in range(60):
         r = random.Random(seed)
@@ -195,36 +198,25 @@ def test_blocks_of_forks_are_counted_at_every_step():
             max_num_seqs=6,
             max_num_batched_tokens=r.randint(6, 20),
         )
-        sequences, in_flight, overlap = [], [], r.random() < 0.5
+        requests, in_flight, overlap = [], [], r.random() < 0.5
+        id = 0
         for _ in range(r.randint(1, 8)):
             prompt = [r.randrange(2) for _ in range(r.randint(1, 12))]
-            params = SamplingParams(max_tokens=8)
-            n = r.randint(1, min(6, scheduler.blocks.num_blocks - 3))
-            first, *forks = [
-                Sequence(
-                    len(sequences) + i,
-                    prompt,
-                    params,
-                    max_len=len(prompt) + r.randint(1, 8),
-                    stop_ids=frozenset({5}),
-                )
-                for i in range(n)
-            ]
-            for fork in forks:
-                fork.max_len = first.max_len
-            first.forks = tuple(forks)
-            sequences += [first, *forks]
-            scheduler.add(first)
+            n, max_len = r.randint(1, 9), len(prompt) + r.randint(1, 8)
+            options = dict(max_len=max_len, seeds=range(n), stop_ids=frozenset({5}))
+            requests.append(Request(id, prompt, SamplingParams(max_tokens=8), **options))
+            scheduler.add(requests[-1])
+            id += n
         while scheduler.has_unfinished():
             batch = scheduler.schedule()
             check_blocks(scheduler)
             if batch is not None:
-                in_flight.append(len(batch.decode_slots) + len(batch.first_samples))
+                in_flight.append(len(batch.sampling_slots))
             if in_flight and (not overlap or batch is None or len(in_flight) > 1):
                 scheduler.commit([r.randrange(6) for _ in range(in_flight.pop(0))])
                 check_blocks(scheduler)
         check_nothing_left(scheduler)
-        for seq in sequences:
+        for seq in [seq for request in requests for seq in request.completions]:
             assert (
                 len(seq.token_ids) == seq.max_len
                 if seq.finish_reason == "length"

@@ -9,17 +9,21 @@ import logging
 import os
 import stat
 import subprocess
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import plain_layers as plain
 import pytest
 import torch
 from engine_helpers import PROMPTS, assert_greedy, greedy
+from model_helpers import load
 from process_helpers import in_fork
 
 from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, layers, library_cache
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
+from nanovllm.layers.context import PrefillMetadata
 
 KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
@@ -73,6 +77,28 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options, h
     options = AttentionOptions(dim**-0.5, *options, sinks)
     expected = plain.decode_attention(q.contiguous(), kv, options)
     torch.testing.assert_close(cpp_ops.decode_attention(q, kv, options), expected)
+
+
+@needs_compiler
+@pytest.mark.parametrize("lens_q", [[1, 5, 1, 7], [1, 1, 1, 1], [3, 2, 9, 4]])
+@pytest.mark.parametrize("window", [None, 6])
+def test_prompt_chunks_of_any_lengths_attend_as_in_plain_attention(checkpoint, lens_q, window):
+    """Chunks of one token go to the decode kernel."""
+    layer = load(checkpoint.folder).model.layers[0].self_attn
+    layer.options = replace(layer.options, window=window)
+    lens_k = [max(both) for both in zip(lens_q, [33, 21, 1, 48])]
+    heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    kv = PagedKV(
+        KVCache(*torch.randn(2, 64, 16, kv_heads, dim)), torch.arange(64).view(4, 16).int()
+    )
+    ends_q, ends_k = (
+        torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (lens_q, lens_k)
+    )
+    metadata = PrefillMetadata(ends_q, ends_k, max(lens_q), max(lens_k), kv.block_tables)
+    q = torch.randn(sum(lens_q), heads, dim)
+    expected = layer.prefill(q, kv, metadata)
+    layer.__class__ = layers.CppDecodeAttention
+    torch.testing.assert_close(layer.prefill(q, kv, metadata), expected)
 
 
 @needs_compiler

@@ -334,12 +334,12 @@ def test_two_llms_live_side_by_side(get_checkpoint, make_llm, overlap):
     for _ in range(2):
         for llm, checkpoint in zip(llms, checkpoints):
             assert_greedy(llm, checkpoint)
-    sequences = [[llm.engine.add(prompt, greedy(10)) for prompt in PROMPTS] for llm in llms]
+    requests = [[llm.engine.add(prompt, greedy(10)) for prompt in PROMPTS] for llm in llms]
     while any(llm.engine.has_unfinished() for llm in llms):
         for llm in llms:
             llm.engine.step()
-    for checkpoint, running in zip(checkpoints, sequences):
-        assert [seq.output_ids for seq in running] == [
+    for checkpoint, running in zip(checkpoints, requests):
+        assert [request.first.output_ids for request in running] == [
             checkpoint.expected(prompt, 10) for prompt in PROMPTS
         ]
     for llm in llms:

@@ -9,7 +9,7 @@ from engine_helpers import PROMPTS, Checkpoint, assert_empty, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
-from test_scheduler import Server, make_scheduler, make_sequence, streams
+from test_scheduler import Server, make_request, make_scheduler, streams
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import SCHEDULING_POLICIES
@@ -167,11 +167,11 @@ def test_common_blocks_are_counted(tables, count):
 @given(streams(), st.booleans())
 def test_the_shared_prefix_is_known_in_every_step(stream, throughput):
     """Though it is counted only when other sequences decode than in the step before."""
-    sizes, requests, delays = stream
+    sizes, stream, delays = stream
     policy = ThroughputPolicy(min_running=2) if throughput else SharedPrefixPolicy()
     server = Server(make_scheduler(**sizes, policy=policy))
-    for id, request in enumerate(requests):
-        server.add(id, request.prompt, request.max_tokens, request.stop_ids, request.completions)
+    for id, asked in enumerate(stream):
+        server.add(id, asked.prompt, asked.max_tokens, asked.stop_ids, asked.completions)
     for step in range(1000):
         if not server.scheduler.has_unfinished():
             return
@@ -186,7 +186,7 @@ def test_the_shared_prefix_is_known_in_every_step(stream, throughput):
 
 def test_a_sequence_that_took_anothers_slot_is_not_taken_for_it():
     policy = SharedPrefixPolicy()
-    first, second, third = [make_sequence(id, [1], 5) for id in range(3)]
+    first, second, third = [make_request(id, [1], 5).first for id in range(3)]
     for seq, table in ((first, [1, 2]), (second, [1, 2]), (third, [1, 3])):
         seq.block_table = table
     first.batch_slot, second.batch_slot, third.batch_slot = 0, 1, 1

@@ -21,7 +21,7 @@ import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint
 from test_bench import bench, run
-from test_scheduler import Server, make_scheduler, make_sequence
+from test_scheduler import Server, make_request, make_scheduler
 
 import nanovllm
 from nanovllm import LLM, TINY_MODEL, SamplingParams
@@ -336,9 +336,9 @@ def test_the_policy_of_its_example_changes_the_order(names_of):
     names = names_of(example_under(CONTRIBUTING, "## Adding a scheduling policy"))
     server = Server(make_scheduler(policy=names["PatientShortestFirst"]()))
     for id, (seconds, length) in enumerate([(0, 40), (0, 10), (5, 3), (0, 20), (0.05, 10), (9, 1)]):
-        seq = make_sequence(id, [id], length)
-        seq.added_at = seconds
-        server.scheduler.add(seq)
+        request = make_request(id, [id], length)
+        request.added_at = seconds
+        server.scheduler.add(request)
     server.run()
     assert server.scheduler.first_starts == [1, 4, 3, 0, 2, 5]
     assert max(len(batch.decode_slots) for batch in server.batches) == 4

@@ -23,6 +23,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.policies import POLICIES as NAMED_POLICIES
@@ -31,7 +32,7 @@ from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
 
 
 @dataclass(frozen=True)
-class Request:
+class Asked:
     prompt: list[int]
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
@@ -43,7 +44,7 @@ class Request:
     score_from: int | None = None  # the first token of the prompt that is scored
 
 
-def make_sequence(
+def make_request(
     id: int,
     prompt: list[int],
     max_tokens: int,
@@ -51,33 +52,29 @@ def make_sequence(
     completions: int = 1,
     interactive: bool = False,
     score_from: int | None = None,
-) -> Sequence:
-    """Of several completions, the first; the others' ids are 100, 200, ... more, seeds 1, 2, ...
+) -> Request:
+    """Of several completions, the ids are 0, 100, 200, ... more, and the seeds 0, 1, 2, ...
 
     Priorities go round by id.
     """
-    scores = None if score_from is None else 0
-    params = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, priority=-id % 3, prompt_logprobs=scores
-    )
-    seq, *siblings = [
-        Sequence(
-            id + 100 * i,
-            prompt,
-            params,
-            max_len=len(prompt) + max_tokens,
-            seed=i,
-            stop_ids=frozenset(stop_ids),
-            interactive=interactive,
-        )
-        for i in range(completions)
-    ]
-    seq.siblings = seq.forks = tuple(siblings)
-    for sibling in siblings:
-        sibling.parent = seq
+    params = dict(temperature=0.0, max_tokens=max_tokens, priority=-id % 3)
+    scores = None
     if score_from is not None:
-        seq.scores = PromptScores(prompt, 0, min(score_from, len(prompt)))
-    return seq
+        params["prompt_logprobs"] = 0
+        scores = PromptScores(prompt, 0, min(score_from, len(prompt)))
+    request = Request(
+        id,
+        prompt,
+        SamplingParams(**params),
+        max_len=len(prompt) + max_tokens,
+        seeds=range(completions),
+        stop_ids=frozenset(stop_ids),
+        interactive=interactive,
+        scores=scores,
+    )
+    for i, seq in enumerate(request.completions):
+        seq.id = id + 100 * i
+    return request
 
 
 def make_scheduler(
@@ -106,20 +103,21 @@ class Server:
         self.device = SimulatedDevice(self.scheduler)
 
     def add(self, id: int, prompt: list[int], max_tokens: int, *args, **options) -> Sequence:
-        seq = make_sequence(id, prompt, max_tokens, *args, **options)
-        self.scheduler.add(seq)
-        return seq
+        """Returns the first completion."""
+        request = make_request(id, prompt, max_tokens, *args, **options)
+        self.scheduler.add(request)
+        return request.first
 
-    def add_request(self, id: int, request: Request) -> Sequence:
+    def add_request(self, id: int, asked: Asked) -> Request:
         return self.add(
             id,
-            request.prompt,
-            request.max_tokens,
-            request.stop_ids,
-            request.completions,
-            request.interactive,
-            request.score_from,
-        )
+            asked.prompt,
+            asked.max_tokens,
+            asked.stop_ids,
+            asked.completions,
+            asked.interactive,
+            asked.score_from,
+        ).request
 
     def step(self, delay: bool = False) -> None:
         """Plan and launch a step, then commit all in flight, but not the step itself if `delay`."""
@@ -138,9 +136,7 @@ class Server:
     def check_budgets(self, batch):
         num_tokens = len(batch.decode_slots) + batch.num_prefill_tokens
         assert 0 < num_tokens <= self.scheduler.max_num_batched_tokens
-        forks = [fork for chunk in batch.prefills for fork in chunk.forks]
-        num_slots = len(batch.decode_slots) + len(batch.prefills) + len(forks)
-        assert num_slots <= self.scheduler.max_num_seqs
+        assert len(batch.decode_slots) + len(batch.prefills) <= self.scheduler.max_num_seqs
         running = [seq for seq in self.scheduler.sequences.values() if seq.status is Status.RUNNING]
         assert len(running) <= self.scheduler.max_num_seqs
 
@@ -185,7 +181,7 @@ def all_sizes(draw, windows):
 def streams(draw, windows=NO_WINDOW):
     """Sizes, requests that each fit the cache, and whether a step's commit waits for the next.
 
-    With a window, a request of one completion fits if its window and a block do.
+    With a window, a request fits if its window and a block do.
     """
     sizes = draw(all_sizes(windows))
     num_blocks, block_size = sizes["num_blocks"], sizes["block_size"]
@@ -197,17 +193,10 @@ def streams(draw, windows=NO_WINDOW):
     for _ in range(draw(st.integers(2, 8))):
         family = draw(st.sampled_from(families))
         prompt = family[: draw(st.sampled_from([20, 0, 4, 8]))] + draw(st.lists(token, max_size=5))
-        completions = min(
-            draw(st.sampled_from([1, 1, 1, 2, 4])),
-            sizes["max_num_seqs"],
-            sizes["max_num_batched_tokens"],
-        )
-        most = 50 if window_fits and completions == 1 else room
+        most = 50 if window_fits else room
         prompt = prompt[: most - draw(st.integers(0, most - 1))] or [0]
-        while completions > 1 and len(prompt) // block_size + completions > num_blocks:
-            completions -= 1
         requests.append(
-            Request(
+            Asked(
                 prompt,
                 max_tokens=min(draw(st.sampled_from([16, 1, 2, 7])), most + 1 - len(prompt)),
                 stop_ids=draw(
@@ -217,7 +206,7 @@ def streams(draw, windows=NO_WINDOW):
                 ),
                 arrival=draw(st.sampled_from([0, 0, 1, 4, 9])),
                 patience=draw(st.sampled_from([None, None, None, 1, 6])),
-                completions=completions,
+                completions=draw(st.sampled_from([1, 1, 1, 2, 4])),
                 interactive=draw(st.booleans()),
                 pauses=draw(st.sampled_from(PAUSES)),
             )
@@ -254,44 +243,42 @@ POLICIES = NAMED_POLICIES | {
 }
 
 
-def check_answers(request, first: Sequence) -> None:
+def check_answers(asked: Asked, request: Request) -> None:
     """Each completion is the one the request gets alone, or the begin of it if it was aborted."""
-    for i, seq in enumerate(first.completions):
-        alone = output_alone(request.prompt, seq.max_len, request.stop_ids, seed=i)
+    for i, seq in enumerate(request.completions):
+        alone = output_alone(asked.prompt, seq.max_len, asked.stop_ids, seed=i)
         if seq.finish_reason == "abort":
-            assert request.patience is not None
+            assert asked.patience is not None
             assert seq.output_ids == alone[: len(seq.output_ids)]
         else:
             assert seq.output_ids == alone
-            assert seq.finish_reason == ("stop" if alone[-1] in request.stop_ids else "length")
+            assert seq.finish_reason == ("stop" if alone[-1] in asked.stop_ids else "length")
 
 
-def serve(server: Server, requests: list[Request], delays: list[bool]) -> dict[int, Sequence]:
-    """Let requests come, be paused, go on and be aborted, each at its step. Returns their first
-    completions, in the order in which they came.
+def serve(server: Server, stream: list[Asked], delays: list[bool]) -> dict[int, Request]:
+    """Let requests come, be paused, go on and be aborted, each at its step. Returns them in the
+    order in which they came.
     """
     scheduler = server.scheduler
-    last_event = max(
-        request.arrival + max([0, *(end for _, end in request.pauses)]) for request in requests
-    )
+    last_event = max(one.arrival + max([0, *(end for _, end in one.pauses)]) for one in stream)
     # A step that plans nothing commits, and any other gets some sequence on by a token at least.
     bound = last_event + 2 * sum(
-        request.completions * (len(request.prompt) + request.max_tokens + 1) for request in requests
+        one.completions * (len(one.prompt) + one.max_tokens + 1) for one in stream
     )
-    sequences: dict[int, Sequence] = {}
+    requests: dict[int, Request] = {}
     step = 0
     while step <= last_event or scheduler.has_unfinished() or server.in_flight:
-        for id, request in enumerate(requests):
-            since = step - request.arrival
+        for id, one in enumerate(stream):
+            since = step - one.arrival
             if since == 0:
-                sequences[id] = server.add_request(id, request)
-            for begin, end in request.pauses:
-                for seq in sequences[id].unfinished if since == begin else ():
+                requests[id] = server.add_request(id, one)
+            for begin, end in one.pauses:
+                for seq in requests[id].unfinished if since == begin else ():
                     scheduler.pause(seq)
-                for seq in sequences[id].unfinished if since == end else ():
+                for seq in requests[id].unfinished if since == end else ():
                     scheduler.resume(seq)
-            if since > 0 and since == request.patience:
-                for seq in sequences[id].unfinished:
+            if since > 0 and since == one.patience:
+                for seq in requests[id].unfinished:
                     scheduler.abort(seq)
             check_places(scheduler)
         lengths = {seq: seq.num_tokens for seq in scheduler.paused}
@@ -299,7 +286,7 @@ def serve(server: Server, requests: list[Request], delays: list[bool]) -> dict[i
         assert lengths == {seq: seq.num_tokens for seq in lengths}, "a paused sequence runs"
         step += 1
         assert step <= bound, "a request starves"
-    return sequences
+    return requests
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -308,14 +295,14 @@ def serve(server: Server, requests: list[Request], delays: list[bool]) -> dict[i
 def test_any_stream_of_requests_is_served_right(policy, stream):
     """Whatever the policy: each answer is the one the request gets alone; each step reads what it
     should; no block leaks; none starves."""
-    sizes, requests, delays = stream
+    sizes, stream, delays = stream
     server = Server(make_scheduler(**sizes, policy=POLICIES[policy]()))
     scheduler = server.scheduler
-    sequences = serve(server, requests, delays)
-    for id, request in enumerate(requests):
-        check_answers(request, sequences[id])
-    if policy == "fcfs" and not any(request.pauses for request in requests):
-        assert scheduler.first_starts == [id for id in sequences if id in scheduler.first_starts]
+    requests = serve(server, stream, delays)
+    for id, asked in enumerate(stream):
+        check_answers(asked, requests[id])
+    if policy == "fcfs" and not any(asked.pauses for asked in stream):
+        assert scheduler.first_starts == [id for id in requests if id in scheduler.first_starts]
     check_empty(scheduler)
     assert server.batches == server.as_planned, (
         "a plan never changes: it may run in another process, or later"
@@ -327,11 +314,11 @@ def test_any_stream_of_requests_is_served_right(policy, stream):
 @given(streams(WINDOWS))
 def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
     """What lies behind the window is given back, and a request may be longer than the cache."""
-    sizes, requests, delays = stream
+    sizes, stream, delays = stream
     server = Server(make_scheduler(**sizes, policy=POLICIES[policy]()))
-    sequences = serve(server, requests, delays)
-    for id, request in enumerate(requests):
-        check_answers(request, sequences[id])
+    requests = serve(server, stream, delays)
+    for id, asked in enumerate(stream):
+        check_answers(asked, requests[id])
     check_empty(server.scheduler)
     assert server.batches == server.as_planned
 
@@ -340,7 +327,7 @@ def test_any_stream_is_served_right_by_a_model_of_windows(policy, stream):
 @given(streams(), st.integers(1, 6), st.integers(1, 3))
 def test_a_sequence_that_fails_ends_alone_with_its_tokens_so_far(stream, step, every):
     """Some fail in the place of a token that they would sample, some in several in one step."""
-    sizes, requests, delays = stream
+    sizes, stream, delays = stream
     server = Server(make_scheduler(**sizes))
     scheduler, device = server.scheduler, server.device
     launch = device.launch
@@ -357,8 +344,8 @@ def test_a_sequence_that_fails_ends_alone_with_its_tokens_so_far(stream, step, e
         ]
 
     device.launch = launch_some_that_fail
-    sequences = serve(server, requests, delays)
-    for seq in [one for first in sequences.values() for one in first.completions]:
+    requests = serve(server, stream, delays)
+    for seq in [one for request in requests.values() for one in request.completions]:
         if seq.finish_reason == "abort":
             continue
         alone = output_alone(
@@ -380,19 +367,18 @@ def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
             if seq.num_given_back > before:
                 in_part = seq.num_computed < seq.num_tokens - 1
                 seen.add("a prompt gives back" if in_part else "a decode gives back")
-                seen.add(("of completions", bool(seq.siblings or seq.parent)))
+                seen.add(("of completions", len(seq.request.completions) > 1))
 
     class Watched(WatchedScheduler):
         def __init__(self, **sizes):
             super().__init__(**sizes)
             self.tables.__class__ = WatchedTables
 
-        def _start_next(self):
-            first = self.waiting.first
-            super()._start_next()
-            if first in self.prefilling:
-                seen.add(("a hit behind the window", first.num_given_back > 0))
-                seen.add(("a start in part", first.capacity < first.num_tokens))
+        def _start(self, seq, num_following):
+            super()._start(seq, num_following)
+            if seq in self.prefilling:
+                seen.add(("a hit behind the window", seq.num_given_back > 0))
+                seen.add(("a start in part", seq.capacity < seq.num_tokens))
 
         def _preempt(self, seq):
             if (
@@ -405,8 +391,8 @@ def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
     @settings(max_examples=400, database=None, derandomize=True)
     @given(streams(WINDOWS))
     def look(stream):
-        sizes, requests, delays = stream
-        serve(Server(Watched(**sizes)), requests, delays)
+        sizes, stream, delays = stream
+        serve(Server(Watched(**sizes)), stream, delays)
 
     look()
     assert seen >= {"a prompt gives back", "a decode gives back", ("of completions", True)}
@@ -449,7 +435,7 @@ def test_a_hit_takes_only_the_blocks_that_are_seen():
     server.add(1, list(range(22)), 1)
     server.scheduler.schedule()
     (seq,) = server.scheduler.sequences.values()
-    assert (seq.num_cached_tokens, seq.num_given_back) == (20, 3)
+    assert (seq.request.num_cached_tokens, seq.num_given_back) == (20, 3)
     assert server.scheduler.blocks.num_used == 3
 
 
@@ -462,17 +448,22 @@ def test_a_sequence_longer_than_the_cache_is_preempted_and_goes_on():
 
 
 def test_the_random_streams_reach_what_they_are_meant_for():
-    """Preemption, chunks, cached prompts, and forks with and without a block to copy."""
+    """Preemption, chunks, cached prompts, and completions that share blocks and copy them."""
     seen = set()
 
     @settings(max_examples=400, database=None, derandomize=True)
     @given(streams())
     def look(stream):
-        sizes, requests, delays = stream
+        sizes, stream, delays = stream
         server = Server(make_scheduler(**sizes))
-        for id, request in enumerate(requests):
-            server.add_request(id, request)
+        for id, asked in enumerate(stream):
+            server.add_request(id, asked)
         server.run(delays[0])
+        seen.update(
+            ("completion", "shares" if num_shared else "shares nothing", sizes["caching"])
+            for id, num_shared in server.scheduler.num_shared.items()
+            if id >= 100
+        )
         if server.scheduler.num_preemptions:
             seen.add(("preemption", delays[0]))
         for batch in server.batches:
@@ -484,16 +475,13 @@ def test_the_random_streams_reach_what_they_are_meant_for():
                 seen.add("copy")
                 if any(source in table for table in tables if target not in table):
                     seen.add("copy from a block that is taken")
-            block_size = sizes["block_size"]
-            seen.update(
-                ("fork", fork.end % block_size > 0)
-                for chunk in batch.prefills
-                for fork in chunk.forks
-            )
+                if not sizes["caching"]:
+                    seen.add("copy from another completion")
 
     look()
-    wanted = {("chunk", False), ("chunk", True), "fully cached", ("fork", False), ("fork", True)}
-    wanted |= {"copy", "copy from a block that is taken"}
+    wanted = {("chunk", False), ("chunk", True), "fully cached"}
+    wanted |= {("completion", "shares", caching) for caching in (False, True)}
+    wanted |= {"copy", "copy from a block that is taken", "copy from another completion"}
     assert seen >= wanted | {("preemption", False), ("preemption", True)}
 
 
@@ -579,21 +567,23 @@ def test_the_youngest_sequence_is_preempted_and_goes_first_in_line():
 
 @pytest.mark.parametrize("completions", [1, 3])
 def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode(completions):
-    server = Server(make_scheduler(num_blocks=8, block_size=2, max_num_batched_tokens=5))
-    server.add(0, [1, 2], 8)
-    server.add(1, [1, 3], 8)
+    num_blocks = 9 + completions
+    server = Server(make_scheduler(num_blocks=num_blocks, block_size=2, max_num_batched_tokens=5))
+    server.add(0, [1], 9)
+    server.add(1, [3], 9)
+    for _ in range(3):
+        server.step()
+    third = server.add(2, [2] * 12, 3, completions=completions)
     server.step()
-    server.step()
-    third = server.add(2, [2] * 8, 3, completions=completions)
-    server.step()
-    assert server.scheduler.prefilling == [third] and server.scheduler.blocks.num_free == 0
+    assert server.scheduler.prefilling == [third]
+    assert server.scheduler.blocks.num_free == completions - 1, "one for each that follows"
     server.run_until_preemption()
     assert [seq.id for seq in server.scheduler.running] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2]
     assert not server.scheduler.prefilling
     server.run()
-    assert [seq.output_ids for seq in third.completions] == [
-        output_alone([2] * 8, 11, seed=i) for i in range(completions)
+    assert [seq.output_ids for seq in third.request.completions] == [
+        output_alone([2] * 12, 15, seed=i) for i in range(completions)
     ]
 
 
@@ -661,7 +651,7 @@ def test_a_conversation_goes_on_where_its_last_answer_ends(delay):
     for turn in range(8):
         seq = server.add(turn, prompt, 3 + turn % 3)
         server.run(delay)
-        assert seq.num_cached_tokens == (len(prompt) - 3 if turn else 0)
+        assert seq.request.num_cached_tokens == (len(prompt) - 3 if turn else 0)
         prompt = seq.token_ids + [turn, turn]
 
 
@@ -749,8 +739,8 @@ def test_completions_of_a_prompt_that_is_copied_in_part_copy_it_on():
     server.run()
     seq = server.add(1, [1] * 12 + [2], 9, completions=3)
     server.run()
-    assert seq.num_cached_tokens == 12
-    assert [one.output_ids for one in seq.completions] == [
+    assert seq.request.num_cached_tokens == 12
+    assert [one.output_ids for one in seq.request.completions] == [
         output_alone([1] * 12 + [2], 22, seed=i) for i in range(3)
     ]
 
@@ -764,17 +754,17 @@ def test_conversations_compute_hardly_a_token_twice():
     prompts = [[r.randrange(10_000) for _ in range(r.randint(64, 512))] for _ in range(96)]
     cached = possible = 0
     for turn in range(5):
-        sequences = [make_sequence(96 * turn + i, one, 32) for i, one in enumerate(prompts)]
-        for seq in sequences:
-            scheduler.add(seq)
+        requests = [make_request(96 * turn + i, one, 32) for i, one in enumerate(prompts)]
+        for request in requests:
+            scheduler.add(request)
         while scheduler.has_unfinished():
             batch = scheduler.schedule()
-            num_samples = len(batch.decode_slots) + len(batch.first_samples)
-            scheduler.commit([r.randrange(10_000) for _ in range(num_samples)])
-        cached += sum(seq.num_cached_tokens for seq in sequences)
+            scheduler.commit([r.randrange(10_000) for _ in batch.sampling_slots])
+        cached += sum(request.num_cached_tokens for request in requests)
         # All but the last answer's last token and the new question.
         possible += sum(len(prompt) - 65 for prompt in prompts) if turn else 0
-        prompts = [seq.token_ids + [r.randrange(10_000) for _ in range(64)] for seq in sequences]
+        answers = [request.first.token_ids for request in requests]
+        prompts = [answer + [r.randrange(10_000) for _ in range(64)] for answer in answers]
     assert 0.99 * possible < cached <= possible
 
 
@@ -947,9 +937,10 @@ def test_prompts_computed_in_part_may_be_paused_and_go_on_in_turn(completions):
         server.scheduler.resume(seq)
     assert server.scheduler.prefilling == sequences
     server.run()
-    assert sum(batch.num_prefill_tokens for batch in server.batches) == 60, "none anew"
+    computed = sum(batch.num_prefill_tokens for batch in server.batches)
+    assert computed == 60 + 3 * (completions - 1), "only each completion's last token anew"
     for id, seq in enumerate(sequences):
-        outputs = [one.output_ids for one in seq.completions]
+        outputs = [one.output_ids for one in seq.request.completions]
         assert outputs == [output_alone([id] * 20, 23, seed=i) for i in range(completions)]
 
 
@@ -1030,8 +1021,8 @@ def test_the_random_streams_pause_sequences_wherever_they_stand():
     @settings(max_examples=300, database=None, derandomize=True)
     @given(streams())
     def look(stream):
-        sizes, requests, delays = stream
-        serve(Server(Watched(**sizes)), requests, delays)
+        sizes, stream, delays = stream
+        serve(Server(Watched(**sizes)), stream, delays)
 
     look()
     states = ["prompt in part", "decoding", "in flight"]
@@ -1045,16 +1036,38 @@ def test_invalid_logits_end_a_completion_alone_and_leave_nothing_of_its_prompt_c
     server = Server(scheduler)
     prompt = list(range(20))
     other, first = server.add(7, [4], 5), server.add(8, prompt, 5, completions=2)
+    _, second = first.request.completions
+    server.step()
     batch = scheduler.schedule()
-    assert len(batch.first_samples) == 3 and scheduler.blocks.match(prompt)
+    assert scheduler.newest_step == [other, first, second] and len(batch.prefills) == 1
+    assert scheduler.blocks.match(prompt)
     if delay:
         scheduler.schedule()
-    fork = first.siblings[0]
-    assert scheduler.commit([1, 1, INVALID_TOKEN]) == ([other, first], [fork])
-    assert fork.finish_reason == "error" and fork.token_ids == prompt
+    assert scheduler.commit([1, 1, INVALID_TOKEN]) == ([other, first], [second])
+    assert second.finish_reason == "error" and second.token_ids == prompt
     assert scheduler.blocks.match(prompt) == []
     check_blocks(scheduler)
-    assert other.output_ids == first.output_ids == [1] and first.finish_reason is None
+    assert other.output_ids[1:] == first.output_ids[1:] == [1] and first.finish_reason is None
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_the_others_compute_the_prompt_again_if_the_first_completion_had_invalid_logits(delay):
+    scheduler = make_scheduler()
+    server = Server(scheduler)
+    prompt = list(range(20))
+    first = server.add(8, prompt, 5, completions=2)
+    _, second = first.request.completions
+    scheduler.schedule()
+    if delay:
+        scheduler.schedule()
+    assert scheduler.commit([INVALID_TOKEN]) == ([], [first])
+    if delay:
+        # The step in flight read the same K and V, so its logits are invalid, too.
+        assert scheduler.commit([INVALID_TOKEN] * 2) == ([], [second])
+    else:
+        (chunk,) = scheduler.schedule().prefills
+        assert chunk.start == 0
+    check_blocks(scheduler)
 
 
 def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():
@@ -1066,3 +1079,15 @@ def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():
     server.scheduler.commit([3, 4])
     sampled, _ = server.scheduler.commit([INVALID_TOKEN, 5])
     assert sampled == [other] and ended.output_ids == [3] and other.output_ids == [4, 5]
+
+
+def test_a_request_starts_beside_others_only_with_room_for_all_its_completions():
+    server = Server(make_scheduler(max_num_seqs=8))
+    for id in range(4):
+        server.add(id, [id] * 6, 5, completions=4)
+    server.step()
+    assert server.scheduler.first_starts == [0, 1]
+    server.step()
+    assert server.scheduler.num_running == 8
+    server.run()
+    assert server.scheduler.first_starts == [0, 1, 2, 3]

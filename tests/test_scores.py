@@ -121,33 +121,30 @@ def test_scores_on_a_gpu_are_those_of_transformers(get_checkpoint, make_llm, eag
 @given(streams(NO_WINDOW | WINDOWS), st.data())
 @tries(150)
 def test_each_token_asked_for_is_scored_once_wherever_a_sequence_is_stopped(stream, data):
-    """Preempted, paused, aborted, forked, in chunks, with hits: by a scheduler of a device that
-    checks every read.
+    """Preempted, paused, aborted, in chunks, with hits and further completions: by a scheduler of a
+    device that checks every read.
     """
-    sizes, requests, delays = stream
+    sizes, stream, delays = stream
     changed = []
-    for request in requests:
+    for asked in stream:
         if data.draw(st.booleans()):
-            begin = data.draw(st.sampled_from([1, 1, 2, 7, len(request.prompt) - 1])) or 1
+            begin = data.draw(st.sampled_from([1, 1, 2, 7, len(asked.prompt) - 1])) or 1
             none = data.draw(st.booleans())
-            request = replace(
-                request, score_from=begin, max_tokens=0 if none else request.max_tokens
-            )
-        changed.append(request)
+            asked = replace(asked, score_from=begin, max_tokens=0 if none else asked.max_tokens)
+        changed.append(asked)
     server = Server(make_scheduler(**sizes))
-    for request, seq in zip(changed, serve(server, changed, delays).values()):
-        numbers = array("q", b"".join(seq.scores.records if seq.scores else [])).tolist()
-        places = range(request.score_from or len(request.prompt), len(request.prompt))
-        expected = [number for place in places for number in (place, request.prompt[place])]
-        if any(one.finish_reason == "abort" for one in seq.completions):
+    for asked, request in zip(changed, serve(server, changed, delays).values()):
+        numbers = array("q", b"".join(request.scores.records if request.scores else [])).tolist()
+        places = range(asked.score_from or len(asked.prompt), len(asked.prompt))
+        expected = [number for place in places for number in (place, asked.prompt[place])]
+        if any(seq.finish_reason == "abort" for seq in request.completions):
             assert numbers == expected[: len(numbers)]
         else:
             assert numbers == expected
-            for i, one in enumerate(seq.completions):
-                assert one.token_ids[: len(request.prompt)] == request.prompt
-                length = len(request.prompt) + request.max_tokens
-                alone = output_alone(request.prompt, length, request.stop_ids, seed=i)
-                assert one.output_ids == alone
+            for i, seq in enumerate(request.completions):
+                assert seq.token_ids[: len(asked.prompt)] == asked.prompt
+                length = len(asked.prompt) + asked.max_tokens
+                assert seq.output_ids == output_alone(asked.prompt, length, asked.stop_ids, seed=i)
     check_empty(server.scheduler)
 
 

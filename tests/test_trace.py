@@ -212,7 +212,7 @@ def test_the_figures_are_those_of_metrics(make_llm, tmp_path, overlap):
 
 def test_figures_are_worked_out_from_times_and_block_tables():
     run = Run("m", "cpu", "float32", "plain", False, 8, 4, 2, 8, 1.0, 1)
-    step = dict(forked=(), grown=(), waiting=0, schedule_seconds=0.01, launch_seconds=0.5)
+    step = dict(grown=(), waiting=0, schedule_seconds=0.01, launch_seconds=0.5)
     events = [
         run,
         Added(1.0, 0, 0, 6, 2),
@@ -419,9 +419,9 @@ def test_each_start_has_the_reason_that_the_policy_gives(make_llm, tmp_path, pol
     while llm.has_unfinished():
         llm.step()
     last = [event.reason for event in llm.engine.listeners[-1].events if isinstance(event, Started)]
-    assert last[-1] == last[-2], "completions that start together have the same reason"
+    assert last[-1] == "further completions start once their prompt is computed"
     if policy == "throughput":
-        assert last[-1] == "interactive requests start before the others, in order of arrival"
+        assert last[-2] == "interactive requests start before the others, in order of arrival"
 
 
 def test_without_a_trace_no_policy_is_asked_for_a_reason(make_llm, tmp_path):
@@ -852,7 +852,7 @@ def test_the_page_shows_markup_in_a_trace_as_text(make_llm, tmp_path):
         for field in ("seq", "request", "joined", "left"):
             if field in line:
                 line[field] = marked(line[field])
-        for field in {"prefills", "forked", "grown"} & {*line}:
+        for field in {"prefills", "grown"} & {*line}:
             line[field] = [[marked(seq), *rest] for seq, *rest in line[field]]
         lines.append(type(event)(**line))
     write(lines, tmp_path / "run.html")
@@ -904,7 +904,7 @@ def steps_of(seconds: list[float], slow_commits: Collection[int] = ()) -> list[E
     """The events of one sequence whose steps follow one another and take so many seconds."""
     run = Run("m", "cpu", "float32", "plain", False, 8, 256, 2, 512, 1.0, 1)
     events: list[Event] = [run, Added(0.0, 0, 0, 1, len(seconds)), Started(0, 0, (0,), 0, 0)]
-    step = dict(forked=(), grown=(), left=(), running=1, waiting=0)
+    step = dict(grown=(), left=(), running=1, waiting=0)
     time = 0.0
     for i, taken in enumerate(seconds):
         first = i == 0

@@ -15,22 +15,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """A sequence that starts after the prompt of another, and samples from the same hidden state.
-
-    A fork shares the blocks that the prompt fills. If the prompt fills its last block only in part,
-    the content of that block must be copied to the last block in the fork's block table.
-    """
-
-    batch_slot: int
-    end: int  # the number of tokens of the prompt
-    block_table: list[int]
-    temperature: float
-    seed: int
-    sampling: SamplingMetadata | None = None
-
-
 class ScoredTokens(NamedTuple):
     """The consecutive tokens of a prompt that the hidden states of one chunk score."""
 
@@ -54,7 +38,6 @@ class PrefillChunk:
     temperature: float
     seed: int
     sampling: SamplingMetadata | None = None  # None: temperature and seed alone decide the sample
-    forks: tuple[Fork, ...] = ()  # only if `is_last`
     scored: ScoredTokens | None = None
 
     @property
@@ -108,7 +91,8 @@ class RunnerInfo:
 class Batch:
     """The plan of a step: decoding sequences first, one token each, then the prefill chunks.
 
-    The step samples a token for each decoding sequence and each of `first_samples`, in that order.
+    The step samples a token for each decoding sequence and after each chunk that is the last of its
+    sequence, in that order.
     """
 
     decode_slots: tuple[int, ...] = ()
@@ -121,11 +105,10 @@ class Batch:
     block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
-    def first_samples(self) -> list[PrefillChunk | Fork]:
-        """The chunks that reach the end of their sequence, then the forks."""
-        chunks = [chunk for chunk in self.prefills if chunk.is_last]
-        forks = [fork for chunk in self.prefills for fork in chunk.forks]
-        return chunks + forks
+    def sampling_slots(self) -> tuple[int, ...]:
+        """The batch slots of the sequences that get a token, in the order of the tokens."""
+        ending = [chunk.batch_slot for chunk in self.prefills if chunk.is_last]
+        return (*self.decode_slots, *ending)
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -123,12 +123,26 @@ class BlockManager:
                 if self._keys[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def match(self, token_ids: list[int]) -> list[int]:
-        """Find the cached blocks that hold the longest prefix of `token_ids`. Changes nothing."""
+    def new_root(self, num_completions: int) -> Prefix | None:
+        """Return the prefix after which the blocks of a new request are kept. None: they are not.
+
+        With prefix caching all requests begin at NO_PREFIX, so any two of them may share blocks.
+        Without it, a request of several completions begins at a prefix of its own: only these
+        completions share its blocks.
+        """
+        if self.enable_prefix_caching:
+            return NO_PREFIX
+        number = next(self._new_prefix_ids)
+        return Prefix(number, number) if num_completions > 1 else None
+
+    def match(self, token_ids: list[int], root: Prefix | None = NO_PREFIX) -> list[int]:
+        """Find the cached blocks that hold the longest prefix of `token_ids`, of a request that
+        begins at `root`. Changes nothing.
+        """
         matched: list[int] = []
-        if not self.enable_prefix_caching:
+        if root is None:
             return matched
-        prefix = NO_PREFIX
+        prefix = root
         for end in range(self.block_size, len(token_ids) + 1, self.block_size):
             key = make_key(prefix, token_ids[end - self.block_size : end])
             block = self._find(chained_hash(prefix, key), key)
@@ -138,12 +152,14 @@ class BlockManager:
             prefix = self._prefixes[block]
         return matched
 
-    def match_run(self, prefix: Prefix, token_ids: list[int]) -> tuple[int, int] | None:
+    def match_run(self, prefix: Prefix | None, token_ids: list[int]) -> tuple[int, int] | None:
         """Find the known block after `prefix` that shares the longest run of leading tokens with
         `token_ids`. Changes nothing.
 
         Returns (block, length of the run), or None if no run is worth a copy.
         """
+        if prefix is None:
+            return None
         key = make_key(prefix, token_ids)
         place = bisect_left(self._ordered, (key, -1))
         beside = self._ordered[max(0, place - 1) : place + 1]
@@ -151,14 +167,15 @@ class BlockManager:
         run, block = max(runs, default=(0, -1))
         return (block, run) if run >= self.min_run else None
 
-    def register(self, block: int, before: Prefix, token_ids: list[int]) -> Prefix:
+    def register(self, block: int, before: Prefix | None, token_ids: list[int]) -> Prefix | None:
         """Make a block known by its token ids and the prefix before it.
 
         A block that is filled only in part may be registered again when it holds more. Returns the
-        prefix that ends with the block.
+        prefix that ends with the block; None if the block does not become known, because its
+        request has no root or the block holds too few tokens.
         """
-        if not self.enable_prefix_caching or len(token_ids) < self.min_run:
-            return NO_PREFIX
+        if before is None or len(token_ids) < self.min_run:
+            return None
         self.forget(block)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)

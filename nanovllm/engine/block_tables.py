@@ -7,18 +7,17 @@ batch slots nor policies, which belong to the scheduler.
 
 from typing import NamedTuple
 
-from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
 
 
 class Start(NamedTuple):
-    """The blocks that a sequence and its forks would start with."""
+    """The blocks that a sequence would start with."""
 
     cached: list[int]  # blocks of the longest prefix that the prefix cache holds
     num_out_of_window: int  # leading blocks of `cached` that no token to be computed sees
     num_new: int  # blocks that the sequence takes beside `cached`
-    num_tails: int  # blocks that the forks take: one each if the prompt's last block is partly full
 
     @property
     def shared(self) -> list[int]:
@@ -32,8 +31,8 @@ class BlockTables:
     window: The sliding window: how many tokens a token sees, itself included. If layers differ, the
         largest of their windows; None: a token sees all tokens before it. A running sequence gives
         back the blocks that its window has passed.
-    most_blocks: The most blocks that a sequence without forks starts with. They hold the tokens of
-        one step and all tokens that these see.
+    most_blocks: The most blocks that a sequence starts with. They hold the tokens of one step and
+        all tokens that these see.
     copies: Pairs of blocks (source, copy) that the planned step copies before it writes any block.
     """
 
@@ -62,23 +61,20 @@ class BlockTables:
     def plan(self, seq: Sequence) -> Start:
         """Find the blocks that a waiting sequence would start with. Changes nothing."""
         reusable = seq.token_ids[: seq.num_reusable]
-        cached = self.blocks.match(reusable)
+        cached = self.blocks.match(reusable, seq.request.root)
         num_out_of_window = self._num_out_of_window(
             min(len(cached) * self.block_size, len(reusable) - 1)
         )
         num_new = -(-seq.num_tokens // self.block_size) - len(cached)
-        if not seq.forks:  # forks need the blocks of the whole prompt
-            num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
-        num_tails = len(seq.forks) if seq.num_tokens % self.block_size else 0
-        return Start(cached, num_out_of_window, num_new, num_tails)
+        num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
+        return Start(cached, num_out_of_window, num_new)
 
     def have_room(self, start: Start, reserve: int) -> bool:
         """Tell whether there are free blocks for `start`, and `reserve` more."""
-        needed = start.num_new + start.num_tails + reserve
-        return self.blocks.num_free_without(start.shared) >= needed
+        return self.blocks.num_free_without(start.shared) >= start.num_new + reserve
 
     def start(self, seq: Sequence, start: Start) -> int:
-        """Give a sequence and its forks the blocks that `plan` found.
+        """Give a sequence the blocks that `plan` found.
 
         Returns the number of leading tokens whose K and V need not be computed: their blocks are
         shared, or are copied before the step writes any block.
@@ -86,7 +82,7 @@ class BlockTables:
         blocks, cached = self.blocks, start.cached
         seq.num_given_back = start.num_out_of_window
         seq.num_registered_blocks = len(cached)
-        seq.prefix = blocks.prefix(cached[-1]) if cached else NO_PREFIX
+        seq.prefix = blocks.prefix(cached[-1]) if cached else seq.request.root
         # Another block may begin with the tokens that follow the cached blocks. It is copied.
         num_cached = len(cached) * self.block_size
         end = min(num_cached + self.block_size, seq.num_reusable)
@@ -100,21 +96,7 @@ class BlockTables:
             self.copies.append((source, seq.block_table[len(cached)]))
             num_cached += length
         seq.capacity = len(seq.block_table) * self.block_size
-        if seq.forks:
-            self._share_with_forks(seq)
         return num_cached
-
-    def _share_with_forks(self, seq: Sequence) -> None:
-        """Let the forks share the blocks that the prompt fills.
-
-        If the prompt fills its last block only in part, each fork gets a block of its own in that
-        place.
-        """
-        num_full, tail = divmod(seq.num_tokens, self.block_size)
-        for fork in seq.forks:
-            self.blocks.share(seq.block_table[seq.num_given_back : num_full])
-            fork.block_table = seq.block_table[:num_full] + self.blocks.allocate(1 if tail else 0)
-            fork.num_given_back, fork.capacity = seq.num_given_back, seq.capacity
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or all free blocks if there are too few."""
@@ -168,8 +150,6 @@ class BlockTables:
             if len(token_ids) == size:
                 seq.prefix = prefix
                 seq.num_registered_blocks += 1
-        for fork in seq.forks:
-            fork.num_registered_blocks, fork.prefix = seq.num_registered_blocks, seq.prefix
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks of a sequence back.
@@ -186,6 +166,6 @@ class BlockTables:
         cache, because their K and V may be NaN or infinite.
         """
         held = seq.block_table[seq.num_given_back :]
-        for block in [*self.blocks.match(seq.token_ids), *held]:
+        for block in [*self.blocks.match(seq.token_ids, seq.request.root), *held]:
             self.blocks.forget(block)
         self.blocks.release(held)

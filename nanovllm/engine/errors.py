@@ -2,6 +2,7 @@
 
 import logging
 
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 
 logger = logging.getLogger("nanovllm")
@@ -52,12 +53,13 @@ def explain(seq: Sequence) -> str:
 def warn(seq: Sequence) -> None:
     """Log that a sequence ended with an error."""
     logger.warning(
-        f"nanovllm: {_name(seq)} ended with an error: {seq.error}. The output of this request has "
-        "finish_reason='error'. Other requests continue; further errors of this call are not logged"
+        f"nanovllm: {_name(seq.request)} ended with an error: {seq.error}. The output of this "
+        "request has finish_reason='error'. Other requests continue; further errors of this call "
+        "are not logged"
     )
 
 
-def check_any_succeeded(requests: list[Sequence]) -> None:
+def check_any_succeeded(requests: list[Request]) -> None:
     """Raise InvalidLogitsError if all completions of all requests ended with an error.
 
     A call without requests raises nothing.
@@ -67,11 +69,11 @@ def check_any_succeeded(requests: list[Sequence]) -> None:
         return
     others = len(requests) - 1
     also = f"; the {others} other requests of the call ended with an error, too" if others else ""
-    raise InvalidLogitsError(f"{_name(requests[0])}: {requests[0].error}{also}")
+    raise InvalidLogitsError(f"{_name(requests[0])}: {sequences[0].error}{also}")
 
 
-def _name(seq: Sequence) -> str:
+def _name(request: Request) -> str:
     """Name a request by its id and the first tokens of its prompt."""
-    begin = ", ".join(map(str, seq.token_ids[: min(8, seq.num_prompt_tokens)]))
-    dots = ", ..." if seq.num_prompt_tokens > 8 else ""
-    return f"request {seq.request.id} (prompt [{begin}{dots}])"
+    begin = ", ".join(map(str, request.prompt[:8]))
+    dots = ", ..." if len(request.prompt) > 8 else ""
+    return f"request {request.id} (prompt [{begin}{dots}])"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.engine.batch import Batch
+    from nanovllm.engine.request import Request
     from nanovllm.engine.sequence import Sequence
     from nanovllm.outputs import StepRecord
 
@@ -17,8 +18,8 @@ class EngineListener:
     listener must not change its arguments, and must not call the engine.
     """
 
-    def request_added(self, request: "Sequence") -> None:
-        """Hear of a new request, by its first completion, before the request is queued."""
+    def request_added(self, request: "Request") -> None:
+        """Hear of a new request, before it is queued."""
 
     def sequence_started(
         self, seq: "Sequence", num_shared_blocks: int, num_cached: int, why: Callable[[], str]

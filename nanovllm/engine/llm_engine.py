@@ -4,7 +4,6 @@ With overlap, step N + 1 is launched before the tokens of step N are read, so th
 for Python.
 """
 
-import itertools
 import random
 from collections.abc import Callable
 from time import perf_counter
@@ -20,6 +19,7 @@ from nanovllm.engine.metrics import EngineMetrics
 from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.models import find_model
@@ -89,7 +89,7 @@ class LLMEngine:
         self.last_step: StepRecord | None = None  # the figures at the launch of the last step
         self._in_flight: Launched | None = None
         self._constrained: list[Sequence] = []  # sequences with a constraint; some have finished
-        self._ids = itertools.count()
+        self._next_id = 0  # of the next sequence
         self._seeds = random.Random(config.seed)
 
     def _make_scheduler(self) -> Scheduler:
@@ -113,66 +113,48 @@ class LLMEngine:
         self,
         prompt: list[int],
         params: SamplingParams,
-        text: str | None = None,
+        prompt_text: str | None = None,
         *,
         streams: bool = False,
         interactive: bool = False,
         score_from: int = 1,
-    ) -> Sequence:
-        """Queue a request that has been checked. Returns its first completion, which keeps `text`.
+    ) -> Request:
+        """Queue a request that has been checked.
 
         `streams`: the text is read as it grows. `interactive`: a user waits for this request, not
         only for the whole batch it came in, so a policy should not delay it for the others.
         `score_from`: the first token of the prompt that `prompt_logprobs` reports.
         """
-        seq, *siblings = [
-            self._make_sequence(prompt, params, i, interactive) for i in range(params.n)
-        ]
-        seq.prompt_text = text
-        seq.siblings = tuple(siblings)
-        for sibling in siblings:
-            sibling.parent = seq
-        num_forks = self._most_at_once(seq) - 1
-        seq.forks = tuple(siblings[:num_forks])
-        if params.prompt_logprobs is not None:
-            seq.scores = PromptScores(prompt, params.prompt_logprobs, score_from)
-        if params.max_tokens:
-            for one in seq.completions:
-                self._follow(one, streams)
-        self._listener.request_added(seq)
-        # The others wait as requests do, and find the prompt in the prefix cache.
-        for one in (seq, *siblings[num_forks:]):
-            self.scheduler.add(one)
-        return seq
-
-    def _most_at_once(self, seq: Sequence) -> int:
-        """Return how many completions of a prompt can start together: each needs a batch slot,
-        and a block of its own after those that the prompt fills, which they share.
-        """
-        blocks = self.scheduler.blocks
-        num_left = blocks.num_blocks - seq.num_tokens // blocks.block_size
-        return min(self.scheduler.max_num_seqs, max(1, num_left))
-
-    def _make_sequence(
-        self, prompt: list[int], params: SamplingParams, completion: int, interactive: bool
-    ) -> Sequence:
-        if params.seed is None:
-            seed = self._seeds.getrandbits(63)
-        else:
-            seed = (params.seed + completion) % 2**63
         assert params.max_tokens is not None, "the facade replaces None by a number"
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = PromptScores(prompt, params.prompt_logprobs, score_from)
         stop_ids = frozenset() if params.ignore_eos else self.stop_ids
-        seq = Sequence(
-            next(self._ids),
+        request = Request(
+            self._next_id,
             prompt,
             params,
             max_len=min(len(prompt) + params.max_tokens, self.max_model_len),
-            seed=seed,
+            seeds=[self._seed(params, i) for i in range(params.n)],
             stop_ids=stop_ids.union(params.stop_token_ids or ()),
+            prompt_text=prompt_text,
             interactive=interactive,
+            scores=scores,
+            added_at=perf_counter(),
         )
-        seq.added_at = perf_counter()
-        return seq
+        self._next_id += params.n
+        if params.max_tokens:
+            for seq in request.completions:
+                self._follow(seq, streams)
+        self._listener.request_added(request)
+        self.scheduler.add(request)
+        return request
+
+    def _seed(self, params: SamplingParams, completion: int) -> int:
+        """Return the seed of a completion, which stands at this index among those of its prompt."""
+        if params.seed is None:
+            return self._seeds.getrandbits(63)
+        return (params.seed + completion) % 2**63
 
     def _follow(self, seq: Sequence, streams: bool) -> None:
         """Give a sequence its constraint and have its text read, where it needs these."""
@@ -311,15 +293,15 @@ class LLMEngine:
         now = perf_counter()
         for seq in sampled:
             if seq.first_token_at is None:
-                seq.first_token_at = seq.clock(now)
+                seq.first_token_at = seq.request.clock(now)
         for seq in ended:
-            seq.finished_at = seq.clock(now)
+            seq.finished_at = seq.request.clock(now)
 
-    def abort(self, request: Sequence) -> None:
+    def abort(self, request: Request) -> None:
         """End the unfinished completions of a request."""
         self._listener.step_begins()
-        unfinished = [seq for seq in request.completions if seq.status is not Status.FINISHED]
-        for seq in request.unfinished:
+        unfinished = request.unfinished
+        for seq in unfinished:
             self.scheduler.abort(seq)
         for seq in request.completions:
             seq.constraint = None
@@ -329,21 +311,18 @@ class LLMEngine:
         for seq in unfinished:
             self._listener.sequence_finished(seq)
 
-    def pause(self, request: Sequence) -> None:
+    def pause(self, request: Request) -> None:
         """Keep the unfinished completions of a request from running until `resume`."""
         for seq in request.unfinished:
             self.scheduler.pause(seq)
-            if seq.paused_at is None:
-                seq.paused_at = perf_counter()
+        request.pause(perf_counter())
 
-    def resume(self, request: Sequence) -> None:
-        """Let the paused completions of a request continue. Their times leave the pause out."""
-        for seq in request.unfinished:
-            if seq.paused_at is None:
-                continue
-            self.scheduler.resume(seq)
-            seq.shift_times(perf_counter() - seq.paused_at)
-            seq.paused_at = None
+    def resume(self, request: Request) -> None:
+        """Let the completions of a request continue, if the request is paused."""
+        if request.paused_at is not None:
+            for seq in request.unfinished:
+                self.scheduler.resume(seq)
+            request.resume(perf_counter())
 
     def reset(self) -> None:
         """Drop every request after an error or interrupt, so that the engine is empty and usable.

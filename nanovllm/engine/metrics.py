@@ -55,14 +55,15 @@ class Metrics:
         self.output_tokens += num_output
         self.errors += seq.finish_reason == "error"
         self.preemptions += seq.num_preemptions
-        if seq.parent is None:  # of n completions, only the first one counts the prompt
-            assert seq.num_cached_tokens is not None
+        if seq.is_first:  # of n completions, only the first one counts the prompt
+            request = seq.request
+            assert request.num_cached_tokens is not None
             self.requests += 1
             self.prompt_tokens += seq.num_prompt_tokens
-            self.cached_tokens += seq.num_cached_tokens
+            self.cached_tokens += request.num_cached_tokens
             if num_output:
                 assert seq.first_token_at is not None
-                self.seconds_to_first_token.append(seq.first_token_at - seq.added_at)
+                self.seconds_to_first_token.append(seq.first_token_at - request.added_at)
         if num_output > 1:
             assert seq.first_token_at is not None and seq.finished_at is not None
             seconds = seq.finished_at - seq.first_token_at

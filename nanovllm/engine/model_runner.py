@@ -4,8 +4,7 @@
 policies, which belong to the scheduler. It is plain and right on any device; a subclass replaces
 what its device can do better.
 
-Shapes: B sequences that sample in a step; P tokens in N prompt chunks; S sequences that start with
-the chunks: the N sequences of the chunks, then their forks; V vocabulary entries.
+Shapes: B sequences that sample in a step; P tokens in N prompt chunks; V vocabulary entries.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,14 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.engine.batch import (
-    Batch,
-    Fork,
-    LogitsEdits,
-    PrefillChunk,
-    RunnerInfo,
-    StepResult,
-)
+from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
 from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
@@ -58,8 +50,8 @@ class PrefillInputs(NamedTuple):
     token_ids: Tensor  # [P] int64
     positions: Tensor  # [P] int64
     slot_mapping: Tensor  # [P] int64
-    batch_slots: Tensor  # [S] int64
-    context_lens: Tensor  # [S] int32, after this step
+    batch_slots: Tensor  # [N] int64
+    context_lens: Tensor  # [N] int32, after this step
     metadata: PrefillMetadata
 
 
@@ -207,8 +199,7 @@ class ModelRunner:
             output = self._decode_step(slots, batch)
         logprobs = []
         if self.resampler is not None:
-            sampled = batch.decode_slots + tuple([seq.batch_slot for seq in batch.first_samples])
-            logprobs = self.resampler.resample(sampled, output)
+            logprobs = self.resampler.resample(batch.sampling_slots, output)
         return self._answer(output, logprobs)
 
     @torch.inference_mode()
@@ -241,8 +232,7 @@ class ModelRunner:
     def _mixed_step(self, slots: Tensor, chunks: tuple[PrefillChunk, ...]) -> StepOutput:
         """Run decoding sequences and prompt chunks in one forward pass.
 
-        Samples a token for each decoding sequence, then for each chunk that ends its prompt, then
-        for each fork.
+        Samples a token for each decoding sequence, then for each chunk that ends its prompt.
         """
         decodes = len(slots)
         prefill = self._prefill_inputs(chunks)
@@ -255,7 +245,7 @@ class ModelRunner:
         places = sampled_places(decodes, chunks)
         # A forward pass returns at least one hidden state, even if no token is sampled.
         wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
-        indices, starting = self._upload_all(np.int64, wanted, places.sequences)
+        indices, ending = self._upload_all(np.int64, wanted, places.chunks)
         some_scored = any([chunk.scored for chunk in chunks])
         metadata = AttentionMetadata(
             slot_mapping,
@@ -271,23 +261,17 @@ class ModelRunner:
             assert self.score_prompts is not None, "without it, no request may ask for scores"
             prompt_logprobs = self.score_prompts(self, hidden[decodes:], chunks)
             hidden = hidden[indices]
-        if any([chunk.forks for chunk in chunks]):
-            self._copy_to_forks(chunks)
-        sampling = torch.cat((slots, prefill.batch_slots[starting]))
-        lengths = prefill.context_lens[starting]
+        sampling = torch.cat((slots, prefill.batch_slots[ending]))
+        lengths = prefill.context_lens[ending]
         if context_lens is not None:
             lengths = torch.cat((context_lens, lengths))
         output = self._sample(hidden[: len(places.tokens)], sampling, lengths)
         return output._replace(prompt_logprobs=prompt_logprobs)
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
-        """Upload the tokens of the chunks, and start the chunks' sequences and their forks in their
-        batch slots.
-        """
-        sequences: list[PrefillChunk | Fork] = [*chunks]
-        sequences += [fork for chunk in chunks for fork in chunk.forks]
-        packed = pack_chunks(chunks, sequences, self.block_size, self.max_blocks)
-        temperatures = np.array([seq.temperature for seq in sequences], dtype=np.float32)
+        """Upload the tokens of the chunks, and start the chunks' sequences in their batch slots."""
+        packed = pack_chunks(chunks, self.block_size, self.max_blocks)
+        temperatures = np.array([chunk.temperature for chunk in chunks], dtype=np.float32)
         # Arrays of one dtype are uploaded together: each upload takes the host some microseconds.
         tables, cu_seqlens_q, cu_seqlens_k, context_lens, temperatures_d = self._upload_all(
             np.int32,
@@ -302,20 +286,20 @@ class ModelRunner:
             packed.token_ids,
             packed.positions,
             packed.slot_mapping,
-            np.array([seq.batch_slot for seq in sequences]),
-            np.array([seq.seed for seq in sequences]),
+            np.array([chunk.batch_slot for chunk in chunks]),
+            np.array([chunk.seed for chunk in chunks]),
         )
         tables = tables.view(packed.block_tables.shape)
         self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
-        if self.resampler is None and any([seq.sampling for seq in sequences]):
+        if self.resampler is None and any([chunk.sampling for chunk in chunks]):
             assert self.make_resampler is not None, "without it, all requests must be plain"
             self.resampler = self.make_resampler(self)
         if self.resampler is not None:
             # The resampler must hear of plain sequences too: the previous sequences in these batch
             # slots may have had sampling metadata.
-            self.resampler.start([(seq.batch_slot, seq.sampling) for seq in sequences])
+            self.resampler.start([(chunk.batch_slot, chunk.sampling) for chunk in chunks])
 
-        cached = tables[: len(chunks)] if any(chunk.start for chunk in chunks) else None
+        cached = tables if any(chunk.start for chunk in chunks) else None
         longest = int(np.diff(packed.cu_seqlens_q).max()), int(packed.context_lens.max())
         metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, *longest, cached)
         return PrefillInputs(token_ids, positions, slot_mapping, slots, context_lens, metadata)
@@ -324,14 +308,6 @@ class ModelRunner:
         """Upload arrays as one, and return a tensor for each."""
         sizes = [len(array) for array in arrays]
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
-
-    def _copy_to_forks(self, chunks: tuple[PrefillChunk, ...]) -> None:
-        """Copy the prompt's last block to each fork if the prompt fills that block only in part."""
-        forks = [
-            (chunk, fork) for chunk in chunks for fork in chunk.forks if fork.end % self.block_size
-        ]
-        if forks:
-            self._copy_blocks([(one.block_table[-1], fork.block_table[-1]) for one, fork in forks])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks, given as pairs (source, copy).

@@ -29,15 +29,17 @@ class SchedulingPolicy:
     `LLM(scheduling_policy=ShortestPromptFirst())` uses this policy as long as the LLM lives. Every
     step calls the methods other than `key` and `reason`, so they should be quick. A policy may read
     any attribute of a sequence (engine/sequence.py), such as `num_prompt_tokens`,
-    `num_tokens_left`, `params`, `interactive` and `added_at`, and these attributes of the
-    scheduler: `waiting`, `running`, `num_running`, `max_num_seqs`, `enough_seqs` and `blocks`. It
-    must change nothing but the order of the list that `order_decodes` sorts.
+    `num_tokens_left` and `params`; of its request (engine/request.py), such as
+    `seq.request.interactive` and `seq.request.added_at`; and these attributes of the scheduler:
+    `waiting`, `running`, `num_running`, `max_num_seqs`, `enough_seqs` and `blocks`. It must change
+    nothing but the order of the list that `order_decodes` sorts.
     """
 
     def key(self, seq: Sequence) -> Any:
         """Return the key of a new sequence. Sequences start in order of their keys, smallest first.
 
-        Sequences with equal keys start in order of arrival, and preempted ones before all others.
+        Sequences with equal keys start in order of arrival. Preempted sequences and the further
+        completions of a prompt that has been computed start before all others.
         When the KV blocks run out, the scheduler preempts paused sequences, then the running
         sequence with the largest key. Called once, when the sequence arrives.
         """

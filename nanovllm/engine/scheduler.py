@@ -16,6 +16,7 @@ from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.sampling_params import INVALID_TOKEN
 
@@ -26,6 +27,9 @@ class Scheduler:
     A step runs every decoding sequence, then fills the rest of the token budget with prompts. The
     policy decides which prompts start. When the blocks run out, the running sequence that the
     policy puts last is preempted: it gives its blocks back, and is recomputed later.
+
+    Of several completions of a prompt, the first one computes the prompt. The others follow as
+    sequences that find it in the prefix cache.
     """
 
     def __init__(
@@ -74,12 +78,13 @@ class Scheduler:
         # One entry for each prompt chunk in flight that scores tokens.
         self._scoring: deque[PromptScores] = deque()
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence, and with it the forks that start when it does."""
-        for one in (seq, *seq.forks):
-            self.sequences[one.id] = one
-            one.order = self.policy.key(one), one.id
-        self.waiting.add(seq)
+    def add(self, request: Request) -> None:
+        """Queue the completions of a request."""
+        request.root = self.blocks.new_root(len(request.completions))
+        for seq in request.completions:
+            self.sequences[seq.id] = seq
+            seq.order = self.policy.key(seq), seq.id
+            self.waiting.add(seq)
 
     def has_unfinished(self) -> bool:
         return bool(self.sequences)
@@ -87,7 +92,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """The number of sequences that hold a batch slot and are not paused."""
-        held = sum([1 + len(seq.forks) for seq in self.paused if seq.status is Status.RUNNING])
+        held = sum([seq.status is Status.RUNNING for seq in self.paused])
         return self.max_num_seqs - len(self._free_slots) - held
 
     @property
@@ -176,16 +181,22 @@ class Scheduler:
     def _schedule_prefills(self, budget: int) -> tuple[list[PrefillChunk], list[Sequence]]:
         """Fill a budget of `budget` tokens with chunks of prompts.
 
-        Returns the chunks, and the sequences that sample in this step: the sequences whose last
-        chunk is planned, then their forks.
+        Returns the chunks, and the sequences that sample in this step: those whose last chunk is
+        planned.
         """
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
-        forks: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
+        # Completions that can start in the next step, because this one computes their prompts. They
+        # share these prompts only if slots and blocks are left for them.
+        num_following = sum([self.waiting.num_followers(seq.request) for seq in self.prefilling])
         while budget > 0:
-            if self.waiting and not self.prefilling and self.num_running < limit:
-                self._start_next()
+            if self.waiting and not self.prefilling:
+                # The policy decides when a request starts. Its further completions follow.
+                seq = self.waiting.first
+                if self.num_running < limit or not seq.is_first:
+                    num_following += self.waiting.num_followers(seq.request)
+                    self._start(seq, num_following)
             if not self.prefilling:
                 break
             seq = self.prefilling[0]
@@ -198,49 +209,48 @@ class Scheduler:
                 break
             self.prefilling.pop(0)
             started.append(seq)
-            forks += seq.forks
-            for one in (seq, *seq.forks):
-                one.num_tokens += 1
-                if one.num_tokens < one.max_len:
-                    self.running.append(one)
-            seq.forks = ()
+            seq.num_tokens += 1
+            if seq.num_tokens < seq.max_len:
+                self.running.append(seq)
         if started:
             self.policy.order_decodes(self.running)
-        return chunks, started + forks
+        # The other completions of these prompts start in the next step at the earliest: they copy
+        # the last block of the prompt if it is partly full, and this step still writes it.
+        for seq in started:
+            self.waiting.release(seq.request)
+        return chunks, started
 
-    def _start_next(self) -> None:
-        """Start the first waiting sequence and its forks, if there are slots and blocks for all."""
-        seq = self.waiting.first
+    def _start(self, seq: Sequence, num_following: int) -> None:
+        """Start a waiting sequence, if there are a slot and blocks for it.
+
+        If others run, as many more slots and blocks as `num_following` must be free.
+        """
         start = self.tables.plan(seq)
-        reserve = self.reserve if self.running else 0
-        while len(self._free_slots) <= len(seq.forks) or not self.tables.have_room(start, reserve):
+        more_slots = num_following if self.running else 0
+        more_blocks = num_following + self.reserve if self.running else 0
+        while len(self._free_slots) <= more_slots or not self.tables.have_room(start, more_blocks):
             if not self._preempt_paused():
                 return
         self.waiting.remove(seq)
         num_cached = self.tables.start(seq, start)
-        for one in (seq, *seq.forks):
-            one.batch_slot = self._free_slots.pop()
-            one.status = Status.RUNNING
+        seq.batch_slot = self._free_slots.pop()
+        seq.status = Status.RUNNING
         # The last reusable token is computed even if it is cached, because the sampler needs its
         # hidden state.
         seq.num_computed = min(num_cached, seq.num_reusable - 1)
-        if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = num_cached
+        if seq.request.num_cached_tokens is None:
+            seq.request.num_cached_tokens = num_cached
         self.prefilling.append(seq)
         self.policy.started(seq)
-        self._tell_started(seq, num_cached)
-
-    def _tell_started(self, seq: Sequence, num_cached: int) -> None:
         why = partial(self.reason, seq)
         self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached, why)
-        num_full = seq.num_tokens // self.blocks.block_size
-        for fork in seq.forks:
-            self.listener.sequence_started(fork, num_full, 0, why)
 
     def reason(self, seq: Sequence) -> str:
         """Say in a phrase why a sequence starts before the others that wait."""
         if seq.num_preemptions:
             return "preempted sequences start before new ones"
+        if not seq.is_first:
+            return "further completions start once their prompt is computed"
         say = getattr(self.policy, "reason", None)  # a policy without a base class may lack it
         return "" if say is None else str(say(seq))
 
@@ -257,9 +267,9 @@ class Scheduler:
         # Other sequences may share the chunk's blocks at once, even the next sequence of this step:
         # each layer writes all K and V before it computes attention.
         self.tables.register(seq, end)
-        scored = None
-        if seq.scores is not None and (scored := seq.scores.take(start, end)):
-            self._scoring.append(seq.scores)
+        scores, scored = seq.request.scores, None
+        if scores is not None and (scored := scores.take(start, end)):
+            self._scoring.append(scores)
         return seq.prefill_chunk(start, end, write_from, scored)
 
     def commit(
@@ -291,7 +301,6 @@ class Scheduler:
                 continue
             if token == INVALID_TOKEN:
                 seq.finish_reason = "error"
-                seq.token_ids += seq.uncomputed_last or ()
                 ended.append(seq)
                 continue
             sampled.append(seq)
@@ -304,8 +313,6 @@ class Scheduler:
                 ended.append(seq)
             elif length == seq.max_len:
                 seq.finish_reason = "length"
-                if seq.uncomputed_last is not None:  # max_tokens is 0
-                    seq.token_ids[-1:] = seq.uncomputed_last
                 ended.append(seq)
         if ended:
             for seq in ended:
@@ -314,15 +321,17 @@ class Scheduler:
         return sampled, ended
 
     def abort(self, seq: Sequence) -> None:
-        """End a sequence and the forks that wait for it, whatever their status."""
+        """End a sequence, whatever its status.
+
+        The first completion of a request ends before its prompt is computed only if all others end
+        as well: they wait for the prompt.
+        """
         self._withdraw(seq)
-        for one in (seq, *seq.forks):
-            one.finish_reason = "abort"
-            self._finish(one)
-        seq.forks = ()
+        seq.finish_reason = "abort"
+        self._finish(seq)
 
     def pause(self, seq: Sequence) -> None:
-        """Keep a sequence and the forks that wait for it from running until `resume`.
+        """Keep a sequence from running until `resume`.
 
         A sequence that is in flight still gets the token of that step, and may end with it.
         """
@@ -361,19 +370,20 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
             self._release(seq)
+        if seq.params.max_tokens == 0:  # the last token of the prompt was not computed
+            seq.token_ids = seq.request.prompt.copy()
         seq.status = Status.FINISHED
         self.paused.pop(seq, None)
         del self.sequences[seq.id]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the batch slots and blocks of a sequence and its forks, to recompute them later."""
+        """Take the batch slot and the blocks of a sequence, which is recomputed later."""
         self.listener.sequence_preempted(seq)
         self.num_preemptions += 1
         seq.num_preemptions += 1
-        for one in (seq, *seq.forks):
-            self._release(one)
-            one.reset()
-            one.status = Status.WAITING
+        self._release(seq)
+        seq.reset()
+        seq.status = Status.WAITING
 
     def _release(self, seq: Sequence) -> None:
         if seq.finish_reason == "error":
@@ -385,26 +395,55 @@ class Scheduler:
 
 
 class WaitingQueue:
-    """The waiting sequences in the order in which they start: preempted sequences first."""
+    """The waiting sequences in the order in which they start.
+
+    Preempted sequences and further completions of computed prompts come first. Completions of a
+    prompt that is not computed yet are not in the order: `followers` keeps them until `release`.
+    """
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
-        # Tokens that the waiting sequences and their forks may still generate.
-        self.num_tokens_left = 0
+        self.followers: set[Sequence] = set()
+        self.num_tokens_left = 0  # tokens that all waiting sequences may still generate
 
     @property
     def first(self) -> Sequence:
         return self._sequences[0]
 
     def add(self, seq: Sequence) -> None:
-        insort(self._sequences, seq, key=lambda seq: (seq.num_preemptions == 0, seq.order))
-        self.num_tokens_left += seq.num_tokens_left_with_forks
+        self.num_tokens_left += seq.num_tokens_left
+        if seq.waits_for_prompt:
+            self.followers.add(seq)
+        else:
+            self._insert(seq)
+
+    def num_followers(self, request: Request) -> int:
+        """Count the completions that wait for the request's prompt."""
+        return sum([seq in self.followers for seq in request.completions])
+
+    def release(self, request: Request) -> None:
+        """Let the completions start that waited for the request's prompt."""
+        for seq in request.completions:
+            if seq in self.followers:
+                self.followers.remove(seq)
+                self._insert(seq)
+
+    def _insert(self, seq: Sequence) -> None:
+        insort(
+            self._sequences,
+            seq,
+            key=lambda seq: (seq.num_preemptions == 0 and seq.is_first, seq.order),
+        )
 
     def remove(self, seq: Sequence) -> None:
-        self._sequences.remove(seq)
-        self.num_tokens_left -= seq.num_tokens_left_with_forks
+        self.num_tokens_left -= seq.num_tokens_left
+        if seq in self.followers:
+            self.followers.remove(seq)
+        else:
+            self._sequences.remove(seq)
 
     def __len__(self) -> int:
+        """Count the sequences that are in the order."""
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:

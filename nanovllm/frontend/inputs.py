@@ -6,7 +6,7 @@ other wrong value ValueError.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from nanovllm.checks import (
     as_integer,
@@ -23,8 +23,13 @@ from nanovllm.frontend.params import resolve_constraints
 from nanovllm.frontend.tokenizer import Tokenizer, need_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
-# A prompt's token ids, its sampling parameters, and its text (None if the user gave token ids).
-Request = tuple[list[int], SamplingParams, str | None]
+
+class CheckedInput(NamedTuple):
+    """A prompt that the engine can serve with its sampling parameters."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    text: str | None  # None: the user gave token ids
 
 
 class TextPrompt(TypedDict):
@@ -50,7 +55,7 @@ PROMPT_KEYS: dict[str, Any] = {"prompt": str, "prompt_token_ids": (list, tuple)}
 
 
 class Inputs:
-    """The way from a user's input to requests that the engine can serve."""
+    """The checks that turn what a user gives into inputs that the engine can serve."""
 
     def __init__(self, config: Config, engine: LLMEngine, tokenizer: Tokenizer | None) -> None:
         self.config = config
@@ -62,8 +67,8 @@ class Inputs:
         self.constraints = engine.constraints
         self.stop_ids = engine.stop_ids
 
-    def from_prompts(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Make requests of prompts, which are text or token ids, one prompt or a list.
+    def from_prompts(self, prompts: Any, sampling_params: Any) -> list[CheckedInput]:
+        """Check prompts, which are text or token ids, one prompt or a list.
 
         `sampling_params` is one SamplingParams for all prompts, or a list with one for each.
         """
@@ -77,7 +82,7 @@ class Inputs:
             # index among all prompts.
             encoded = self.encode_to_fit([unread.get(i, "") for i in range(len(read))])
             token_ids = [encoded[i] if i in unread else ids for i, ids in enumerate(token_ids)]
-        return self.requests("prompts", token_ids, sampling_params, texts)
+        return self.check_all("prompts", token_ids, sampling_params, texts)
 
     def encode_to_fit(self, texts: Any, name: str = "prompts") -> list[list[int]]:
         """Return the token ids of texts, each of which must fit into max_model_len.
@@ -116,33 +121,33 @@ class Inputs:
             check(name, texts)
         return tokenizer.encode(name, texts)
 
-    def requests(
+    def check_all(
         self, name: str, prompts: list[Any], sampling_params: Any, texts: Sequence[str | None]
-    ) -> list[Request]:
-        """Make requests of prompts of token ids, with parameters for all or for each.
+    ) -> list[CheckedInput]:
+        """Check prompts of token ids, with parameters for all or for each.
 
         Errors call the prompts `name`. texts[i] is the text of prompts[i], or None.
         """
-        requests = []
+        checked = []
         resolved: dict[int, SamplingParams] = {}  # by the id() of the given object
         for i, params in enumerate(_spread(sampling_params, len(prompts))):
             if id(params) not in resolved:
                 resolved[id(params)] = self.resolve_params(f"sampling_params[{i}]", params)
-            one = self.request(f"{name}[{i}]", prompts[i], resolved[id(params)], texts[i])
-            requests.append(one)
-        return requests
+            one = self.check(f"{name}[{i}]", prompts[i], resolved[id(params)], texts[i])
+            checked.append(one)
+        return checked
 
-    def request(
+    def check(
         self, name: str, prompt: Any, params: SamplingParams, text: str | None = None
-    ) -> Request:
-        """Make one request of a prompt of token ids. Errors call the prompt `name`."""
+    ) -> CheckedInput:
+        """Check one prompt of token ids. Errors call the prompt `name`."""
         token_ids = _token_ids(name, prompt, self.vocab_size)
         self._check_length(name, len(token_ids), params)
         if params.max_tokens is None:
             room = self.max_model_len - len(token_ids)
             params = replace(params, max_tokens=max(room, params.min_tokens))
         self._check_room(name, len(token_ids), params)
-        return token_ids, params, text
+        return CheckedInput(token_ids, params, text)
 
     def _check_length(self, name: str, length: int, params: SamplingParams) -> None:
         if length == 0:

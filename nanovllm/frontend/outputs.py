@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.frontend.tokenizer import Tokenizer
 from nanovllm.outputs import RequestOutput, Texts
@@ -14,7 +15,7 @@ from nanovllm.outputs import RequestOutput, Texts
 Decode = Callable[[list[list[int]], list[int]], list[str]]
 
 
-def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[str, Any]]:
+def make_outputs(requests: list[Request], decode: Decode | None) -> list[dict[str, Any]]:
     """Make the dict that `LLM.generate` describes for each request.
 
     A dict has the keys of the prompt and of the first completion. If the request has several
@@ -24,11 +25,11 @@ def make_outputs(requests: list[Sequence], decode: Decode | None) -> list[dict[s
     outputs = []
     for request in requests:
         prompt: dict[str, Any] = {
-            "prompt_token_ids": request.token_ids[: request.num_prompt_tokens],
+            "prompt_token_ids": request.prompt.copy(),
             "num_cached_tokens": request.num_cached_tokens,
         }
         if request.scores is not None:
-            count = request.num_prompt_tokens - 1
+            count = len(request.prompt) - 1
             prompt["prompt_logprobs"] = [None, *read_logprobs(request.scores.records, count)]
         own = [_completion(seq, texts[seq.id]) for seq in request.completions]
         outputs.append(prompt | own[0] | ({"completions": own} if len(own) > 1 else {}))
@@ -47,7 +48,7 @@ class TokenTexts(dict[int, str | None]):
         return text
 
 
-def with_attributes(output: dict[str, Any], request: Sequence, texts: Texts) -> RequestOutput:
+def with_attributes(output: dict[str, Any], request: Request, texts: Texts) -> RequestOutput:
     """Give a dict of `make_outputs` vLLM's attributes. `texts` maps token ids to their texts."""
     return RequestOutput(
         output,

@@ -13,7 +13,7 @@ import numpy as np
 
 from nanovllm.checks import as_list, short_repr
 from nanovllm.engine.errors import check_any_succeeded
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.request import Request
 from nanovllm.frontend.inputs import Inputs
 from nanovllm.frontend.outputs import split_records
 from nanovllm.frontend.progress import Shown, progress
@@ -34,7 +34,7 @@ class Pair(NamedTuple):
     def context(self) -> tuple[int, ...]:
         return tuple(self.token_ids[: self.num_context])
 
-    def read(self, request: Sequence) -> Score:
+    def read(self, request: Request) -> Score:
         """Return the score of this pair, whose request has ended."""
         continuation = self.token_ids[self.num_context :]
         assert request.scores is not None, "PARAMS asks for prompt_logprobs"
@@ -46,8 +46,8 @@ class Pair(NamedTuple):
             "cumulative_logprob": math.fsum(logprobs),
             "is_greedy": (ids[:, 0] == ids[:, 1]).tolist(),
         }
-        if request.error is not None:
-            score["error"] = request.error
+        if request.first.error is not None:
+            score["error"] = request.first.error
         return score
 
 
@@ -139,14 +139,14 @@ def _check(
         raise TypeError(
             f"{name}: one is text, the other is not: give both as text, or both as token ids"
         )
-    token_ids, *_ = inputs.request(name, [*context, *continuation], PARAMS)
+    token_ids, *_ = inputs.check(name, [*context, *continuation], PARAMS)
     return Pair(token_ids, len(context))
 
 
 def score_pairs(session: Session, pairs: list[Pair], use_tqdm: Shown) -> list[Score]:
     """Run all pairs, and return their scores in the order of the pairs."""
     scores: dict[int, Score] = {}  # index of a pair -> its score
-    requests: list[Sequence] = []  # all that have started
+    requests: list[Request] = []  # all that have started
     waiting = deque(by_context(pairs))
     # Request id -> (index of its pair, indices of the pairs that follow it).
     running: dict[int, tuple[int, list[int]]] = {}

@@ -15,7 +15,7 @@ from typing import Any
 from nanovllm.checks import as_integer, short_repr
 from nanovllm.engine.errors import AsleepError, ClosedError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.request import Request
 from nanovllm.outputs import StepRecord
 
 
@@ -42,8 +42,8 @@ class Session:
     ) -> None:
         self.engine: LLMEngine | None = engine  # None after close()
         self.lock = RLock()
-        self.requests: dict[int, Sequence] = {}
-        self.finished: list[Sequence] = []
+        self.requests: dict[int, Request] = {}
+        self.finished: list[Request] = []
         self._around_call = around_call
         self._around_step = around_step
         self._observers: list[Callable[[StepRecord], Any]] = []
@@ -52,7 +52,7 @@ class Session:
         self._is_dirty = False  # a step did not finish, so the engine must be reset
         self._inside: int | None = None  # the thread that is inside a step or a callback
         self._is_exclusive = False  # inside `idle`
-        self._abandoned: list[Sequence] = []  # sequences of closed streams, to be aborted
+        self._abandoned: list[Request] = []  # requests of closed streams, to be aborted
 
     @property
     def _is_forked(self) -> bool:
@@ -152,15 +152,15 @@ class Session:
                     raise ClosedError from error
             raise
 
-    def abandon(self, sequences: Iterable[Sequence]) -> None:
-        """Abort the sequences of a stream that was closed.
+    def abandon(self, requests: Iterable[Request]) -> None:
+        """Abort the requests of a stream that was closed.
 
         The garbage collector may close a stream in the middle of a step. Then the next call aborts
-        its sequences.
+        its requests.
         """
         if not self._is_forked:
             with self.lock, suppress(ClosedError):
-                self._abandoned += sequences
+                self._abandoned += requests
                 if not self._is_nested:
                     self.clean_engine()
 
@@ -193,7 +193,7 @@ class Session:
                 self._is_exclusive = False
 
     @contextmanager
-    def request(self, request_id: int) -> Iterator[tuple[LLMEngine, Sequence]]:
+    def request(self, request_id: int) -> Iterator[tuple[LLMEngine, Request]]:
         """Hold the lock and yield the engine and the request of `add_request` with this id.
 
         Raises ValueError if there is no such request, or `step` has returned it already.
@@ -211,7 +211,7 @@ class Session:
             with self.running():
                 yield engine, request
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[Request]:
         """Run one step, then the callbacks. The caller holds the lock.
 
         Returns the requests whose last completion has ended.

@@ -132,11 +132,14 @@ class SelfAttention(nn.Module):
             parts.append(self.decode(q[:decodes], self.decode_kv(metadata)))
         if prefill is not None:
             kv = self.prefill_kv(k[decodes:], v[decodes:], prefill)
-            parts.append(prefill_attention(q[decodes:], kv, prefill, self.options))
+            parts.append(self.prefill(q[decodes:], kv, prefill))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def decode(self, q: Tensor, kv: PagedKV) -> Tensor:
         return decode_attention(q, kv, self.options)
+
+    def prefill(self, q: Tensor, kv: PagedKV | PackedKV, metadata: PrefillMetadata) -> Tensor:
+        return prefill_attention(q, kv, metadata, self.options)
 
     def decode_kv(self, metadata: AttentionMetadata) -> PagedKV:
         """Return the keys and values that decoding sequences attend to."""

@@ -6,8 +6,8 @@ from random import Random
 from nanovllm import SamplingParams
 from nanovllm.apps.bench.shapes import VOCAB
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.features.policies.throughput import ThroughputPolicy
 
 
@@ -44,9 +44,9 @@ def decoding_scheduler(count: int) -> Scheduler:
     for i in range(count):
         prompt = [r.randrange(VOCAB) for _ in range(r.randint(100, 300))]
         params = SamplingParams(max_tokens=1024)
-        scheduler.add(Sequence(i, prompt, params, max_len=len(prompt) + 1024))
+        scheduler.add(Request(i, prompt, params, max_len=len(prompt) + 1024))
     while len(scheduler.running) < count:
         batch = scheduler.schedule()
         assert batch is not None
-        scheduler.commit([1] * (len(batch.decode_slots) + len(batch.first_samples)))
+        scheduler.commit([1] * len(batch.sampling_slots))
     return scheduler

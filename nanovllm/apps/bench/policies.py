@@ -113,9 +113,10 @@ def serve(llm: LLM, policy: str, work: Work, arrivals: list[float], name: str) -
         llm.step()
     seconds = time.perf_counter() - begin
     waits = {}
-    for i, seq in added.items():
-        assert seq.first_token_at is not None, "the request has finished"
-        waits[i] = seq.first_token_at - begin - arrivals[i]
+    for i, request in added.items():
+        first_token_at = request.first.first_token_at
+        assert first_token_at is not None, "the request has finished"
+        waits[i] = first_token_at - begin - arrivals[i]
     later = [wait for i, wait in waits.items() if arrivals[i]]
     return dict(
         mean=sum(waits.values()) / len(waits),

@@ -7,13 +7,15 @@ oneDNN 228 GFLOP/s; one row: 42 for both). In float32, all other layers but atte
 to C++ (cpp_ops.py) where there is a compiler.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops
-from nanovllm.layers.attention import PagedKV, SelfAttention
-from nanovllm.layers.context import current_metadata
+from nanovllm.layers.attention import PackedKV, PagedKV, SelfAttention
+from nanovllm.layers.context import PrefillMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import RowParallelLinear, StackedLinear
 from nanovllm.layers.mlp import GatedMLP
@@ -147,6 +149,26 @@ class CppDecodeAttention(SelfAttention):
 
     def decode(self, q: Tensor, kv: PagedKV) -> Tensor:
         return cpp_ops.decode_attention(q, kv, self.options)
+
+    def prefill(self, q: Tensor, kv: PagedKV | PackedKV, metadata: PrefillMetadata) -> Tensor:
+        """Attend within prompt chunks. Chunks of one token attend as decoding sequences do."""
+        lens_q, lens_k = metadata.cu_seqlens_q.diff(), metadata.cu_seqlens_k.diff()
+        is_one = lens_q == 1
+        if isinstance(kv, PackedKV) or not is_one.any():
+            return super().prefill(q, kv, metadata)
+        tables, out = kv.block_tables, torch.empty_like(q)
+        rows = is_one.repeat_interleave(lens_q)
+        out[rows] = self.decode(q[rows], PagedKV(kv.cache, tables[is_one], lens_k[is_one]))
+        if not is_one.all():
+            longer = PagedKV(kv.cache, tables[~is_one])
+            others = replace(
+                metadata,
+                cu_seqlens_q=F.pad(lens_q[~is_one].cumsum(0), (1, 0)),
+                cu_seqlens_k=F.pad(lens_k[~is_one].cumsum(0), (1, 0)),
+                block_tables=longer.block_tables,
+            )
+            out[~rows] = super().prefill(q[~rows], longer, others)
+        return out
 
 
 class CppSelfAttention(CppDecodeAttention):

@@ -353,7 +353,7 @@ class CUDAModelRunner(ModelRunner):
 
     def _prefill_inputs(self, chunks: tuple[PrefillChunk, ...]) -> PrefillInputs:
         inputs = super()._prefill_inputs(chunks)
-        self._chunk_slots = inputs.batch_slots[: len(chunks)]
+        self._chunk_slots = inputs.batch_slots
         return inputs
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -49,6 +49,7 @@ def even_rounds(scheduler: Scheduler, enough: int) -> int:
     """Return how many of the unfinished sequences run at a time so that each round has the same
     number, which is `enough` or up to half as many more.
     """
-    num_seqs = scheduler.num_running + len(scheduler.waiting)
+    waiting = scheduler.waiting
+    num_seqs = scheduler.num_running + len(waiting) + len(waiting.followers)
     rounds = max(1, round(num_seqs / enough))
     return min(scheduler.max_num_seqs, max(enough, -(-num_seqs // rounds)))

@@ -45,15 +45,15 @@ class ThroughputPolicy(SharedPrefixPolicy):
 
     def key(self, seq: Sequence) -> tuple[bool, int]:
         max_new_tokens = seq.max_len - seq.num_prompt_tokens
-        return (False, 0) if seq.interactive else (True, -max_new_tokens)
+        return (False, 0) if seq.request.interactive else (True, -max_new_tokens)
 
     def reason(self, seq: Sequence) -> str:
-        if seq.interactive:
+        if seq.request.interactive:
             return "interactive requests start before the others, in order of arrival"
         return f"longest first: at most {seq.num_tokens_left:,} new tokens"
 
     def running_limit(self, scheduler: Scheduler) -> int:
-        paced = not scheduler.waiting.first.interactive
+        paced = not scheduler.waiting.first.request.interactive
         return self._limit(scheduler, scheduler.max_num_seqs, paced=paced)
 
     def _limit(self, scheduler: Scheduler, most: int, paced: bool) -> int:
@@ -63,7 +63,8 @@ class ThroughputPolicy(SharedPrefixPolicy):
         return min(most, self._paced_limit(scheduler, group)) if paced else most
 
     def started(self, seq: Sequence) -> None:
-        self._uncached_part = 1 - seq.num_computed / seq.num_tokens
+        if seq.is_first:
+            self._uncached_part = 1 - seq.num_computed / seq.num_tokens
 
     def order_decodes(self, running: list[Sequence]) -> None:
         # Attention to a long context takes longest. If it begins first, short ones fill the end of

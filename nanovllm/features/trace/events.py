@@ -77,10 +77,7 @@ class Evicted(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """A sequence that was preempted because blocks ran out.
-
-    The sequence and those that fork from it are released and wait again.
-    """
+    """A sequence that was preempted because blocks ran out. It is released and waits again."""
 
     seq: int
 
@@ -129,8 +126,6 @@ class Launched(NamedTuple):
     time: float  # when the scheduling of the step began
     decode_tokens: int
     prefills: tuple[tuple[int, int, int], ...]  # prompt chunks: sequence, first token, end
-    # Sequences that fork where the prompt of another one ends: sequence, end.
-    forked: tuple[tuple[int, int], ...]
     grown: tuple[tuple[int, int], ...]  # decoding sequences that got a block: sequence, block
     joined: tuple[int, ...]  # sequences that decode in this step, but not in the step before
     left: tuple[int, ...]  # sequences that decoded in the step before, but not in this one

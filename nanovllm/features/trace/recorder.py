@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, RunnerInfo
 from nanovllm.engine.listener import EngineListener
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.trace.events import (
     Added,
@@ -156,10 +157,9 @@ class Recorder(EngineListener):
 
     # The engine calls these methods; see EngineListener.
 
-    def request_added(self, request: Sequence) -> None:
+    def request_added(self, request: Request) -> None:
         max_tokens = 0
-        # The last token of a prompt that is only scored is kept apart, as no step computes it.
-        self._keep_tokens(request.token_ids + (request.uncomputed_last or []))
+        self._keep_tokens(request.prompt)
         for seq in request.completions:
             if request.params.max_tokens:
                 max_tokens = seq.max_len - seq.num_prompt_tokens
@@ -232,9 +232,6 @@ class Recorder(EngineListener):
             time=begin,
             decode_tokens=len(batch.decode_slots),
             prefills=tuple([(seq_of_slot[c.batch_slot], c.start, c.end) for c in batch.prefills]),
-            forked=tuple(
-                [(seq_of_slot[f.batch_slot], f.end) for c in batch.prefills for f in c.forks]
-            ),
             grown=tuple([(seq_of_slot[slot], block) for slot, _, block in batch.new_blocks]),
             joined=tuple(joined),
             left=tuple(left),

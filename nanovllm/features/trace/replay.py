@@ -93,7 +93,6 @@ class Replay:
         for seq, start, end in event.prefills:
             _check(start <= self.lengths[seq], event, "a chunk begins after a gap")
             self.lengths[seq] = end
-        self.lengths.update(event.forked)
         self.decoding = self.decoding - set(event.left) | set(event.joined)
         count = len(self.decoding)
         _check(count == event.decode_tokens, event, f"{count} sequences decode a token each")
