@@ -19,7 +19,17 @@ from nanovllm.features.trace.events import Event, Launched, Preempted, Registere
 from nanovllm.features.trace.replay import Replay
 
 # Colours that differ for the colour-blind, too (Okabe and Ito 2008).
-COLOURS = ["#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00", "#b9a500", "#7f7f7f", "#8c564b"]
+COLOURS = [
+    "#56b4e9",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#0072b2",
+    "#d55e00",
+    "#b9a500",
+    "#7f7f7f",
+    "#8c564b",
+]
 INK, PALE = "#222222", "#e8e8e8"
 
 
