@@ -55,7 +55,7 @@ def run_tests(runs: list[tuple[Path, list[str]]]) -> tuple[list[int], list[str]]
     """
     done = subprocess.run(
         [sys.executable, "-c", RUN_TESTS, json.dumps([(str(path), names) for path, names in runs])],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )
@@ -64,23 +64,31 @@ def run_tests(runs: list[tuple[Path, list[str]]]) -> tuple[list[int], list[str]]
     return json.loads(codes), outputs
 
 
-def test_a_missing_piece_fails_its_own_test_and_no_earlier_one(tmp_path):
-    """So the pieces can be solved in order, and no test is empty."""
-    runs = []
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """The outcome of the course's tests: of all with the whole solution, and for each piece those of
+    it and of the piece before, where it and all later pieces are missing.
+    """
+    base = tmp_path_factory.mktemp("course")
+    write_skeleton(base / "solution", {*PIECES})
+    runs = [(base / "solution", ["test_"])]
     for piece in PIECES:
-        folder = tmp_path / f"{piece}"
-        write_skeleton(folder, {*range(1, piece)})
-        runs.append((folder, [f"test_{i}_" for i in (piece - 1, piece) if i]))
-    codes, outputs = run_tests(runs)
-    assert codes == [pytest.ExitCode.TESTS_FAILED] * len(PIECES), outputs
-    for piece, output in zip(PIECES, outputs):
-        assert re.findall(r"FAILED tests/test_(\d)_", output) == [f"{piece}"], output
+        write_skeleton(base / f"{piece}", {*range(1, piece)})
+        runs.append((base / f"{piece}", [f"test_{i}_" for i in (piece - 1, piece) if i]))
+    return [*zip(*run_tests(runs))]
 
 
-def test_the_whole_solution_passes_all_tests(tmp_path):
-    write_skeleton(tmp_path / "solution", {*PIECES})
-    codes, outputs = run_tests([(tmp_path / "solution", ["test_"])])
-    assert codes == [pytest.ExitCode.OK], outputs
+def test_the_whole_solution_passes_all_tests(outcomes):
+    code, output = outcomes[0]
+    assert code == pytest.ExitCode.OK, output
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_missing_piece_fails_its_own_test_and_not_the_one_before(outcomes, piece):
+    """So the pieces can be solved in order, and no test is empty."""
+    code, output = outcomes[piece]
+    assert code == pytest.ExitCode.TESTS_FAILED, output
+    assert re.findall(r"FAILED tests/test_(\d)_", output) == [f"{piece}"], output
 
 
 def test_each_piece_has_a_test_and_a_place():

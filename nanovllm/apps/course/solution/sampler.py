@@ -53,6 +53,8 @@ def sample(
     """
     # <piece 8: divide by the temperature, filter, add Gumbel noise>
     random = (temperatures > 0).unsqueeze(1)
+    if not random.any():
+        return logits.argmax(dim=1).tolist()
     scores = logits / torch.where(random, temperatures.unsqueeze(1), 1.0)
     scores = keep_likeliest(scores, top_k, top_p)
     noise = -torch.log(-torch.log(uniform_noise(seeds, positions, logits.shape[1])))
