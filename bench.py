@@ -9,6 +9,7 @@
     python bench.py --policy fcfs,shortest-first    waiting times under two scheduling policies
     python bench.py --trace run.html                figures of a run, and a page that replays it
     python bench.py --workload conversations --requests 24    the first requests of a workload
+    python bench.py --model qwen3-8b --quantization fp8    weights and products in FP8
     python bench.py --host                          host time per step, without a device
 
 A model is a folder, a hub id, "tiny" (the trained model in the package), or a shape: qwen3-0.6b,
@@ -66,6 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-model-len", metavar="N", type=int, default=4096, help=help)
     help = "number of GPUs, or of ranks on a CPU, to split the model over; default: 1"
     add("--tensor-parallel-size", metavar="N", type=int, default=1, help=help)
+    help = "format of the weights: fp8, or gptq or awq (INT4, groups of 128); default: the model's"
+    add("--quantization", metavar="NAME", help=help)
     help = f"options of the LLM that replace its defaults, as JSON such as {EXAMPLE}"
     add("--options", metavar="JSON", default="{}", help=help)
     add("--json", metavar="FILE", help="write the measurements to this file")
@@ -111,6 +114,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     engine, startup_seconds = start(
         args.engine,
         args.model,
+        args.quantization,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
         **(options | dict(trace=str(args.trace)) if args.trace else options),
@@ -120,10 +124,10 @@ def measure(args: argparse.Namespace) -> list[dict]:
         model=args.model,
         startup_seconds=startup_seconds,
         device=device_name(),
-        options=options,
+        options=options | ({"quantization": args.quantization} if args.quantization else {}),
         versions=versions(args.engine),
     )
-    print_start(common, args)
+    print_start(common)
     rows: list[dict] = []
     steps: list = []  # the steps of the last run, for the picture
     if args.plot:
@@ -140,7 +144,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
             seconds.append(run_once(engine, work, name, repeat, args.repeat))
         best, tokens = min(seconds), workload.num_output_tokens(work)
         rates = [rate * args.tensor_parallel_size for rate in limits or ()]
-        limit = roofline(args.model, work, name, *rates) if rates else None
+        limit = roofline(args.model, work, name, *rates, args.quantization) if rates else None
         row = common | dict(
             workload=name,
             requests=len(work),
@@ -175,6 +179,8 @@ def compare(args: argparse.Namespace) -> list[dict]:
                 options[name] = getattr(args, name)
             if args.requests:
                 options["requests"] = args.requests
+            if args.quantization:
+                options["quantization"] = args.quantization
             if engine == "nanovllm":
                 options["options"] = args.options
             command = [sys.executable, "-u", __file__]

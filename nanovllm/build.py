@@ -8,6 +8,7 @@ a user may lack or that are slow to import.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from os import fspath
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from nanovllm.backends.cpu.batch_size import enough_sequences
 from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cpu.threads import SharedCores
 from nanovllm.backends.cuda.device import resolve_device, start_cuda_driver
+from nanovllm.backends.quantised.config import Quantization, read_quantization
 from nanovllm.config import Config
 from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.llm_engine import LLMEngine
@@ -50,6 +52,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
     folder = resolve_model_folder(config.model)
     start_cuda_driver(config.device)
     model_config = load_model_config(folder)
+    quantization_of(config, model_config)  # raises ValueError for a format that does not run here
     if config.load_format == "auto":
         check_num_layers(model_config.num_hidden_layers, folder, find_model(model_config))
     # Tokenizer and weights are loaded at the same time, because each can take seconds.
@@ -116,10 +119,29 @@ def build_runner(
         folder,
         device=device,
         group=group,
+        exchange_layers=choose_exchange(config, model_config),
         transform=choose_transform(config, device),
         make_resampler=make_resampler,
         score_prompts=score_prompts,
     )
+
+
+def quantization_of(config: Config, model_config: ModelConfig) -> Quantization | None:
+    """Return the formats of the model's weights; None: its layers are plain."""
+    return read_quantization(model_config.quantization_config, config.quantization)
+
+
+def choose_exchange(
+    config: Config, model_config: ModelConfig
+) -> Callable[[nn.Module], None] | None:
+    """Return what puts quantised layers in the plain ones' places, if any are quantised."""
+    quantization = quantization_of(config, model_config)
+    if quantization is None:
+        return None
+    from nanovllm.backends.quantised.layers import use_quantised_layers
+
+    is_dummy = config.load_format == "dummy"
+    return partial(use_quantised_layers, quantization=quantization, reads_plain=is_dummy)
 
 
 def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Module], None] | None:

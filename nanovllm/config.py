@@ -18,6 +18,12 @@ from nanovllm.sampling_params import OF_SAMPLING_PARAMS
 SCHEDULING_POLICIES = ("throughput", "fcfs", "shortest-first", "longest-first", "priority")
 MAX_COUNT = 2**63 - 1
 SECONDS = "a number of seconds above 0, at most 1e6"
+# vLLM also names its kernels; a format has one name here.
+QUANTIZATIONS = {
+    **{name: name for name in ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")},
+    "gptq_marlin": "gptq",
+    "awq_marlin": "awq",
+}
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's own
 
 
@@ -38,6 +44,21 @@ def read_dtype(name: str, given: Any) -> Any:
         return given
     dtype = dtype.removeprefix("torch.")
     return OTHER_NAMES.get(dtype, dtype)
+
+
+def read_quantization(name: str, given: Any) -> Any:
+    """Return the name of a format of weights, or None."""
+    if given is None or given is False:
+        return None
+    known = ", ".join(map(repr, QUANTIZATIONS))
+    if given == "int8":
+        raise ValueError(
+            f"{name} is 'int8': use 'fp8', which takes as many bytes, or give a checkpoint with "
+            "INT8 weights in the format of GPTQ or compressed-tensors"
+        )
+    if not isinstance(given, str) or given not in QUANTIZATIONS:
+        raise ValueError(f"{name} is {short_repr(given)}: use None or one of {known}")
+    return QUANTIZATIONS[given]
 
 
 def read_device(name: str, given: Any) -> str:
@@ -133,6 +154,12 @@ class Config:
         '`"bfloat16"`',
         choices=("auto", "float32", "float16", "bfloat16"),
         read=read_dtype,
+    )
+    quantization: str | None = option(
+        None,
+        'format of the weights; `None`: the checkpoint\'s; `"fp8"`: quantise a checkpoint that is '
+        'not quantised; `"mxfp4"`: keep gpt-oss packed; or the `quant_method` of the checkpoint',
+        read=read_quantization,
     )
     device: str = option(
         "auto",

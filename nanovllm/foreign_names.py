@@ -39,8 +39,12 @@ OPTIONS = {
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), ONE_HOST),
     **dict.fromkeys(("distributed_executor_backend", "enable_expert_parallel"), ONE_HOST),
     **dict.fromkeys(
-        ("quantization", "quantization_config", "load_in_4bit", "load_in_8bit"),
-        Foreign("give a checkpoint that is not quantised", (None, False)),
+        ("quantization_config", "load_in_4bit", "load_in_8bit"),
+        Foreign(
+            "leave it out, config.json names the format of a quantised checkpoint; "
+            "quantization='fp8' quantises another one",
+            (None, False),
+        ),
     ),
     **dict.fromkeys(
         ("speculative_config", "speculative_model", "num_speculative_tokens"),

@@ -286,8 +286,9 @@ class LLM:
         """Call `callback` after each step with a `nanovllm.StepRecord` of what the step did.
 
         Returns a function that ends these calls. The callback runs in the thread of the step. It
-        may add, abort, pause and resume requests, close the LLM, and read; a method that runs steps
-        raises RuntimeError there. An error of the callback leaves the call like any other error.
+        may add, abort, pause and resume requests, close the LLM, and read. A method that runs steps
+        or needs an idle LLM (`sleep`, `wake_up`, `update_weights`, `reset_prefix_cache`) raises
+        RuntimeError there. An error of the callback ends the call and drops its requests.
         """
         self._session.open_engine()
         if not callable(callback):

@@ -443,8 +443,8 @@ BROKEN_FOLDERS = {
         r"T5ForConditionalGeneration.*this library runs .*Qwen3ForCausalLM",
     ),
     "quantized": (
-        lambda f: change_config(f, quantization_config={"quant_method": "fp8"}),
-        "quantization_config is set, with quant_method 'fp8', .* choose",
+        lambda f: change_config(f, quantization_config={"quant_method": "bitsandbytes"}),
+        "quantization_config: quant_method is 'bitsandbytes': this library runs fp8, .* choose",
     ),
     "activation-of-no-name": (
         lambda f: change_config(f, hidden_act={"silu": 1}),

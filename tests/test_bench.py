@@ -357,3 +357,28 @@ def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
 
 def test_tiny_is_the_model_in_the_package():
     assert model_folder("tiny") == (str(TINY_MODEL), False)
+
+
+def test_rooflines_count_the_bytes_of_quantised_weights(work):
+    """8B: 6.95e9 weights in layers, 0.62e9 in the head, which stays in bfloat16."""
+    layers, head = 6.946e9, 151936 * 4096
+
+    def seconds(quantization):
+        return roofline("qwen3-8b", work["latency"], "latency", 4.3e12, 790e12, quantization)
+
+    for quantization, bytes_ in (("fp8", 1), ("awq", 0.5 + 2.5 / 128)):
+        saved = (2 - bytes_) / (2 + 2 * head / layers)
+        assert seconds(quantization) == pytest.approx(seconds(None) * (1 - saved), rel=0.02)
+    assert roofline("qwen3-8b", work["latency"], "latency", 1.0, 1.0, "mxfp4") is None
+
+
+def test_the_format_of_weights_goes_to_the_engine_and_into_the_rows(monkeypatch, capsys, tmp_path):
+    use_work(monkeypatch, [([1, 2, 3], 5)])
+    path = tmp_path / "rows.json"
+    few = ["--model", "tiny", "--workload", "small", "--repeat", "1"]
+    run(monkeypatch, *few, "--quantization", "fp8", "--json", str(path))
+    (row,) = json.loads(path.read_text())
+    assert row["options"] == {"quantization": "fp8"} and "fp8" in capsys.readouterr().out
+    folder, _ = model_folder("qwen3-0.6b", "gptq")
+    config = json.loads((Path(folder) / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "gptq"

@@ -66,8 +66,8 @@ def run_tests(runs: list[tuple[Path, list[str]]]) -> tuple[list[int], list[str]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """The outcome of the course's tests: of all with the whole solution, and for each piece those of
-    it and of the piece before, where it and all later pieces are missing.
+    """The outcome of all tests with the whole solution, then of two tests for each piece: its own
+    and the one before, where this piece and all later ones are missing.
     """
     base = tmp_path_factory.mktemp("course")
     write_skeleton(base / "solution", {*PIECES})

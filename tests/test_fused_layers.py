@@ -39,7 +39,10 @@ from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBa
 from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, fuse
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
+from nanovllm.backends.quantised.config import Integers, Quantization
+from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers
 from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.parallel import ParallelGroup
@@ -148,6 +151,38 @@ def test_a_model_sped_up_for_the_cpu_computes_what_the_plain_one_does(folder):
     plain, fast = load(folder), load(folder)
     use_cpu_layers(fast)
     torch.testing.assert_close(run(fast), run(plain), rtol=1e-4, atol=1e-4)
+
+
+def load_in_int8(folder):
+    """Load a checkpoint whose weights are quantised as they are loaded."""
+    rules = ((lambda name: True, Integers("gptq", 8, group=0, has_zeros=True)),)
+    quantization = Quantization("gptq", rules, is_made_here=True)
+    exchange = partial(use_quantised_layers, quantization=quantization)
+    model = build_model(load_model_config(folder), ParallelGroup(), exchange_layers=exchange)
+    load_weights(model, folder)
+    return model
+
+
+def assert_quantised_layers_stay(model, replace):
+    quantised = [type(module) for module in model.modules() if isinstance(module, Quantised)]
+    want = run(model)
+    replace(model)
+    assert quantised == [type(one) for one in model.modules() if isinstance(one, Quantised)]
+    assert type(model.lm_head) is not ParallelLMHead
+    torch.testing.assert_close(run(model), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("folder", ["qwen3", "experts"], indirect=True)
+def test_layers_around_quantised_ones_are_fused(folder):
+    assert_quantised_layers_stay(load_in_int8(folder), partial(fuse, backend=TRITON))
+
+
+def test_each_family_runs_quantised(folder):
+    model = load_in_int8(folder)
+    logits = torch.stack((run(model).flatten(), run(load(folder)).flatten()))
+    assert torch.corrcoef(logits)[0, 1] > 0.99 and not torch.equal(*logits)
+    assert_quantised_layers_stay(model, use_cpu_layers)
 
 
 class ShiftedNorm(RMSNorm):

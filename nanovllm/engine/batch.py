@@ -85,6 +85,7 @@ class RunnerInfo:
     # model, and kv_cache_bytes of all ranks together.
     num_parameters: int
     kv_cache_bytes: int
+    weight_format: str = ""  # of quantised weights, in words for users
 
 
 @dataclass(frozen=True, slots=True)

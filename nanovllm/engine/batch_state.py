@@ -1,8 +1,7 @@
 """The state of the running sequences, which is kept on the device: one batch slot per sequence.
 
 A decode step therefore needs from the host only the list of slots to run, and a table entry for
-each sequence that grows by a block. A sequence keeps
-its slot until it ends or is preempted.
+each sequence that grows by a block. A sequence keeps its slot until it ends or is preempted.
 """
 
 from typing import NamedTuple

@@ -12,14 +12,14 @@ therefore finds a known block by a content hash that is chained over the prefix:
 block's own tokens, seeded with the hash of the block before it. The hash is the same in every
 process.
 
-A hash only nominates a block. Each known block also has a prefix id, a number that is never used
-twice, and a key: the prefix id of the block before it, and its own tokens. A block is shared only
-if its key equals the key that was asked for. The block therefore holds exactly that prefix, even if
-hashes collide. Once a block is evicted, no key matches its prefix id any more, so the blocks after
-it are not found either.
+Equal hashes do not prove equal tokens. Each known block also has a prefix id, a number that is
+never used twice, and a key: the prefix id of the block before it, and its own tokens. A block is
+shared only if its key equals the key that was asked for. The block therefore holds exactly that
+prefix, even if hashes collide. Once a block is evicted, no key matches its prefix id any more, so
+the blocks after it are not found either.
 
-The tokens that follow the last cached block of a prompt may still begin like another block, which
-is full or partly filled. Such a run of tokens is copied into a block of the prompt's own. The keys
+After its last cached block, a prompt may go on with the first tokens of another known block, full
+or partly filled. The K and V of these tokens are copied into a new block of the prompt. The keys
 are kept sorted, so the key with the longest common run is a neighbour of the place where the
 prompt's key would stand. Two comparisons find it, however many blocks follow the same prefix.
 """
@@ -74,7 +74,8 @@ class BlockManager:
         self._keys: list[Key | None] = [None] * num_blocks  # by block; None: not a known block
         self._prefixes = [NO_PREFIX] * num_blocks  # by block; valid for known blocks only
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
-        self._ordered: list[tuple[Key, int]] = []  # (key, block) of all other known blocks, sorted
+        # (key, block) of the known blocks that are not in `_new`, sorted.
+        self._ordered: list[tuple[Key, int]] = []
         self._new_prefix_ids = count(1)
 
     @property
@@ -124,7 +125,8 @@ class BlockManager:
                     self._free.move_to_end(block, last=False)
 
     def new_root(self, num_completions: int) -> Prefix | None:
-        """Return the prefix after which the blocks of a new request are kept. None: they are not.
+        """Return the prefix before a new request's first block in the prefix cache. None: its
+        blocks are not cached.
 
         With prefix caching all requests begin at NO_PREFIX, so any two of them may share blocks.
         Without it, a request of several completions begins at a prefix of its own: only these

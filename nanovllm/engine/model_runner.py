@@ -84,6 +84,7 @@ class SampledTokens:
 class ModelRunner:
     """The runner of one rank. Every rank launches the same batches and samples the same tokens.
 
+    exchange_layers: Replaces layers of the model before its parameters have memory.
     transform: Replaces parts of the loaded model by equal, faster ones.
     make_resampler: Takes this runner and makes the resampler, which samples for requests that ask
         for more than temperature and seed.
@@ -101,6 +102,7 @@ class ModelRunner:
         *,
         device: torch.device,
         group: ParallelGroup = ParallelGroup(),
+        exchange_layers: Callable[[CausalLM], None] | None = None,
         transform: Callable[[nn.Module], None] | None = None,
         make_resampler: Callable[["ModelRunner"], Any] | None = None,
         score_prompts: Callable[..., Any] | None = None,
@@ -109,6 +111,7 @@ class ModelRunner:
         self.model_config = model_config
         self.device = device
         self.group = group
+        self.exchange_layers = exchange_layers
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
@@ -140,17 +143,18 @@ class ModelRunner:
             max_model_len=self.max_model_len,
             num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
+            weight_format=self.model.weight_format,
         )
 
     def _build_model(self, model_config: ModelConfig) -> CausalLM:
         with tensors_default_to(self.dtype, self.device):
-            model = build_model(model_config, self.group, self.max_model_len)
+            model = build_model(model_config, self.group, self.max_model_len, self.exchange_layers)
         return model.eval().requires_grad_(False)
 
     def load(self, fill: Callable[[nn.Module], None]) -> None:
         """Build the model, fill it by calling `fill`, and apply the transform."""
         self.model = self._build_model(self.model_config)
-        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.num_parameters = self.model.num_parameters
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]

@@ -18,7 +18,7 @@ class Request:
     prefix cache.
 
     max_len: The most tokens of prompt and output together, for each completion.
-    seeds: The seed of each completion's sampling noise.
+    seeds: The seeds of the sampling noise, one for each completion.
     stop_ids: Tokens that end a completion when they are sampled.
     """
 
@@ -34,7 +34,7 @@ class Request:
     scores: PromptScores | None = None  # set if the prompt's log-probabilities are requested
 
     completions: tuple[Sequence, ...] = field(init=False)
-    # The prefix cache keeps the blocks of the request after this prefix. None: it keeps none.
+    # The prefix before the request's first block in the prefix cache. None: no block is cached.
     root: Prefix | None = NO_PREFIX
     num_cached_tokens: int | None = None  # prompt tokens that were cached at the first start
 
@@ -54,7 +54,7 @@ class Request:
     def num_inputs(self) -> int:
         """The number of leading prompt tokens that steps compute.
 
-        If max_tokens is 0, no step needs to compute the last one, unless it is the only one.
+        All of them; if max_tokens is 0, all but the last one, and at least one.
         """
         return max(1, len(self.prompt) - (self.params.max_tokens == 0))
 

@@ -25,8 +25,9 @@ class Scheduler:
     """The planner of steps, under three limits: tokens per step, batch slots, and KV blocks.
 
     A step runs every decoding sequence, then fills the rest of the token budget with prompts. The
-    policy decides which prompts start. When the blocks run out, the running sequence that the
-    policy puts last is preempted: it gives its blocks back, and is recomputed later.
+    policy decides which prompts start. When the blocks run out, paused sequences are preempted
+    first, then the running sequence that the policy puts last. A preempted sequence gives its
+    blocks back, and is recomputed later.
 
     Of several completions of a prompt, the first one computes the prompt. The others follow as
     sequences that find it in the prefix cache.
@@ -47,8 +48,8 @@ class Scheduler:
 
         Args:
             window: The sliding window; see BlockTables.
-            enough_seqs: The number of running sequences from which on more of them make the device
-                hardly faster. None: `max_num_seqs`.
+            enough_seqs: Beyond this many running sequences, more of them hardly raise the
+                throughput. None: `max_num_seqs`.
         """
         self.blocks = blocks
         self.tables = BlockTables(blocks, window, max_num_batched_tokens, listener)
@@ -59,8 +60,8 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         # The policy reads this number, and may start no more sequences once so many run.
         self.enough_seqs = min(enough_seqs or max_num_seqs, max_num_seqs)
-        # A sequence that starts beside others leaves so many blocks free. Otherwise the running
-        # sequences would soon need more blocks than there are, and one would be preempted.
+        # While others run, a sequence starts only if this many blocks stay free. Otherwise the
+        # running sequences would soon need more blocks than there are, and one would be preempted.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
         self.waiting = WaitingQueue()
@@ -68,14 +69,14 @@ class Scheduler:
         # Decoding sequences, without those whose last token is in flight.
         self.running: list[Sequence] = []
         # Sequences that do not run until they are resumed. They keep their batch slots and blocks
-        # until other sequences need the blocks. The value says whether the prompt is partly
-        # computed.
+        # until other sequences need the blocks. The value says whether the sequence was in
+        # `prefilling` when it was paused.
         self.paused: dict[Sequence, bool] = {}
         self.num_preemptions = 0
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # For each step in flight: the sequences that sample a token in it, in batch order.
         self._steps_in_flight: deque[list[Sequence]] = deque()
-        # One entry for each prompt chunk in flight that scores tokens.
+        # The PromptScores of each chunk in flight that scores tokens, oldest first.
         self._scoring: deque[PromptScores] = deque()
 
     def add(self, request: Request) -> None:
@@ -187,8 +188,8 @@ class Scheduler:
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
-        # Completions that can start in the next step, because this one computes their prompts. They
-        # share these prompts only if slots and blocks are left for them.
+        # Completions that can start in the next step, because this one computes their prompts.
+        # `_start` keeps slots and blocks free for them, so that they can share these prompts.
         num_following = sum([self.waiting.num_followers(seq.request) for seq in self.prefilling])
         while budget > 0:
             if self.waiting and not self.prefilling:
@@ -223,7 +224,8 @@ class Scheduler:
     def _start(self, seq: Sequence, num_following: int) -> None:
         """Start a waiting sequence, if there are a slot and blocks for it.
 
-        If others run, as many more slots and blocks as `num_following` must be free.
+        If others run, `num_following` more slots and `num_following` + `reserve` more blocks must
+        be free.
         """
         start = self.tables.plan(seq)
         more_slots = num_following if self.running else 0
@@ -251,7 +253,8 @@ class Scheduler:
             return "preempted sequences start before new ones"
         if not seq.is_first:
             return "further completions start once their prompt is computed"
-        say = getattr(self.policy, "reason", None)  # a policy without a base class may lack it
+        # A policy that does not derive from SchedulingPolicy may lack the method.
+        say = getattr(self.policy, "reason", None)
         return "" if say is None else str(say(seq))
 
     def _next_chunk(self, seq: Sequence, budget: int) -> PrefillChunk:
@@ -280,7 +283,7 @@ class Scheduler:
     ) -> tuple[list[Sequence], list[Sequence]]:
         """Take the result of the oldest step in flight. The arguments are StepResult's fields.
 
-        A sequence that had already ended ran one step too far, and its token is dropped.
+        If a sequence ended before this step was committed, its token of this step is dropped.
 
         Returns the sequences that got a token, and the sequences that have ended. A sequence for
         which no token could be sampled ends with finish_reason "error" and is not in the first
@@ -323,8 +326,8 @@ class Scheduler:
     def abort(self, seq: Sequence) -> None:
         """End a sequence, whatever its status.
 
-        The first completion of a request ends before its prompt is computed only if all others end
-        as well: they wait for the prompt.
+        Before the prompt is computed, abort the first completion only together with all others:
+        they would wait for the prompt for ever.
         """
         self._withdraw(seq)
         seq.finish_reason = "abort"
@@ -370,7 +373,7 @@ class Scheduler:
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:
             self._release(seq)
-        if seq.params.max_tokens == 0:  # the last token of the prompt was not computed
+        if seq.params.max_tokens == 0:  # `token_ids` lacks the prompt's last token: see num_inputs
             seq.token_ids = seq.request.prompt.copy()
         seq.status = Status.FINISHED
         self.paused.pop(seq, None)

@@ -20,7 +20,7 @@ class Status(Enum):
     """The status of a sequence."""
 
     WAITING = auto()  # no batch slot, no blocks: new, or preempted
-    RUNNING = auto()  # holds a batch slot and blocks
+    RUNNING = auto()  # holds a batch slot and blocks, paused or not
     FINISHED = auto()
 
 
@@ -54,10 +54,10 @@ class Sequence:
     order: tuple[Any, int] = field(init=False)  # its place in the queue: the policy's key, its id
     batch_slot: int = field(init=False)
     block_table: list[int] = field(init=False)
-    num_given_back: int = field(init=False)  # leading entries that were released: out of the window
+    num_given_back: int = field(init=False)  # leading blocks that were released: out of the window
     capacity: int = field(init=False)  # tokens that the block table has room for
     num_computed: int = field(init=False)  # tokens whose K and V are written or in flight
-    num_registered_blocks: int = field(init=False)  # leading blocks that the prefix cache knows
+    num_registered_blocks: int = field(init=False)  # leading full blocks that the cache was offered
     # The prefix that ends with the last registered block; before the first one, `request.root`.
     prefix: Prefix | None = field(init=False)
 
@@ -150,13 +150,14 @@ class Sequence:
         )
 
     def _sampling_metadata(self) -> SamplingMetadata | None:
-        """Return what decides the next tokens besides temperature and seed. None: nothing does."""
+        """Return what the resampler must know. None: temperature and seed decide alone."""
         params, is_constrained = self.params, self.constraint is not None
         if params.max_tokens == 0 or params.is_plain and not is_constrained:
             return None
         if params.logits_processors:  # functions stay on the host: no other process gets them
             params = replace(params, logits_processors=())
-        # The host bars ends before min_tokens there, for it knows when a form is complete.
+        # With structured outputs the host enforces min_tokens: it knows when the output is
+        # complete.
         if params.structured_outputs is not None and params.min_tokens:
             params = replace(params, min_tokens=0)
         counted = self.token_ids.copy() if params.penalizes else []

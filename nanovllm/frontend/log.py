@@ -47,8 +47,9 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
     seconds, _import_seconds = seconds + _import_seconds, 0.0
     is_folder = os.path.isdir(config.model)
     name = os.path.basename(os.path.abspath(config.model)) if is_folder else config.model
+    weights = f"{info.weight_format}, " if info.weight_format else ""
     logger.info(
-        f"nanovllm: {name}, {parameters(info.num_parameters)}, {info.dtype} on {device}, "
+        f"nanovllm: {name}, {parameters(info.num_parameters)}, {weights}{info.dtype} on {device}, "
         f"attention: {info.attention}, {info.num_blocks:,} KV blocks of "
         f"{config.kvcache_block_size} tokens ({info.kv_cache_bytes / 2**30:.1f} GiB reserved, "
         "none used yet), "

@@ -23,8 +23,8 @@ class Session:
     """An engine with a lock, and the requests that `LLM.add_request` made.
 
     One thread uses the engine at a time, and other threads wait for the lock. An on_step callback
-    may call everything that runs no step: it may add, abort, pause and resume requests, close the
-    LLM, and read from it.
+    may add, abort, pause and resume requests, close the LLM, and read from it. Whatever runs steps
+    or needs an idle LLM raises RuntimeError there.
 
     `around_call` and `around_step` make context managers, in which each call and each step runs.
 
@@ -242,9 +242,7 @@ class Session:
     def observe(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:
         """Call `callback` after each step. Returns a function that removes the callback."""
 
-        def observer(
-            record: StepRecord,
-        ) -> None:  # a new function, as a callback may be given twice
+        def observer(record: StepRecord) -> None:  # a new function: a callback may be given twice
             callback(record)
 
         def remove() -> None:

@@ -28,8 +28,8 @@ class AttentionOptions:
     scale: float  # score = scale * (q . k)
     window: int | None = None  # tokens that a token sees, itself included; None: all up to itself
     softcap: float | None = None  # a score s becomes softcap * tanh(s / softcap); None: unchanged
-    # [H]: the score of a token that does not exist. It takes its share of the softmax and adds
-    # nothing to the output (attention sinks of gpt-oss; Xiao et al. 2024).
+    # [H]: the score of an extra key without a value. It takes part in the softmax and adds nothing
+    # to the output (attention sinks of gpt-oss; Xiao et al. 2024).
     sinks: Tensor | None = None
 
 
@@ -149,8 +149,8 @@ class SelfAttention(nn.Module):
     def prefill_kv(self, k: Tensor, v: Tensor, metadata: PrefillMetadata) -> PagedKV | PackedKV:
         """Return the keys and values that prompt chunks attend to: k and v are the chunks' own.
 
-        If some chunk has cached tokens before it, all are read from the cache, which holds those of
-        the chunks already.
+        If any chunk has cached tokens before it, all chunks read K and V from the cache, which
+        already holds their own.
         """
         if metadata.block_tables is None:
             return PackedKV(k, v)
@@ -207,7 +207,8 @@ def prefill_attention(
             k_i, v_i = k_i[:, -len_k:], v_i[:, -len_k:]
         seen = None
         if len_q < len_k or window is not None:
-            # Query j is token len_k - len_q + j of its sequence, and sees the keys up to that one.
+            # Query j stands at place len_k - len_q + j among these keys, and sees the keys up to
+            # there.
             seen = torch.ones(len_q, len_k, dtype=torch.bool, device=q.device).tril(len_k - len_q)
             if window is not None:
                 seen = seen.triu(len_k - len_q - window + 1)

@@ -7,6 +7,8 @@ of them needs one all-reduce. With one rank, each is a plain linear layer.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,10 +19,34 @@ from torch import Tensor, nn
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice, sibling
 
+_parameter_device: ContextVar[str | None] = ContextVar("parameter_device", default=None)
 
-def empty_parameter(*shape: int) -> nn.Parameter:
-    """Make a parameter that the loader fills, in the default dtype on the default device."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+def empty_parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Make a parameter that the loader fills, on the default device.
+
+    dtype: None means the default dtype.
+    """
+    values = torch.empty(shape, dtype=dtype, device=_parameter_device.get())
+    return nn.Parameter(values, requires_grad=False)
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Let the parameters that are made inside the block have no memory until `give_memory`."""
+    token = _parameter_device.set("meta")
+    try:
+        yield
+    finally:
+        _parameter_device.reset(token)
+
+
+def give_memory(model: nn.Module) -> None:
+    """Give each parameter that has no memory some on the default device, and keep its identity."""
+    for parameter in model.parameters():  # yields a shared parameter once
+        if parameter.is_meta:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=False))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The registry of models: the name of an architecture in config.json -> the class that runs it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanovllm.layers.linear import give_memory, parameters_without_memory
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
@@ -78,13 +80,12 @@ def read_model_config(json: dict[str, Any]) -> ModelConfig:
 
 
 def check_quantization(config: ModelConfig, model_class: type[CausalLM]) -> None:
-    """Raise ValueError for weights in a form that the loader cannot read for this model."""
-    quantization = config.quantization_config or {}
-    method = quantization.get("quant_method")
-    if quantization and method not in model_class.quantizations:
+    """Raise ValueError for MXFP4 of gpt-oss in a model that stores experts in another way."""
+    method = (config.quantization_config or {}).get("quant_method")
+    if method == "mxfp4" and not model_class.stacks_experts:
         raise ValueError(
             f"config.json: quantization_config is set, with quant_method {method!r}, which "
-            f"{config.architecture} does not do: choose the model's unquantized checkpoint"
+            f"{config.architecture} does not do: choose another checkpoint of the model"
         )
 
 
@@ -94,16 +95,26 @@ def find_model(config: ModelConfig) -> type[CausalLM]:
 
 
 def build_model(
-    config: ModelConfig, group: ParallelGroup, max_model_len: int | None = None
+    config: ModelConfig,
+    group: ParallelGroup,
+    max_model_len: int | None = None,
+    exchange_layers: Callable[[CausalLM], None] | None = None,
 ) -> CausalLM:
     """Build this rank's part of the model that `config` describes, without its weights.
 
     Its parameters are on the default device, in the default dtype. `max_model_len`: positions that
-    will be asked for; None: all that the model supports.
+    will be asked for; None: all that the model supports. `exchange_layers` is called with the model
+    before its parameters have memory, and may replace layers.
     Raises ValueError if there is no memory for the model.
     """
     try:
-        return find_model(config)(config, group, max_model_len)
+        with parameters_without_memory():
+            model = find_model(config)(config, group, max_model_len)
+            model.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            if exchange_layers is not None:
+                exchange_layers(model)
+        give_memory(model)
+        return model
     except RuntimeError as error:  # from an allocator: making layers does nothing but allocate
         sizes = ", ".join(f"{name} {getattr(config, name)}" for name in SIZES)
         raise ValueError(

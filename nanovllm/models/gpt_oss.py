@@ -57,7 +57,6 @@ class GptOssExperts(Experts):
 
 class GptOssForCausalLM(CausalLM):
     config_class = GptOssConfig
-    quantizations = ("mxfp4",)
     stacks_experts = True
     checkpoint_names = {"gate": "router"}
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 # larger sizes does not fit into 64 bits.
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1
-LARGEST = 3e38  # of a number that is no count: models compute in float32
+LARGEST = 3e38  # the bound of float fields, because models compute in float32
 
 C = TypeVar("C", bound="ModelConfig")
 
@@ -40,8 +40,8 @@ def json_field(
             nor empty counts. Empty: the name of the field.
         computed: takes the configuration and returns the value of a field that config.json does
             not say, or says to be null.
-        limits: ge and le of an integer, which lies from 1 to MAX_SIZE without them; ge and lt of a
-            float, which lies above 0 without them.
+        limits: `ge` and `le` bound an integer (default: 1 and MAX_SIZE); `ge` and `lt`, both
+            together, bound a float (default: above 0).
     """
     if computed is not None:
         default = None
@@ -181,7 +181,7 @@ class ModelConfig:
         if heads % kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads is {heads}, num_key_value_heads is {kv_heads}: "
-                "it must divide that"
+                "the second must divide the first"
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(
@@ -209,7 +209,8 @@ class ModelConfig:
             if "sliding_attention" in kinds:
                 raise ValueError(
                     "config.json: layer_types has sliding_attention, but sliding_window is "
-                    f"{self.sliding_window!r}, or use_sliding_window false: give the window's size"
+                    f"{self.sliding_window!r}, or use_sliding_window false: give the window's size "
+                    "and set use_sliding_window"
                 )
         elif (self.sliding_window or 0) < self.max_position_embeddings and not self.has_windows:
             raise ValueError(
@@ -235,7 +236,7 @@ class ExpertsConfig(ModelConfig):
 
 
 def language_model_of(json: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language model within one of a model that also sees.
+    """Return the language model's configuration from that of a multimodal model.
 
     A configuration without text_config is returned as it is. What is said of the whole model
     counts for the language model.

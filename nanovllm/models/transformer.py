@@ -65,10 +65,12 @@ class CausalLM(nn.Module):
     config_class: type[ModelConfig] = ModelConfig
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
-    quantizations: tuple[str, ...] = ()  # values of quant_method that the loader dequantises
     stacks_experts = False  # whether checkpoints hold all experts of a layer in one tensor
     checkpoint_names: dict[str, str] = {}  # name of a module here -> its name in checkpoints
     left_out: tuple[str, ...] = ()  # parts of checkpoints that are not run, such as a vision tower
+    unread_suffixes: tuple[str, ...] = ()  # ends of names of tensors that checkpoints may have, too
+    weight_format = ""  # of quantised weights, in words for users
+    num_parameters: int  # of this rank's part, each counted once however few bits it is held in
 
     # A subclass says `config: GraniteConfig`, which a type checker allows where this says Any.
     def __init__(self, config: Any, group: ParallelGroup, max_model_len: int | None = None):

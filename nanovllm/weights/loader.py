@@ -7,6 +7,7 @@ filled once, and every tensor of the checkpoint is used.
 """
 
 import logging
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,6 @@ from nanovllm.weights.weight_slice import WeightSlice
 logger = logging.getLogger("nanovllm")
 
 INDEX = "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "F16", "BF16")
 # Threads that read. One thread is enough for files in the page cache, but leaves a disk idle
 # between its reads.
 READERS = 8
@@ -40,6 +40,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     Raises ValueError if the checkpoint is broken or belongs to another model.
     """
     checkpoint = open_checkpoint(Path(folder))
+    if any(name.endswith("_blocks") for name in checkpoint):
+        read_packed = {part.name for part in model_weight_slices(model)}
+        checkpoint = mxfp4.join_blocks(checkpoint, kept=read_packed)
     with ThreadPoolExecutor(READERS) as pool:
         untie_heads(model, checkpoint, pool)
         slices = list(model_weight_slices(model))
@@ -49,8 +52,11 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         # Parameters may have been made in inference mode, and a new thread does not run in it.
         @torch.inference_mode()
         def read(part: WeightSlice) -> None:
-            _, tensor = checkpoint[part.name]
-            part.destination.copy_(tensor[part.index])
+            path, tensor = checkpoint[part.name]
+            try:
+                part.fill(tensor[part.index])
+            except ValueError as error:
+                raise ValueError(f"{path}: {part.name} {error}: check its config.json") from error
 
         list(pool.map(read, slices))  # the list raises the first error
 
@@ -67,20 +73,21 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
     for part in slices:
         parts_of.setdefault(part.name, []).append(part)
     for name, parts in parts_of.items():
-        destination, shape = parts[0].destination, parts[0].shape
+        destination, shape, convert = parts[0].destination, parts[0].shape, parts[0].convert
         if name.endswith("norm.weight"):
             destination.fill_(1.0)
             continue
         generator = torch.Generator(destination.device).manual_seed(
             zlib.crc32(f"{seed} {name}".encode())
         )
-        if destination.shape == shape and destination.is_contiguous():
+        if convert is None and destination.shape == shape and destination.is_contiguous():
             destination.normal_(0.0, 0.02, generator=generator)
             continue
-        whole = torch.empty(shape, dtype=destination.dtype, device=destination.device)
+        dtype = destination.dtype if convert is None else torch.float32
+        whole = torch.empty(shape, dtype=dtype, device=destination.device)
         whole.normal_(0.0, 0.02, generator=generator)
         for part in parts:
-            part.destination.copy_(whole[part.index])
+            part.fill(whole[part.index])
 
 
 def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
@@ -88,6 +95,13 @@ def model_weight_slices(model: nn.Module) -> Iterator[WeightSlice]:
     for path, module in model.named_modules():
         if hasattr(module, "weight_slices"):
             yield from module.weight_slices(checkpoint_name(model, path))
+
+
+def take_plain_weights(model: nn.Module) -> None:
+    """Let the quantised layers of an empty model make their weights of plain ones."""
+    for module in model.modules():
+        if "reads_plain" in vars(module):
+            vars(module)["reads_plain"] = True
 
 
 def checkpoint_name(model: nn.Module | type[nn.Module], path: str) -> str:
@@ -130,10 +144,10 @@ def check_checkpoint(
             f"{folder}: no file has {some_of(missing)}: download the model again, or check its "
             "config.json"
         )
-    extra = {
-        name for name in checkpoint.keys() - needed if not name.endswith("rotary_emb.inv_freq")
-    }
+    unread = ("rotary_emb.inv_freq", *getattr(model, "unread_suffixes", ()))
+    extra = {name for name in checkpoint.keys() - needed if not name.endswith(unread)}
     extra -= {f"{checkpoint_name(model, path)}.weight" for path, _ in tied_heads(model)}
+    extra -= check_unread(model, checkpoint)
     if extra := extra - set(left_out(model, checkpoint)):
         raise ValueError(
             f"{folder}: the model has no place for {some_of(extra)}: check its config.json"
@@ -144,16 +158,34 @@ def check_checkpoint(
 
 def check_tensor(part: WeightSlice, path: Path, found: Any) -> None:
     """Raise ValueError unless a tensor has the shape of its slice and a dtype that can be read."""
-    if (shape := tuple(found.get_shape())) != part.shape:
+    shape, is_number = tuple(found.get_shape()), part.shape == ()
+    if (math.prod(shape) != 1) if is_number else (shape != part.shape):
         raise ValueError(
             f"{path}: {part.name} has shape {shape}, but by config.json it is {part.shape}: check "
             "both files, or download the model again"
         )
-    if (dtype := found.get_dtype()) not in FLOATS:
+    if (dtype := found.get_dtype()) not in part.dtypes:
         raise ValueError(
-            f"{path}: {part.name} is {dtype}, not one of {FLOATS}: choose the unquantized "
-            "checkpoint"
+            f"{path}: {part.name} is {dtype}, but by config.json it is {' or '.join(part.dtypes)}: "
+            "check both files, or download the model again"
         )
+
+
+def check_unread(model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Check the tensors that layers know and do not read, and return the names of all of them."""
+    names = set()
+    for path, module in model.named_modules():
+        if not hasattr(module, "unread_tensors"):
+            continue
+        for name, check in module.unread_tensors(checkpoint_name(model, path)):
+            names.add(name)
+            if check is not None and name in checkpoint:
+                file, tensor = checkpoint[name]
+                try:
+                    check(tensor[...])
+                except ValueError as error:
+                    raise ValueError(f"{file}: {name} {error}: check both files") from error
+    return names
 
 
 def left_out(model: nn.Module | type[nn.Module], names: Iterable[str]) -> list[str]:
@@ -244,7 +276,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                     f"{path} and {checkpoint[name][0]} both have {name}: remove the wrong one"
                 )
             checkpoint[name] = path, file.get_slice(name)
-    return mxfp4.join_blocks(checkpoint)
+    return checkpoint
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ The format is that of OCP Microscaling Formats, version 1.0. Checkpoints of gpt-
 it. They are dequantised while they are read.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -53,12 +54,19 @@ class Mxfp4Tensor:
         return values[..., begin - held.start * BLOCK : end - held.start * BLOCK].mT
 
 
-def join_blocks(checkpoint: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+def join_blocks(
+    checkpoint: dict[str, tuple[Any, Any]], kept: Collection[str] = ()
+) -> dict[str, tuple[Any, Any]]:
     """Replace each pair of blocks and scales in a checkpoint by one Mxfp4Tensor.
 
-    The checkpoint maps a tensor's name to its file and the tensor; it is changed and returned.
+    The checkpoint maps a tensor's name to its file and the tensor; it is changed and returned. The
+    tensors in `kept` stay as they are.
     """
-    names = [name.removesuffix("_blocks") for name in checkpoint if name.endswith("_blocks")]
+    names = [
+        name.removesuffix("_blocks")
+        for name in checkpoint
+        if name.endswith("_blocks") and name not in kept
+    ]
     for name in (name for name in names if ".experts." in name):
         path, blocks = checkpoint[f"{name}_blocks"]
         _, scales = checkpoint.get(f"{name}_scales", (None, None))

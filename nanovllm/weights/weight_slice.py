@@ -6,19 +6,33 @@ layer knows how it is split over the ranks and under which names a checkpoint st
 the loader knows files.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+FLOATS = ("F64", "F32", "F16", "BF16")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightSlice:
-    """The assignment `destination` = checkpoint[`name`][`index`]."""
+    """The assignment `destination` = `convert`(checkpoint[`name`][`index`])."""
 
     name: str
     destination: Tensor  # a view of this rank's parameter, without gaps; it may be transposed
     index: tuple[slice, ...]  # this rank's part of the checkpoint's tensor
-    shape: tuple[int, ...]  # of the checkpoint's whole tensor
+    # Of the checkpoint's whole tensor. (): one number, whatever the tensor's dimensions.
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = FLOATS  # that the checkpoint's tensor may have, by safetensors' names
+    # Makes the values to store from those that were read. It may raise ValueError, whose message
+    # follows the tensor's name. None: they are stored as they are.
+    convert: Callable[[Tensor], Tensor] | None = None
+
+    def fill(self, values: Tensor) -> None:
+        """Store the values of the checkpoint's tensor at `index`."""
+        if self.convert is not None:
+            values = self.convert(values)
+        self.destination.copy_(values)
 
 
 def sibling(path: str, name: str) -> str:

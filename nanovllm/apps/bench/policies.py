@@ -42,13 +42,16 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
     stand for people who wait, and have the better priority. They arrive within half of the time
     that the whole workload takes at once, so the engine is overloaded throughout.
     """
-    folder, random_weights = model_folder(args.model)
+    folder, random_weights = model_folder(args.model, args.quantization)
+    options = json.loads(args.options)
+    if args.quantization:
+        options["quantization"] = args.quantization
     engine = NanovllmEngine(
         folder,
         random_weights,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
-        **json.loads(args.options),
+        **options,
     )
     rows = []
     for name in args.workload.split(","):

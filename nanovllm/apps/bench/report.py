@@ -1,6 +1,7 @@
 """The output of a measurement: rows, a table, a picture, and the figures of a trace."""
 
 import argparse
+import json
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,10 +14,10 @@ def options_name(options: str) -> str:
     return "the library's default options" if options == "{}" else f"options {options}"
 
 
-def print_start(common: dict, args: argparse.Namespace) -> None:
+def print_start(common: dict) -> None:
     """Print the engine, its device and options, and how long its start took."""
     start = f"ready after {common['startup_seconds']:.1f} s"
-    about = ", ".join((common["device"], options_name(args.options), start))
+    about = ", ".join((common["device"], options_name(json.dumps(common["options"])), start))
     print(f"{common['engine']:>12}  on {about}", flush=True)
 
 

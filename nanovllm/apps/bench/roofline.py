@@ -6,10 +6,19 @@ from nanovllm.apps.bench.shapes import SHAPES, VOCAB
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 
 MAX_RUNNING = 512  # sequences in one step
-BF16 = 2  # bytes per element of weights, keys and values
+BF16 = 2  # bytes per element of keys and values, and of weights that are not quantised
+# Bytes per weight of layers; in 4 bits, each group of 128 has a scale of 2 bytes and a zero point.
+BYTES = {None: BF16, "fp8": 1.0, "gptq": 0.5 + 2.5 / 128, "awq": 0.5 + 2.5 / 128}
 
 
-def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) -> float | None:
+def roofline(
+    model: str,
+    work: Work,
+    name: str,
+    bandwidth: float,
+    flops: float,
+    quantization: str | None = None,
+) -> float | None:
     """Return a lower bound on the seconds of a workload, at the rates of all GPUs together.
 
     The result is the higher of two bounds:
@@ -25,10 +34,11 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
 
     Args:
         bandwidth: bytes per second.
-        flops: operations per second of products in bfloat16.
+        flops: operations per second of products in bfloat16. Those in FP8 count as twice as fast.
+        quantization: the format of the layers' weights; embedding and head are in bfloat16.
     """
     workload = WORKLOADS[name]
-    if model not in SHAPES or workload.rounds > 1:
+    if model not in SHAPES or workload.rounds > 1 or quantization not in BYTES:
         return None
     shape = SHAPES[model]
 
@@ -49,18 +59,21 @@ def roofline(model: str, work: Work, name: str, bandwidth: float, flops: float) 
         sum(n**2 for n in prompts) - spared**2 * (len(work) - 1)
     ) / 2  # pairs of a query and a key
 
-    weights_read = 0.0
+    weights_read = 0.0  # bytes
     for rows in rows_of_steps(outputs):
         missed = (1 - shape.experts_per_token / shape.experts) ** rows
-        weights_read += others + head + expert * shape.experts * (1 - missed)
+        layers = others + expert * shape.experts * (1 - missed)
+        weights_read += layers * BYTES[quantization] + head * BF16
     kv_read = sum(sum(range(prompt + 1, prompt + n)) for prompt, n in zip(prompts, outputs))
     kv_read -= spared * sum(n - 1 for n in outputs[1:])
     kv_bytes = shape.layers * shape.kv_heads * shape.head_dim * 2 * BF16  # bytes of one token
 
+    if quantization == "fp8":
+        flops *= 2
     prompt_ops = 2 * body * prompt_tokens
     attention_ops = 4 * shape.layers * shape.heads * shape.head_dim * pairs
     all_ops = prompt_ops + 2 * (body + head) * sum(outputs) + attention_ops
-    bytes_read = kv_read * kv_bytes + weights_read * BF16
+    bytes_read = kv_read * kv_bytes + weights_read
     return max(bytes_read / bandwidth + prompt_ops / flops, all_ops / flops)
 
 

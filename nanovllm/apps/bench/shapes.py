@@ -34,18 +34,30 @@ SHAPES = {
 }
 
 
-def model_folder(name: str) -> tuple[str, bool]:
+# Formats of 4-bit weights that a shape may have, by their quantization_config.
+QUANTIZED: dict[str, dict] = {
+    "gptq": dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True),
+    "awq": dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"),
+}
+
+
+def model_folder(name: str, quantization: str | None = None) -> tuple[str, bool]:
     """Find the model that `--model` names; for a shape, write a folder with a config.json.
 
+    quantization: the format of a shape's weights.
     Returns the folder or hub id to load, and whether to use random weights.
     """
     if name == "tiny":
         return str(TINY_MODEL), False
     if name not in SHAPES:
         return name, False
+    config = model_config(SHAPES[name])
+    if quantization in QUANTIZED:
+        config["quantization_config"] = QUANTIZED[quantization]
+        name = f"{name}-{quantization}"
     folder = Path(tempfile.gettempdir()) / f"nanovllm-bench-{os.getuid()}" / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(SHAPES[name])))
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder), True
 
 

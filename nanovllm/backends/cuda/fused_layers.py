@@ -193,8 +193,12 @@ class FusedGatedMLP(GatedMLP):
 
     @staticmethod
     def suits(plain: GatedMLP) -> bool:
-        """Tell whether the kernels know the activation."""
-        return plain.activation in (F.silu, gelu_tanh)
+        """Tell whether the kernels know the activation and the products, which may be quantised."""
+        return (
+            plain.activation in (F.silu, gelu_tanh)
+            and type(plain.gate_up_proj) is FusedMergedColumnParallelLinear
+            and type(plain.down_proj) is FusedRowParallelLinear
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))
@@ -258,6 +262,7 @@ class FusedLayer(nn.Module):
         norms = [getattr(plain, name) for name in cls.norm_names if name]
         return (
             type(plain.self_attn) is FusedSelfAttention
+            and type(plain.self_attn.o_proj) is FusedRowParallelLinear
             and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
             and all(isinstance(norm, FusedRMSNorm) for norm in norms)
             and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1

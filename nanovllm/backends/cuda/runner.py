@@ -25,6 +25,7 @@ from nanovllm.backends.cuda.cuda_graph import SIZES, Graphs, size_for, sizes_up_
 from nanovllm.backends.cuda.fused_layers import (
     FusedDecoder,
     FusedGatedMLP,
+    FusedMixtureOfExperts,
     FusedSelfAttention,
     fuse,
     kind_of,
@@ -47,6 +48,7 @@ from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.layers.attention import PagedKV, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
+from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
@@ -198,9 +200,15 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            # Plain attention waits for the device, which a graph cannot hold.
-            is_plain = self._backend is PLAIN_BACKEND or not all(
-                isinstance(layer, FusedSelfAttention) for layer in self.attention_layers
+            # Plain attention and plain experts wait for the device, which a graph cannot hold.
+            is_plain = (
+                self._backend is PLAIN_BACKEND
+                or not all(isinstance(layer, FusedSelfAttention) for layer in self.attention_layers)
+                or any(
+                    isinstance(module, MixtureOfExperts)
+                    and not isinstance(module, FusedMixtureOfExperts)
+                    for module in self.model.modules()
+                )
             )
             if not is_plain and not self.config.enforce_eager:
                 self.graphs = Graphs()

@@ -39,14 +39,15 @@ def keep_likeliest(
         kept = best >= bound
         # In float64: the sum of many small probabilities decides which token crosses the bound.
         probs = (best / temperatures).masked_fill(~kept, -torch.inf).double().softmax(dim=-1)
-        # Beyond `width`, only tokens as likely as the last sorted one may be kept. Count them too.
+        # Tokens that tie with the last sorted one may lie beyond `width`. Include their
+        # probability.
         count, num_beyond = kept.sum(dim=-1, keepdim=True), (logits >= bound).sum(-1, keepdim=True)
         probs = probs / (1 + (num_beyond - count) * probs[:, -1:])
         # Keep the token that crosses the bound: the tokens before it do not reach top_p.
         kept &= (probs.cumsum(dim=-1) - probs < top_p) | (top_p >= 1)
         # If logits are NaN, no token is kept: clamp keeps the index valid.
         last = best.gather(1, kept.sum(dim=-1, keepdim=True).sub(1).clamp(min=0))
-        # A row with neither bound may keep more tokens than the other rows need sorted.
+        # `best` is too short for rows without top_k and top_p: they use the min_p threshold alone.
         threshold = torch.where(top_k > width, threshold, last)
     return logits >= threshold
 

@@ -299,9 +299,10 @@ def describe(
 def bytes_of_weights(info: RunnerInfo, model_config: ModelConfig) -> int | None:
     """Count the bytes of weights that each decode step reads, on all ranks together.
 
-    Returns None for a model with experts, because the tokens decide which experts a step reads.
+    Returns None for a model with experts, because the tokens decide which experts a step reads, and
+    for quantised weights.
     """
-    if model_config.num_experts:
+    if model_config.num_experts or info.weight_format:
         return None
     # A step reads only a few rows of an embedding, unless the embedding is the head as well.
     embedding = (

@@ -30,6 +30,7 @@ from nanovllm.weights.loader import (
     left_out,
     model_weight_slices,
     some_of,
+    take_plain_weights,
     tied_heads,
 )
 from nanovllm.weights.weight_slice import WeightSlice
@@ -109,7 +110,7 @@ class NewWeights:
                 values = torch.empty_like(part.destination)
                 self._head_values[name] = values.copy_(tensor[part.index])
             else:
-                part.destination.copy_(tensor[part.index])
+                part.fill(tensor[part.index])
         self._seen.add(name)
 
     def _name_in_checkpoint(self, name: str) -> str:
@@ -246,6 +247,21 @@ def add(
 def finish(runner: ModelRunner) -> None:
     """Check that the update is complete."""
     incoming(runner).finish()
+    keep_scales(runner.model, incoming(runner).model)
+
+
+@torch.inference_mode()
+def keep_scales(old: nn.Module, new: nn.Module) -> None:
+    """Copy the parameters that no plain weight says anything of, such as scales of inputs."""
+    for path, layer in new.named_modules():
+        for name in getattr(layer, "kept", ()):
+            kept = old.get_submodule(path).get_parameter(name)
+            if kept.is_meta:
+                raise ValueError(
+                    "weights are those of a model whose inputs are quantised with scales of its "
+                    "checkpoint, and sleep has dropped these: call wake_up first"
+                )
+            layer.get_parameter(name).copy_(kept)
 
 
 def discard(runner: ModelRunner) -> None:
@@ -292,9 +308,12 @@ def incoming(runner: ModelRunner) -> NewWeights:
 def plain_model(runner: ModelRunner) -> CausalLM:
     """Build the runner's model on the CPU, neither filled with weights nor transformed."""
     with tensors_default_to(runner.dtype, torch.device("cpu")):
-        model = build_model(runner.model_config, runner.group, runner.max_model_len)
+        model = build_model(
+            runner.model_config, runner.group, runner.max_model_len, runner.exchange_layers
+        )
     if model.lm_head.tied and not runner.model.lm_head.tied:
         model.lm_head.untie()  # the checkpoint that was loaded has a head of its own
+    take_plain_weights(model)
     return model.eval().requires_grad_(False)
 
 

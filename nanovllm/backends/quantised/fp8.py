@@ -1,0 +1,160 @@
+"""Weights in FP8 (e4m3), alone or with inputs in FP8."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.backends.quantised.config import Fp8
+from nanovllm.backends.quantised.packed import PackedWeight, Piece, covering, cut, piece_of
+from nanovllm.layers.linear import empty_parameter
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.weights.weight_slice import WeightSlice
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # that e4m3 holds
+SMALLEST = 1e-12  # of what a scale is made from: rows of zeros have one, too
+
+
+class Fp8Weight(PackedWeight):
+    """A weight in FP8: number = code * scale.
+
+    Where inputs are quantised as well, the product is computed from the FP8 codes of both:
+
+        scale_x = largest |x| of a token, or of a token and group of columns, / 448
+        y = sum over columns k of (e4m3(x_k / scale_x) * scale_x) * (code_k * scale_k)
+
+    in float32, and rounded to the dtype of x. Values beyond 448 scales become 448 scales.
+    """
+
+    def __init__(
+        self, weight: Tensor, parts: Sequence[WeightSlice], scheme: Fp8, ranks: ParallelGroup
+    ) -> None:
+        super().__init__(weight, parts, scheme.columns, ranks)
+        self.scheme = scheme
+        self.codes = empty_parameter(*weight.shape, dtype=E4M3)
+        self.scales = empty_parameter(*weight.shape[:-1], self.num_groups, dtype=torch.float32)
+        if scheme.activations == "tensor":
+            self.kept = ("input_scales",)
+            self.input_scales = empty_parameter(*self.lead, len(self.starts), dtype=torch.float32)
+        begin, end = self.columns.start, self.columns.stop
+        if scheme.activations == "group" and self.is_split:
+            if begin % self.group or (end % self.group and end < self.in_features):
+                raise ValueError(
+                    f"{parts[0].name} has {self.in_features} columns, of which each of "
+                    f"{ranks.size} ranks takes {end - begin}, but inputs are quantised in groups "
+                    f"of {self.group}: choose a tensor_parallel_size that splits no group"
+                )
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
+        how = self.scheme.activations
+        if how is None:
+            return super().forward(x, bias, expert)
+        if how == "tensor":
+            scales = self.input_scales if expert is None else self.input_scales[expert]
+            inputs = [rounded(x.float(), scale) for scale in scales]
+        else:
+            inputs = [self.quantised_inputs(x.float())] * len(self.starts)
+        parts = [
+            F.linear(inputs[number], self.dequantise(rows, number, expert))
+            for number, rows in self.chunks
+        ]
+        out = torch.cat(parts, dim=-1)
+        return (out if bias is None else out + bias).to(x.dtype)
+
+    def quantised_inputs(self, x: Tensor) -> Tensor:
+        """Return what stands for inputs [T, K] in FP8, with scales made from the inputs."""
+        if self.scheme.activations == "group":
+            groups = self.grouped(x)
+            largest = groups.abs().amax(dim=-1, keepdim=True)
+            return rounded(groups, scale_for(largest)).flatten(1)[:, : self.width]
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        if self.is_split:
+            largest = self.ranks.maximum(largest)
+        return rounded(x, scale_for(largest))
+
+    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+        codes, scales = (
+            self.rows_of(self.codes, rows, expert),
+            self.rows_of(self.scales, rows, expert),
+        )
+        return from_e4m3(codes) * self.spread(scales)
+
+    def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
+        scheme, name = self.scheme, piece.name
+        index, shape = (piece.rows, piece.columns), piece.shape
+        codes = self.at(self.codes, piece)
+        yield WeightSlice(
+            f"{name}.weight", codes, index, shape, dtypes=("F8_E4M3",), convert=without_nan
+        )
+        scales, scale_name = self.at(self.scales, piece), f"{name}.{scheme.scale_name}"
+        if (scheme.rows, scheme.columns) == (0, 0):
+            yield WeightSlice(scale_name, scales, (), (), convert=partial(repeat, like=scales))
+        else:
+            height = scheme.rows
+            shape = -(-piece.out_features // height), -(-piece.in_features // self.group)
+            index = covering(piece.rows, height), self.groups
+
+            def by_row(x: Tensor) -> Tensor:
+                return cut(x.repeat_interleave(height, dim=0), piece.rows, height, 0)
+
+            yield WeightSlice(scale_name, scales, index, shape, convert=by_row)
+        if scheme.activations == "tensor":
+            scale, name = self.input_scale_of(piece), f"{name}.{scheme.input_scale_name}"
+            yield WeightSlice(name, scale, (), (), convert=partial(repeat, like=scale))
+
+    def input_scale_of(self, piece: Piece) -> Tensor:
+        whole = self.input_scales if piece.expert is None else self.input_scales[piece.expert]
+        number = self.number_of(piece)
+        return whole[number : number + 1]
+
+    def plain_slices(self, part: WeightSlice) -> Iterator[WeightSlice]:
+        yield from super().plain_slices(part)
+        if self.scheme.activations == "tensor":
+            # A plain weight says nothing of inputs. With a scale of 1, FP8 holds those up to 448.
+            scale = self.input_scale_of(piece_of(part, self.plain))
+            yield replace(part, destination=scale, convert=lambda values: torch.ones(1))
+
+    def encode(self, values: Tensor, skipped: int) -> dict[str, Tensor]:
+        groups = self.grouped(values)
+        scales = scale_for(groups.abs().amax(dim=-1, keepdim=True))
+        codes = to_e4m3(groups / scales).flatten(1)[:, skipped : skipped + self.width]
+        return {"codes": codes, "scales": scales.squeeze(-1)}
+
+
+def scale_for(largest: Tensor) -> Tensor:
+    """Return the scale with which e4m3 just holds the largest number."""
+    return largest.clamp(min=SMALLEST) / LARGEST
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-LARGEST, LARGEST).to(E4M3)
+
+
+def from_e4m3(codes: Tensor) -> Tensor:
+    """Compute the float32 numbers of codes that are no NaN.
+
+    Sign, exponent and mantissa of e4m3 lie side by side in float16 as well, whose exponents have a
+    bias of 15 instead of 7. PyTorch's own conversion took 12 times as long on a CPU (AMD EPYC,
+    PyTorch 2.13), and Triton has none for GPUs without FP8.
+    """
+    bits = codes.view(torch.int8).short() << 7 & ~(1 << 14)
+    return bits.view(torch.float16).float() * 2.0 ** (15 - 7)
+
+
+def without_nan(codes: Tensor) -> Tensor:
+    if (codes.view(torch.uint8) & 127 == 127).any():
+        raise ValueError("has NaN among its weights")
+    return codes
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    """Round x to what FP8 holds with a scale. NaN stays NaN."""
+    return to_e4m3(x / scale).float() * scale
+
+
+def repeat(x: Tensor, like: Tensor) -> Tensor:
+    return x.reshape(()).expand(like.shape)

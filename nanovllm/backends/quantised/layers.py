@@ -1,0 +1,192 @@
+"""The exchange of a model's layers for quantised ones, before any weight has memory.
+
+A quantised layer is its plain layer in all but its weight. The plain weight stays as a tensor
+without memory, so the plain layer's `weight_slices` still say which part of which projection the
+rank holds. Its packed weight turns each of these slices into slices of packed tensors.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanovllm.backends.quantised.config import Fp4, Fp8, Integers, Quantization, Scheme
+from nanovllm.backends.quantised.fp4 import Fp4Weight
+from nanovllm.backends.quantised.fp8 import Fp8Weight
+from nanovllm.backends.quantised.integers import IntegerWeight
+from nanovllm.backends.quantised.packed import PackedWeight, piece_of
+from nanovllm.layers.linear import ReplicatedLinear, RowParallelLinear, StackedLinear
+from nanovllm.layers.moe import Experts
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.transformer import CausalLM
+from nanovllm.weights.loader import checkpoint_name
+from nanovllm.weights.weight_slice import WeightSlice
+
+FORMATS: dict[type, Callable[..., PackedWeight]] = {
+    Fp8: Fp8Weight,
+    Integers: IntegerWeight,
+    Fp4: Fp4Weight,
+}
+
+
+class Quantised(nn.Module):
+    """A mixin that stands before the class of a layer whose weights are packed."""
+
+    packed: nn.ModuleDict  # the packed weights, by the names of the plain ones
+    # Whether weights are made of plain tensors instead of read as they are packed.
+    reads_plain: bool
+
+    def multiply(
+        self, name: str, x: Tensor, bias: Tensor | None, expert: int | None = None
+    ) -> Tensor:
+        """Multiply inputs [T, K] by the packed weight that is called `name`."""
+        weight = self.packed[name]
+        assert isinstance(weight, PackedWeight)
+        return weight(x, bias, expert)
+
+    def packed_of(self, part: WeightSlice) -> PackedWeight | None:
+        """Return the packed weight that a slice of the plain layer belongs to."""
+        if not part.destination.is_meta:
+            return None  # a bias
+        name = name_of_weight(self, part)
+        weight = self.packed[name]
+        assert isinstance(weight, PackedWeight)
+        return weight
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        for part in super().weight_slices(path):  # type: ignore[misc]
+            weight = self.packed_of(part)
+            if weight is None:
+                yield part
+            elif self.reads_plain:
+                yield from weight.plain_slices(part)
+            else:
+                yield from weight.packed_slices(piece_of(part, weight.plain))
+
+    def unread_tensors(self, path: str) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
+        """Yield the tensors that a checkpoint may have besides, each with a check of its values."""
+        for part in super().weight_slices(path):  # type: ignore[misc]
+            if weight := self.packed_of(part):
+                yield from weight.unread(piece_of(part, weight.plain))
+
+
+class QuantisedLinear(Quantised, StackedLinear):
+    """Projections of one input, whose weight is packed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.multiply("weight", x, self.bias)
+
+
+class QuantisedRowParallelLinear(Quantised, RowParallelLinear):
+    """A linear layer, split over the ranks by input, whose weight is packed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.group.all_reduce(self.multiply("weight", x, self.bias_of_this_rank))
+
+
+class QuantisedExperts(Quantised, Experts):
+    """The experts of a layer, whose weights are packed."""
+
+    def run(self, expert: int, x: Tensor) -> Tensor:
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[expert] for bias in self.biases_of_this_rank
+        )
+        gate, up = self.multiply("gate_up_proj", x, gate_up_bias, expert).chunk(2, dim=-1)
+        return self.multiply("down_proj", self.gating(gate, up), down_bias, expert)
+
+
+# The layers that are exchanged, and the names of their weights. A router, which is a
+# ReplicatedLinear, stays plain: it is small, and decides much.
+KINDS: tuple[tuple[type[nn.Module], type[Quantised], tuple[str, ...]], ...] = (
+    (RowParallelLinear, QuantisedRowParallelLinear, ("weight",)),
+    (StackedLinear, QuantisedLinear, ("weight",)),
+    (Experts, QuantisedExperts, ("gate_up_proj", "down_proj")),
+)
+
+# The subclass made for each class of a plain layer.
+_quantised: dict[type, type] = {}
+
+
+def name_of_weight(layer: nn.Module, part: WeightSlice) -> str:
+    """Return the name of the plain weight that a slice of the plain layer belongs to."""
+    if not isinstance(layer, Experts):
+        return "weight"
+    return "down_proj" if "down_proj" in part.name.split(".") else "gate_up_proj"
+
+
+def use_quantised_layers(
+    model: CausalLM, quantization: Quantization, *, reads_plain: bool = False
+) -> None:
+    """Replace the layers of a model whose weights are quantised, in place.
+
+    The model has no weights yet. `reads_plain`: weights will be made of plain tensors.
+    Raises ValueError for a layer whose projections have several formats, or one that cannot be
+    split over the ranks.
+    """
+    model.weight_format = quantization.description
+    if quantization.has_kv_scales:
+        model.unread_suffixes = (".k_scale", ".v_scale")
+    for path, module in list(model.named_modules()):
+        for kind, quantised, names in KINDS:
+            if not isinstance(module, kind) or isinstance(module, ReplicatedLinear):
+                continue
+            layer: Any = module
+            weights: dict[str, list[WeightSlice]] = {name: [] for name in names}
+            for part in layer.weight_slices(checkpoint_name(model, path)):
+                if not part.name.endswith("bias"):
+                    weights[name_of_weight(layer, part)].append(part)
+            scheme = common_scheme(
+                [part for parts in weights.values() for part in parts], quantization
+            )
+            if scheme is not None:
+                exchange(
+                    layer, quantised, weights, scheme, reads_plain or quantization.is_made_here
+                )
+
+
+def common_scheme(parts: list[WeightSlice], quantization: Quantization) -> Scheme | None:
+    """Return the format of all projections of a layer. Raises ValueError if it is not the same."""
+    schemes = {
+        part.name: quantization.scheme_of(part.name.removesuffix(".weight")) for part in parts
+    }
+    first, *others = schemes
+    for other in others:
+        if schemes[other] != schemes[first]:
+            raise ValueError(
+                f"config.json: quantization_config gives {first} and {other} different formats: "
+                "they are one layer here; choose another checkpoint of the model"
+            )
+    scheme = schemes[first]
+    is_stacked = len(parts[0].index) == 3
+    is_mxfp4 = isinstance(scheme, Fp4) and not scheme.is_nvidia
+    if scheme is not None and not quantization.is_made_here and is_stacked != is_mxfp4:
+        raise ValueError(
+            f"config.json: quantization_config gives {first} the format {scheme.description}: "
+            "of experts that a checkpoint holds in one tensor, MXFP4 alone is read, and of others "
+            "it is not; choose another checkpoint of the model"
+        )
+    return scheme
+
+
+def exchange(
+    layer: Any,
+    quantised: type[Quantised],
+    weights: dict[str, list[WeightSlice]],
+    scheme: Scheme,
+    reads_plain: bool,
+) -> None:
+    """Turn a plain layer without memory into a quantised one."""
+    plain = type(layer)
+    if plain not in _quantised:
+        _quantised[plain] = type(f"Quantised{plain.__name__}", (quantised, plain), {})
+    layer.__class__ = _quantised[plain]
+    layer.reads_plain = reads_plain
+    layer.packed = nn.ModuleDict()
+    for name, parts in weights.items():
+        weight = getattr(layer, name).detach()
+        delattr(layer, name)
+        # It has a shape, and no memory: what takes it for a weight fails at once.
+        setattr(layer, name, weight)
+        layer.packed[name] = FORMATS[type(scheme)](
+            weight, parts, scheme, getattr(layer, "group", ParallelGroup())
+        )
