@@ -197,12 +197,12 @@ def shared_blocks() -> Drawing:
         block for block in next(iter(tables.values())) if block is not None and counts[block] > 1
     ]
     drawing.text(10, 22, "shared blocks: number, chained hash (its first digits), reference count")
-    for i, block in enumerate(shared):
+    for i, common in enumerate(shared):
         x = 10 + i * 78
         drawing.rect(x, 34, 66, 64, colour(0), stroke=INK)
-        drawing.text(x + 33, 52, f"block {block}", "middle", 12)
-        drawing.text(x + 33, 70, f"{hashes[block][:6]}", "middle", 12)
-        drawing.text(x + 33, 88, f"count {counts[block]}", "middle", 12)
+        drawing.text(x + 33, 52, f"block {common}", "middle", 12)
+        drawing.text(x + 33, 70, f"{hashes[common][:6]}", "middle", 12)
+        drawing.text(x + 33, 88, f"count {counts[common]}", "middle", 12)
         if i:
             drawing.line(x - 12, 66, x, 66)
     drawing.text(10, 132, "block tables: the same blocks first, then blocks of their own")
@@ -285,6 +285,39 @@ def gumbel() -> Drawing:
     return drawing
 
 
+def split_matrices() -> Drawing:
+    """Draw which rank holds which part of chapter 11's matrix."""
+    drawing = Drawing(250, "A 4 x 4 matrix on two ranks: split by outputs, and split by inputs")
+    weight, x = torch.tensor(runs.MATRIX), torch.tensor(runs.VECTOR)
+    for left, label, by_inputs in ((10, "split by outputs", False), (390, "split by inputs", True)):
+        drawing.text(left, 22, f"{label} (blue: rank 0, orange: rank 1)")
+        for i in range(4):
+            for j in range(4):
+                fill = COLOURS[(j if by_inputs else i) // 2]
+                drawing.rect(left + j * 34, 60 + i * 34, 32, 32, fill)
+                drawing.text(left + j * 34 + 16, 81 + i * 34, f"{runs.MATRIX[i][j]}", "middle")
+            fill = COLOURS[i // 2] if by_inputs else PALE
+            drawing.rect(left + 156, 60 + i * 34, 32, 32, fill)
+            drawing.text(left + 172, 81 + i * 34, f"{runs.VECTOR[i]}", "middle")
+            drawing.text(left + 145, 81 + i * 34, "x" if i == 1 else "", "middle")
+        drawing.text(left + 200, 115, "=")
+        columns = (
+            [part @ half for part, half in zip(weight.chunk(2, dim=1), x.chunk(2))]
+            if by_inputs
+            else [weight @ x]
+        )
+        for place, column in enumerate(columns):
+            for i, value in enumerate(column.tolist()):
+                fill = COLOURS[place if by_inputs else i // 2]
+                drawing.rect(left + 218 + place * 56, 60 + i * 34, 32, 32, fill)
+                drawing.text(left + 234 + place * 56, 81 + i * 34, f"{value}", "middle")
+        if by_inputs:
+            drawing.text(left + 262, 115, "+", "middle")
+        below = "one sum over the ranks is needed" if by_inputs else "each rank keeps its part"
+        drawing.text(left, 222, below)
+    return drawing
+
+
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "1-staircase.svg": staircase,
     "3-blocks.svg": blocks_of_sequences,
@@ -293,6 +326,7 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "6-shared.svg": shared_blocks,
     "7-preempted.svg": preempted,
     "8-gumbel.svg": gumbel,
+    "11-matrices.svg": split_matrices,
 }
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 from nanovllm.features.trace.events import Committed, Event, Launched, Preempted, Run, Started
 from nanovllm.features.trace.files import read_jsonl, write
@@ -284,6 +286,31 @@ def sampling() -> Result:
     return Result(lines, [events])
 
 
+MATRIX = [[1, 0, 2, 1], [0, 3, 1, 0], [2, 1, 0, 1], [1, 1, 1, 2]]  # of chapter 11
+VECTOR = [1, 2, 3, 4]
+
+
+@cache
+def tensor_parallelism() -> Result:
+    """Multiply a 4 x 4 matrix on two ranks, then run the model on one and on two ranks."""
+    weight, x = torch.tensor(MATRIX), torch.tensor(VECTOR)
+    columns = [(rows @ x).tolist() for rows in weight.chunk(2)]
+    summands = [(part @ half).tolist() for part, half in zip(weight.chunk(2, dim=1), x.chunk(2))]
+    outputs, traces = [], []
+    for size in (1, 2):
+        events: list[Event] = []
+        with recorded(events, tensor_parallel_size=size) as llm:
+            outputs.append(generate(llm, llm.encode(TEXTS), [24] * 4))
+        traces.append(events)
+    lines = [
+        f"the product: {(weight @ x).tolist()}",
+        f"split by outputs: rank 0 computes {columns[0]}, rank 1 {columns[1]}",
+        f"split by inputs: rank 0 computes {summands[0]}, rank 1 {summands[1]}, and they add",
+        f"outputs of the model on 1 and on 2 ranks are the same: {outputs[0] == outputs[1]}",
+    ]
+    return Result(lines, traces[::-1])
+
+
 RUNS: dict[int, Callable[[], Result]] = {
     1: one_token_by_hand,
     2: kv_cache,
@@ -293,6 +320,7 @@ RUNS: dict[int, Callable[[], Result]] = {
     6: prefix_cache,
     7: preemption,
     8: sampling,
+    11: tensor_parallelism,
 }
 
 

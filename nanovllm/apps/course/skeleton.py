@@ -29,6 +29,7 @@ PIECES = {
     6: ("The prefix cache", "block_manager.py"),
     7: ("Preemption", "scheduler.py"),
     8: ("Sampling without state", "sampler.py"),
+    11: ("Tensor parallelism", "parallel_model.py"),
 }
 MARK = re.compile(r"( *)# <(piece (\d+)(: .*)?|until then|/piece)>")
 

@@ -31,7 +31,7 @@ class BlockManager:
         for block in blocks:
             self.ref_counts[block] = 1
         # </piece>
-        # <piece 6: forget what these blocks held (here and in the next methods)>
+        # <piece 6: forget what these blocks held>
         for block in blocks:
             if block in self.key_of:
                 del self.block_of[self.key_of.pop(block)]

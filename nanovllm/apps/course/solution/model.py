@@ -25,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Model:
     """The tiny model that comes with nanovllm, in float32 on the CPU."""
 
-    def __init__(self, folder: str = TINY_MODEL) -> None:
+    def __init__(self, folder: str | Path = TINY_MODEL) -> None:
         config = json.loads((Path(folder) / "config.json").read_text())
         self.num_layers = config["num_hidden_layers"]
         self.num_heads = config["num_attention_heads"]
@@ -52,14 +52,17 @@ class Model:
             out = attend(i, q, k, v)  # [T, H, D]
             x = x + self.linear(out.flatten(1), f"{name}.self_attn.o_proj")
             y = self.norm(x, f"{name}.post_attention_layernorm")
-            gate, up = (self.linear(y, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
-            x = x + self.linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+            x = x + self.mlp(y, f"{name}.mlp")
         return self.norm(x, "norm")
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits [T, V] of the tokens that may follow hidden states [T, hidden]."""
         return hidden @ self.weights["embed_tokens.weight"].T
+
+    def mlp(self, x: Tensor, name: str) -> Tensor:
+        gate, up = (self.linear(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return self.linear(F.silu(gate) * up, f"{name}.down_proj")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[f"{name}.weight"].T
