@@ -148,6 +148,13 @@ class Config:
     num_kvcache_blocks: int | None = option(
         None, "KV blocks; `None`: as many as fit into memory", ge=1, le=MAX_COUNT
     )
+    state_snapshot_share: float = option(
+        0.25,
+        "for models with recurrent layers: part of the memory for KV blocks and states that keeps "
+        "states for later prompts",
+        ge=0,
+        le=0.9,
+    )
     dtype: str = option(
         "auto",
         '`"auto"`: the checkpoint\'s on a GPU, float32 on a CPU; or `"float32"`, `"float16"`, '

@@ -270,6 +270,9 @@ class LLM:
         running, waiting, paused: numbers of completions. Of a prompt that is not computed yet, only
             the first completion counts as waiting.
         kv_cache_use: the part of the KV blocks in use, from 0 to 1.
+        state_snapshots: for a model with recurrent layers, a dict of the states that are kept for
+            later prompts: kept and room (how many there are, and how many can be), saved, used and
+            evicted (counts since the prefix cache was last emptied). None for other models.
         """
         engine = self._session.open_engine()
         blocks = engine.scheduler.blocks
@@ -280,6 +283,7 @@ class LLM:
             "waiting": len(engine.scheduler.waiting),
             "paused": len(engine.scheduler.paused),
             "kv_cache_use": blocks.num_used / blocks.num_blocks,
+            "state_snapshots": None if blocks.snapshots is None else blocks.snapshots.summary(),
         }
 
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -24,8 +25,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -57,6 +61,20 @@ MODELS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE | dict(sliding_window=None)),
 }
+# Three of four layers have a state instead of K and V.
+DELTA = SHAPE | dict(
+    num_hidden_layers=4,
+    linear_num_key_heads=3,
+    linear_num_value_heads=9,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+)
+SHARED_EXPERT = dict(
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=20,
+)
 # Further families, with what sets each apart.
 FAMILIES = {
     "phi3": Phi3Config(
@@ -94,6 +112,20 @@ FAMILIES = {
     "gemma2": Gemma2Config(
         **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
         attn_logit_softcapping=3.0,
+    ),
+    "lfm2": Lfm2Config(
+        **SHAPE | dict(num_hidden_layers=3, head_dim=8, pad_token_id=0, bos_token_id=None),
+        full_attn_idxs=[1],
+        conv_L_cache=4,
+        block_multiple_of=8,
+        tie_word_embeddings=False,
+    ),
+    "qwen3.5": Qwen3_5TextConfig(**DELTA),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **DELTA | dict(linear_num_key_heads=2, linear_num_value_heads=6), **SHARED_EXPERT
+    ),
+    "qwen3-next": Qwen3NextConfig(
+        **DELTA | dict(linear_num_key_heads=1, linear_num_value_heads=4), **SHARED_EXPERT
     ),
 }
 

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.models import build_model, load_model_config, read_model_config
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.weights.loader import load_weights
@@ -63,6 +64,9 @@ class Driver:
             if isinstance(layer, SelfAttention):
                 shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
                 layer.kv_cache = KVCache(*torch.full((2, *shape), 1e3))
+            if isinstance(layer, RecurrentLayer):
+                shape = (num_sequences, *layer.state_shape)
+                layer.state = torch.zeros(shape, dtype=layer.state_dtype)
 
     @torch.inference_mode()
     def step(self, decodes: dict[int, int], chunks: dict[int, list[int]]) -> torch.Tensor:
@@ -97,6 +101,7 @@ class Driver:
             torch.tensor([self.lens[i] for i in decodes], dtype=torch.int32),
             self.tables[list(decodes)],
             prefill=prefill,
+            state_rows=torch.tensor([*decodes, *chunks]),
         )
         with forward_context(meta):
             return self.model.compute_logits(

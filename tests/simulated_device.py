@@ -15,6 +15,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.snapshots import Snapshots, StateRows
 
 VOCABULARY = 7  # few tokens, so that sequences come upon the same blocks by chance
 
@@ -86,8 +87,8 @@ def check_empty(scheduler: Scheduler) -> None:
 
 
 class WatchedBlocks(BlockManager):
-    def __init__(self, *sizes) -> None:
-        super().__init__(*sizes)
+    def __init__(self, *sizes, **options) -> None:
+        super().__init__(*sizes, **options)
         self.shared: list[list[int]] = []  # what each call of `share` was given
 
     def share(self, blocks: list[int]) -> None:
@@ -107,6 +108,7 @@ class WatchedScheduler(Scheduler):
         *,
         caching: bool = True,
         min_run: int | None = None,
+        num_snapshots: int | None = None,  # of recurrent state; None: no layer is recurrent
         policy: SchedulingPolicy | None = None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -114,16 +116,22 @@ class WatchedScheduler(Scheduler):
         enough_seqs: int | None = None,
     ) -> None:
         policy = policy or SchedulingPolicy()
+        max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        snapshots = None
+        if num_snapshots is not None:
+            snapshots = Snapshots(StateRows(max_num_seqs, num_snapshots))
         super().__init__(
-            WatchedBlocks(num_blocks, block_size, caching),
+            WatchedBlocks(num_blocks, block_size, caching, snapshots=snapshots),
             policy,
-            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             window=window,
             enough_seqs=enough_seqs,
         )
         if min_run is not None:
             self.blocks.min_run = min(min_run, block_size)
+        if self.states is not None:
+            self.states.min_gain = 1  # so that short prompts leave snapshots
         self.first_starts: list[int] = []
         self.num_starts: dict[int, int] = {}
         self.num_shared: dict[int, int] = {}  # leading blocks of a table that were not its own
@@ -156,6 +164,11 @@ class SimulatedDevice:
         # KV slot -> fingerprint of the tokens up to the one whose K and V lie there
         self.kv_cache: dict[int, int | None] = {}
         self.states: dict[int, RunningState] = {}  # by batch slot
+        # Row -> fingerprint of the tokens whose recurrent state lies there, and their number
+        self.rows: dict[int, tuple[int, int]] = {}
+        snapshots = scheduler.blocks.snapshots
+        if snapshots is not None:
+            self.rows[snapshots.rows.zeros] = 0, 0
         self.tokens: dict[int, list[int]] = {}  # of each sequence, with those not yet committed
 
     def launch(self, batch: Batch) -> list[int]:
@@ -170,6 +183,8 @@ class SimulatedDevice:
         tables = [self.states[slot].table for slot in batch.decode_slots]
         assert batch.shared_blocks <= len(os.path.commonprefix(tables))
         self._copy_blocks(batch, [owners[slot] for slot in batch.decode_slots])
+        for source, copy in batch.state_copies:
+            self.rows[copy] = self.rows[source]
         # A layer writes all K and V of a step before any token attends.
         for slot in batch.decode_slots:
             self._write_decode(slot, owners[slot])
@@ -225,6 +240,7 @@ class SimulatedDevice:
         state, tokens = self.states[slot], self.tokens[seq.id]
         assert state.start == self._start_of(seq), "a slot decodes the sequence whose prompt it ran"
         assert state.length == len(tokens) - 1, "all but the last sampled token are in the cache"
+        self._recur(slot, tokens, state.length, state.length + 1)
         self._write(state, state.length, state.length + 1, tokens)
 
     def _write_chunk(self, chunk: PrefillChunk, seq: Sequence) -> None:
@@ -240,8 +256,15 @@ class SimulatedDevice:
         assert state.length == chunk.start, "a chunk goes on where the last one ended"
         assert state.table == chunk.block_table[: len(state.table)]
         state.table = list(chunk.block_table)
+        self._recur(chunk.batch_slot, tokens, chunk.start, chunk.end)
         self._write(state, max(chunk.start, chunk.write_from), chunk.end, tokens)
         state.length = chunk.end
+
+    def _recur(self, slot: int, tokens: list[int], start: int, end: int) -> None:
+        """Update the recurrent state of a slot, which must be that of all tokens before."""
+        if self.rows:
+            assert self.rows[slot] == (fingerprint(tokens[:start]), start)
+            self.rows[slot] = fingerprint(tokens[:end]), end
 
     def _write(self, state: RunningState, start: int, end: int, tokens: list[int]) -> None:
         for position in range(start, end):

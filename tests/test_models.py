@@ -8,6 +8,7 @@ import plain_layers as plain
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint, read_config
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     Gemma2Config,
@@ -19,14 +20,22 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SiglipVisionConfig,
     SmolLM3Config,
@@ -39,6 +48,7 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models import MODELS, build_model, load_model_config, read_model_config
+from nanovllm.weights.loader import check_num_layers
 
 SMALL = dict(
     vocab_size=101,
@@ -103,6 +113,18 @@ MULTIPLIERS = dict(
     residual_multiplier=0.4,
     logits_scaling=1.5,
 )
+# Sizes of Gated DeltaNet: odd numbers of heads, keys and values of different sizes.
+DELTA = dict(
+    num_key_value_heads=2,
+    head_dim=16,
+    num_hidden_layers=4,
+    linear_num_key_heads=3,
+    linear_num_value_heads=9,
+    linear_key_head_dim=8,
+    linear_value_head_dim=6,
+)
+SHARED = MOE | DELTA | dict(shared_expert_intermediate_size=20)
+LINEAR = ["linear_attention", "full_attention"]
 
 FAMILIES = {
     Qwen3Config: {
@@ -188,10 +210,40 @@ FAMILIES = {
         "listed": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, tie_word_embeddings=False),
         "window": dict(**GQA, no_rope_layers=[0, 1], pad_token_id=0, **WINDOW),
     },
+    Qwen3_5TextConfig: {
+        "one-of-four": dict(**DELTA, tie_word_embeddings=True),
+        "listed": DELTA | dict(layer_types=LINEAR * 2, linear_num_value_heads=3, **WHOLE),
+    },
+    Qwen3_5MoeTextConfig: {
+        "experts": dict(**SHARED, layer_types=LINEAR * 2),
+    },
+    Qwen3NextConfig: {
+        "experts": SHARED | dict(layer_types=LINEAR * 2, linear_num_value_heads=6),
+        "dense-layers": SHARED | dict(decoder_sparse_step=2, mlp_only_layers=[3]),
+    },
     GptOssConfig: {
         "experts": OSS | dict(num_local_experts=6, num_experts_per_tok=4),
         "one-of-one": OSS | dict(num_local_experts=1, num_experts_per_tok=1, attention_bias=False),
         "clamps": OSS | dict(num_local_experts=5, num_experts_per_tok=2, **CLAMPS),
+    },
+    Lfm2Config: {
+        "two-of-three": dict(
+            **GQA,
+            num_hidden_layers=3,
+            full_attn_idxs=[1],
+            pad_token_id=0,
+            block_multiple_of=8,
+            block_ffn_dim_multiplier=1.3,
+        ),
+        "biases": dict(
+            **GQA,
+            layer_types=["conv", "full_attention"],
+            pad_token_id=0,
+            conv_bias=True,
+            conv_L_cache=5,
+            block_auto_adjust_ff_dim=False,
+            tie_word_embeddings=False,
+        ),
     },
     SeedOssConfig: {
         "biases": dict(**GQA, head_dim=16, attention_out_bias=False, mlp_bias=True),
@@ -294,6 +346,61 @@ def test_old_and_new_forms_of_rope_settings_are_one():
     old = rope_of(rope_theta=1e6, rope_scaling=dict(type="linear", factor=2.0))
     new = rope_of(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e6))
     torch.testing.assert_close(rope_frequencies(old, 16), rope_frequencies(new, 16), rtol=0, atol=0)
+
+
+QWEN3_5_VISION = dict(
+    depth=1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    out_hidden_size=32,
+    num_position_embeddings=16,
+)
+QWEN3_5 = {
+    "Qwen3_5": ({**SMALL, **DELTA}, Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "Qwen3_5Moe": (
+        {**SMALL, **SHARED},
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
+    ),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused-experts", "single-experts"])
+@pytest.mark.parametrize("name", QWEN3_5)
+def test_a_qwen3_5_that_sees_runs_on_text(name, fused, tmp_path, caplog):
+    text, config_class, reference_class = QWEN3_5[name]
+    config = config_class(text_config=text, vision_config=QWEN3_5_VISION, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    reference = reference_class(config).eval()
+    reference.config.text_config._experts_implementation = "eager"
+    for parameter in reference.parameters():
+        parameter.data.normal_(0.0, 0.2)
+    # The tensors of published checkpoints: experts are fused, or single ones in quantised models.
+    tensors = {"mtp.fc.weight": torch.zeros(4, 4)}
+    for key, tensor in reference.state_dict().items():
+        if key == "lm_head.weight":
+            continue
+        path, _, kind = key.rpartition(".")
+        if fused or not path.endswith("experts"):
+            tensors[key] = tensor.contiguous()
+            continue
+        for i, one in enumerate(tensor):
+            parts = {kind: one}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), one.chunk(2)))
+            for part, values in parts.items():
+                tensors[f"{path}.{i}.{part}.weight"] = values.clone()
+    assert any(key.startswith("model.visual.") for key in tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    values = json.loads(config.to_json_string()) | dict(architectures=[reference_class.__name__])
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tokens = torch.randint(90, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = Driver(load(tmp_path), 1, 40).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=0, atol=1e-4)
+    with caplog.at_level("INFO", "nanovllm"):
+        check_num_layers(4, tmp_path, MODELS[reference_class.__name__])
+    assert "model.visual, mtp left out" in caplog.text
 
 
 def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, caplog):

@@ -247,7 +247,9 @@ def test_its_policies_are_those_of_the_library():
 def test_its_families_are_those_of_the_registry():
     table = section(USERS_TEXT, "## Models")
     rows = re.findall(r"^\| ([A-Z][^|]*) \|", table, flags=re.MULTILINE)
-    named = {name.replace("-MoE", "Moe") for row in rows for name in row.split(", ")}
+    named = {
+        name.replace("-MoE", "Moe").replace(".", "_") for row in rows for name in row.split(", ")
+    }
     assert named == {
         name.removesuffix("ForCausalLM") for name in MODELS if "Conditional" not in name
     }

@@ -71,11 +71,14 @@ def test_scores_of_each_family_are_those_of_transformers(get_checkpoint, make_ll
     llm = make_llm(checkpoint.folder, max_num_batched_tokens=20, num_kvcache_blocks=9, overlap=True)
     params = [asking(i % 3, (0, 9, 30)[i % 3], n=1 + i % 2) for i in range(len(PROMPTS))]
     params[4] = greedy(24)
+    # Gated DeltaNet norms small outputs, which magnifies the rounding of float32: of a prompt of 64
+    # tokens, transformers' scores are 1.3e-4 from those in float64, and these 1.9e-4.
+    near = NEAR if llm.engine.scheduler.states is None else 5e-4
     for _ in range(2):
         outputs = generate(llm, PROMPTS, params)
         for prompt, one, output in zip(PROMPTS, params, outputs):
             if one.prompt_logprobs is not None:
-                check_prompt(checkpoint, output, prompt, one.prompt_logprobs)
+                check_prompt(checkpoint, output, prompt, one.prompt_logprobs, near)
             for completion in output.get("completions", [output]):
                 assert completion["token_ids"] == checkpoint.expected(prompt, one.max_tokens)
     assert llm.engine.scheduler.num_preemptions > 0

@@ -26,6 +26,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from nanovllm import LLM
 from nanovllm.engine.errors import AsleepError
+from nanovllm.engine.snapshots import StateRows
 from nanovllm.features.weight_updates import new_weights, sleep
 
 SOME = [PROMPTS[2], PROMPTS[5], PROMPTS[8]]
@@ -460,7 +461,7 @@ def test_an_llm_wakes_up_with_as_many_blocks_as_it_had(make_llm, checkpoint, mon
     """However much memory there is now: who uses the LLM knows how many it has."""
     llm = make_llm(num_kvcache_blocks=None)
     shape = llm.engine.runner.kv_cache.shape
-    monkeypatch.setattr(llm.engine.runner, "_count_blocks", lambda: 7)
+    monkeypatch.setattr(llm.engine.runner, "_count_memory", lambda: (7, StateRows(0, 0)))
     llm.sleep(level)
     llm.wake_up()
     assert llm.engine.runner.kv_cache.shape == shape

@@ -86,6 +86,11 @@ class RunnerInfo:
     num_parameters: int
     kv_cache_bytes: int
     weight_format: str = ""  # of quantised weights, in words for users
+    # The state of recurrent layers: its bytes, the sequences that it has room for, and the states
+    # that are kept for later prompts. All are 0 if no layer is recurrent.
+    state_bytes: int = 0
+    num_state_slots: int = 0
+    num_snapshots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,9 @@ class Batch:
     prefills: tuple[PrefillChunk, ...] = ()
     # (source, copy): blocks to copy before the step writes any. All sources are read first.
     block_copies: tuple[tuple[int, int], ...] = ()
+    # (source, copy): rows of the state of recurrent layers to copy before the step computes
+    # anything, as if one after the other
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampling_slots(self) -> tuple[int, ...]:

@@ -28,13 +28,17 @@ from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from itertools import count
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from nanovllm.engine.listener import NOBODY, EngineListener
 
+if TYPE_CHECKING:
+    from nanovllm.engine.snapshots import Snapshots
+
 TOKEN = "I"  # the type of a token id in a key: 32 bits, unsigned
+TOKEN_BYTES = array(TOKEN).itemsize
 Key = tuple[int, bytes]  # the prefix id of the block before (0: no block), the block's token ids
 
 
@@ -59,12 +63,20 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         listener: EngineListener = NOBODY,
+        snapshots: "Snapshots | None" = None,
     ) -> None:
+        """Build a manager of free blocks.
+
+        snapshots: The states of recurrent layers that are kept for prefixes. None: the model has no
+            such layers.
+        """
         self.listener = listener
+        self.snapshots = snapshots
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.min_run = min(MIN_RUN, block_size)
+        # A state is kept for an exact number of tokens. So a run of any length may be needed.
+        self.min_run = min(MIN_RUN, block_size) if snapshots is None else 1
         self.ref_counts = [0] * num_blocks
         # Blocks that no sequence references: first the blocks without known content, then the
         # known blocks in the order of their release. Allocation takes from the front, so it evicts
@@ -76,6 +88,9 @@ class BlockManager:
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
         # (key, block) of the known blocks that are not in `_new`, sorted.
         self._ordered: list[tuple[Key, int]] = []
+        # Blocks that were registered again since `begin_step`, with the key of what earlier steps
+        # have computed. This key is still in `_ordered`, because a snapshot may end there.
+        self._outgrown: dict[int, Key] = {}
         self._new_prefix_ids = count(1)
 
     @property
@@ -88,6 +103,9 @@ class BlockManager:
 
     def begin_step(self) -> None:
         """Allow copies of the blocks registered so far, which earlier steps compute."""
+        for block, key in self._outgrown.items():
+            self._remove_key(key, block)
+        self._outgrown.clear()
         for block in self._new:
             insort(self._ordered, (self._known_key(block), block))
         self._new.clear()
@@ -162,12 +180,17 @@ class BlockManager:
         """
         if prefix is None:
             return None
-        key = make_key(prefix, token_ids)
+        run, block = self._longest_run(make_key(prefix, token_ids))
+        return (block, run) if run >= self.min_run else None
+
+    def _longest_run(self, key: Key) -> tuple[int, int]:
+        """Return the length of the longest run that a known block shares with a key, and the block.
+
+        (0, -1): no block follows this prefix.
+        """
         place = bisect_left(self._ordered, (key, -1))
         beside = self._ordered[max(0, place - 1) : place + 1]
-        runs = [(count_common(key, other), block) for other, block in beside]
-        run, block = max(runs, default=(0, -1))
-        return (block, run) if run >= self.min_run else None
+        return max([(count_common(key, other), block) for other, block in beside], default=(0, -1))
 
     def register(self, block: int, before: Prefix | None, token_ids: list[int]) -> Prefix | None:
         """Make a block known by its token ids and the prefix before it.
@@ -178,7 +201,7 @@ class BlockManager:
         """
         if before is None or len(token_ids) < self.min_run:
             return None
-        self.forget(block)
+        self._unregister(block, keeps_key=self.snapshots is not None)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)
         # If another sequence has computed the same tokens, its block stays the known block.
@@ -199,6 +222,19 @@ class BlockManager:
 
     def forget(self, block: int) -> None:
         """Remove a block from the prefix cache. The blocks that follow it are not found either."""
+        prefix, key = self._prefixes[block], self._keys[block]
+        self._unregister(block)
+        if self.snapshots is not None and key is not None:
+            self.snapshots.drop_prefix(prefix.id)
+            # States within the block, unless another block holds their tokens, too.
+            for tail in self.snapshots.tails(*key):
+                if self._longest_run((key[0], tail))[0] * TOKEN_BYTES < len(tail):
+                    self.snapshots.drop(key[0], tail)
+
+    def _unregister(self, block: int, keeps_key: bool = False) -> None:
+        """Make a block unknown. `keeps_key`: what earlier steps computed may still be copied."""
+        if block in self._outgrown and not keeps_key:
+            self._remove_key(self._outgrown.pop(block), block)
         key = self._keys[block]
         if key is None:
             return
@@ -210,10 +246,15 @@ class BlockManager:
             del self._known[prefix_hash]
         if block in self._new:
             self._new.remove(block)
+        elif keeps_key:
+            self._outgrown[block] = key
         else:
-            del self._ordered[bisect_left(self._ordered, (key, block))]
+            self._remove_key(key, block)
         if block in self._free:
             self._free.move_to_end(block, last=False)
+
+    def _remove_key(self, key: Key, block: int) -> None:
+        del self._ordered[bisect_left(self._ordered, (key, block))]
 
     def _find(self, prefix_hash: int, key: Key) -> int | None:
         """Find the known block that has this hash and exactly this key."""

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.snapshots import Key
+from nanovllm.engine.state_tables import StateTables
 
 
 class Start(NamedTuple):
@@ -18,6 +20,10 @@ class Start(NamedTuple):
     cached: list[int]  # blocks of the longest prefix that the prefix cache holds
     num_out_of_window: int  # leading blocks of `cached` that no token to be computed sees
     num_new: int  # blocks that the sequence takes beside `cached`
+    # Of a model with recurrent layers: the snapshot to begin with, and the number of its tokens.
+    snapshot: Key | None = None
+    num_in_snapshot: int = 0
+    waits_for_snapshot: bool = False  # the snapshot is only there after the step that is planned
 
     @property
     def shared(self) -> list[int]:
@@ -33,6 +39,7 @@ class BlockTables:
         back the blocks that its window has passed.
     most_blocks: The most blocks that a sequence starts with. They hold the tokens of one step and
         all tokens that these see.
+    states: The recurrent states of sequences; None: the model has no recurrent layers.
     copies: Pairs of blocks (source, copy) that the planned step copies before it writes any block.
     """
 
@@ -52,22 +59,29 @@ class BlockTables:
             span = window + max_step_tokens
             self.most_blocks = min(blocks.num_blocks, span // self.block_size + 2)
         self.copies: list[tuple[int, int]] = []
+        snapshots = blocks.snapshots
+        self.states = None if snapshots is None else StateTables(blocks, snapshots)
 
     def begin_step(self) -> None:
         """Begin to plan a step, which has no copies yet."""
         self.blocks.begin_step()
+        if self.states is not None:
+            self.states.snapshots.begin_step()
         self.copies = []
 
     def plan(self, seq: Sequence) -> Start:
         """Find the blocks that a waiting sequence would start with. Changes nothing."""
         reusable = seq.token_ids[: seq.num_reusable]
         cached = self.blocks.match(reusable, seq.request.root)
-        num_out_of_window = self._num_out_of_window(
-            min(len(cached) * self.block_size, len(reusable) - 1)
-        )
+        first = min(len(cached) * self.block_size, len(reusable) - 1)  # token to be computed
+        snapshot, waits = None, False
+        if self.states is not None:
+            snapshot, first = self.states.find(cached, reusable, seq.request.root)
+            waits = snapshot is not None and self.states.snapshots.is_new(snapshot)
+        num_out_of_window = self._num_out_of_window(first)
         num_new = -(-seq.num_tokens // self.block_size) - len(cached)
         num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
-        return Start(cached, num_out_of_window, num_new)
+        return Start(cached, num_out_of_window, num_new, snapshot, first, waits)
 
     def have_room(self, start: Start, reserve: int) -> bool:
         """Tell whether there are free blocks for `start`, and `reserve` more."""
@@ -76,8 +90,8 @@ class BlockTables:
     def start(self, seq: Sequence, start: Start) -> int:
         """Give a sequence the blocks that `plan` found.
 
-        Returns the number of leading tokens whose K and V need not be computed: their blocks are
-        shared, or are copied before the step writes any block.
+        Returns the number of leading tokens that need not be computed. Their blocks are shared, or
+        are copied before the step writes any block.
         """
         blocks, cached = self.blocks, start.cached
         seq.num_given_back = start.num_out_of_window
@@ -87,6 +101,12 @@ class BlockTables:
         num_cached = len(cached) * self.block_size
         end = min(num_cached + self.block_size, seq.num_reusable)
         run = blocks.match_run(seq.prefix, seq.token_ids[num_cached:end])
+        if self.states is not None:
+            # Before any block is evicted, and the snapshots with it.
+            reach = [num_cached, num_cached + (run[1] if run else 0)]
+            self.states.start(seq, start.snapshot, start.num_in_snapshot, reach)
+            if start.num_in_snapshot <= num_cached:  # the run is computed in any case
+                run = None
         blocks.share(start.shared)
         seq.block_table = cached + blocks.allocate(start.num_new)
         # The source may be a block that `allocate` has just evicted and given away. That is right,
@@ -96,7 +116,7 @@ class BlockTables:
             self.copies.append((source, seq.block_table[len(cached)]))
             num_cached += length
         seq.capacity = len(seq.block_table) * self.block_size
-        return num_cached
+        return num_cached if self.states is None else start.num_in_snapshot
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or all free blocks if there are too few."""
@@ -157,8 +177,10 @@ class BlockTables:
         A step in flight may still use the blocks. The device runs later steps after that step, so
         none overwrites the blocks too early.
         """
-        # The last token has no K and V yet, unless the sequence ran one step too far.
-        self.register(seq, min(seq.num_computed, len(seq.token_ids) - 1))
+        # The last token has K and V if the sequence ran one step too far.
+        self.register(seq, min(seq.num_computed, len(seq.token_ids)))
+        if self.states is not None:
+            self.states.release(seq)
         self.blocks.release(seq.block_table[seq.num_given_back :])
 
     def discard(self, seq: Sequence) -> None:

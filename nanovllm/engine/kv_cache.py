@@ -1,4 +1,7 @@
-"""The memory of the KV cache: its tensor, and the number of blocks that a machine has room for."""
+"""The memory of the KV cache: its tensor, and the number of blocks that a machine has room for.
+
+The state of recurrent layers shares this room.
+"""
 
 import math
 import mmap
@@ -7,6 +10,8 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from nanovllm.engine.snapshots import StateRows
 
 GIB = 2**30
 
@@ -46,11 +51,30 @@ def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
     return elements * dtype.itemsize
 
 
-def num_blocks_in_ram(block: int, needed: int, ranks: int) -> int:
-    """Return the number of blocks of `block` bytes for each rank on a CPU.
+def bytes_in_ram(ranks: int) -> int:
+    """Return the number of bytes that each rank on a CPU may take for KV and states.
 
-    This is `needed`, the most that running sequences can need, unless the blocks of all ranks would
-    take more than a quarter of the memory.
+    This is a quarter of the memory, shared by all ranks.
     """
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(needed, physical // 4 // ranks // block))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // ranks
+
+
+def divide_memory(
+    room: int, *, block: int, least: int, row: int, max_num_seqs: int, snapshot_share: float
+) -> tuple[int, StateRows]:
+    """Divide `room` bytes among KV blocks of `block` bytes and rows of state of `row` bytes.
+
+    KV gets `least` bytes at least, and snapshots their share if they can. Running sequences get at
+    most half of what is left, because their KV needs memory, too: if that is too little for the
+    states of max_num_seqs sequences, fewer run. A model without recurrent layers has a `row` of 0
+    bytes.
+    """
+    if not row:
+        return max(1, room // block), StateRows(max_num_seqs, 0)
+    most_rows = (room - least) // row
+    of_one = StateRows(1, 0).total
+    num_snapshots = max(0, min(int(room * snapshot_share / row), most_rows - of_one))
+    rows = min((room - num_snapshots * row) // 2 // row, most_rows - num_snapshots)
+    num_slots = max(1, min(max_num_seqs, rows - of_one + 1))
+    num_blocks = max(1, (room - StateRows(num_slots, num_snapshots).total * row) // block)
+    return num_blocks, StateRows(num_slots, num_snapshots)

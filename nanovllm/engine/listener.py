@@ -52,6 +52,11 @@ class EngineListener:
     def sequence_finished(self, seq: "Sequence") -> None:
         """Hear that a sequence has ended. Its finish_reason says how."""
 
+    def snapshot_saved(self, seq: "Sequence", num_tokens: int) -> None:
+        """Hear that the recurrent state after the first `num_tokens` tokens of a sequence is kept
+        for later prompts.
+        """
+
     def block_registered(self, block: int, prefix_hash: int) -> None:
         """Hear that the prefix cache knows a block from now on, under this content hash."""
 

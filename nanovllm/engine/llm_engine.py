@@ -22,6 +22,7 @@ from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.snapshots import Snapshots, StateRows
 from nanovllm.models import find_model
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import StepRecord
@@ -93,17 +94,22 @@ class LLMEngine:
         self._seeds = random.Random(config.seed)
 
     def _make_scheduler(self) -> Scheduler:
-        config = self._config
+        config, info = self._config, self.runner.info
+        max_num_seqs, snapshots = config.num_batch_slots, None
+        if info.num_state_slots:
+            max_num_seqs = min(max_num_seqs, info.num_state_slots)
+            snapshots = Snapshots(StateRows(info.num_state_slots, info.num_snapshots))
         return Scheduler(
             BlockManager(
                 self.runner.num_blocks,
                 config.kvcache_block_size,
                 config.enable_prefix_caching,
                 self._listener,
+                snapshots,
             ),
             self.policy,
             listener=self._listener,
-            max_num_seqs=config.num_batch_slots,
+            max_num_seqs=max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             window=self.window,
             enough_seqs=self._enough_seqs,

@@ -20,11 +20,19 @@ from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk, RunnerInfo, StepResult
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
-from nanovllm.engine.kv_cache import allocate_kv_cache, block_bytes, num_blocks_in_ram
+from nanovllm.engine.kv_cache import (
+    allocate_kv_cache,
+    block_bytes,
+    bytes_in_ram,
+    divide_memory,
+)
 from nanovllm.engine.packing import pack_chunks, sampled_places
+from nanovllm.engine.recurrent_state import RecurrentState
+from nanovllm.engine.snapshots import StateRows
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.layers.sampler import best_over_ranks, sample
 from nanovllm.models import build_model
 from nanovllm.models.model_config import ModelConfig
@@ -93,6 +101,7 @@ class ModelRunner:
     """
 
     attention_name = SelfAttention.attention_name
+    takes_all_memory = False  # whether there may be more KV blocks than running sequences need
 
     def __init__(
         self,
@@ -125,6 +134,7 @@ class ModelRunner:
         self.score_prompts = score_prompts
         self.resampler: Any = None  # made for the first request that needs it
         self.num_blocks = 0  # 0: not counted yet
+        self.state_rows = StateRows(0, 0)
         # Fills a model with the weights of the model folder, or with random weights.
         self.read_weights: Callable[[nn.Module], None] = partial(load_weights, folder=folder)
         if config.load_format == "dummy":
@@ -144,6 +154,9 @@ class ModelRunner:
             num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
             weight_format=self.model.weight_format,
+            state_bytes=self.recurrent.nbytes if self.has_state else 0,
+            num_state_slots=self.state_rows.num_slots if self.has_state else 0,
+            num_snapshots=self.state_rows.num_snapshots,
         )
 
     def _build_model(self, model_config: ModelConfig) -> CausalLM:
@@ -158,28 +171,60 @@ class ModelRunner:
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
+        layers = [module for module in self.model.modules() if isinstance(module, RecurrentLayer)]
+        self.recurrent = RecurrentState(layers, self.device)
+        self.recurrent.allocate(StateRows(0, 0))  # the row of padding, for dry runs
+        self.has_state = bool(layers)
         self._fill(fill)
 
     @torch.inference_mode()
     def allocate(self) -> None:
-        """Allocate the KV cache.
+        """Allocate the KV cache and the state of recurrent layers.
 
-        All ranks have the same number of blocks, which fits on each of them. After `release`, the
-        number is the same as before.
+        All ranks have the same number of blocks and of rows of state, which fit on each of them.
+        After `release`, the numbers are the same as before.
         """
         if not self.num_blocks:
-            count = self.config.num_kvcache_blocks or self._count_blocks()
-            self.num_blocks = self.group.minimum(count)
+            num_blocks, rows = self._count_memory()
+            self.state_rows = StateRows(*map(self.group.minimum, rows))
+            self.num_blocks = self.group.minimum(num_blocks)
+        self.recurrent.allocate(self.state_rows)
         self._bind_cache(self.num_blocks)
 
     def release(self) -> None:
-        """Give back the memory of the KV cache. No step may run until `allocate`."""
+        """Give back the memory of the KV cache and the states. No step may run until `allocate`."""
+        self.recurrent.release()
         self._bind_cache(0)
 
-    def _count_blocks(self) -> int:
-        """Count the KV blocks that fit into memory."""
+    def _count_memory(self) -> tuple[int, StateRows]:
+        """Count the KV blocks and the rows of state that fit into memory."""
         block = block_bytes(self.attention_layers, self.block_size, self.dtype)
-        return num_blocks_in_ram(block, self.max_num_seqs * self.max_blocks, self.group.size)
+        row, share = self.recurrent.row_bytes, self.config.state_snapshot_share
+        if given := self.config.num_kvcache_blocks:
+            # As many snapshots as make the share that they have of all memory.
+            beside = given * block + self.max_num_seqs * row
+            count = int(beside * share / (1 - share) / row) if row else 0
+            return given, StateRows(self.max_num_seqs, min(count, given))
+        least = self.max_blocks * block  # the KV of one sequence
+        num_blocks, rows = divide_memory(
+            self._count_bytes(block, least + StateRows(1, 0).total * row),
+            block=block,
+            least=least,
+            row=row,
+            max_num_seqs=self.max_num_seqs,
+            snapshot_share=share,
+        )
+        if not self.takes_all_memory:
+            num_blocks = min(num_blocks, self.max_num_seqs * self.max_blocks)
+        # More snapshots than blocks are of no use.
+        return num_blocks, StateRows(rows.num_slots, min(rows.num_snapshots, num_blocks))
+
+    def _count_bytes(self, block: int, least: int) -> int:
+        """Count the bytes that KV blocks of `block` bytes and rows of state may take.
+
+        least: the bytes that one sequence of max_model_len tokens needs.
+        """
+        return bytes_in_ram(self.group.size)
 
     def _bind_cache(self, num_blocks: int) -> None:
         layers = self.attention_layers
@@ -197,6 +242,8 @@ class ModelRunner:
         slots = self._upload_decode_slots(batch.decode_slots)
         if batch.block_copies:
             self._copy_blocks(batch.block_copies)
+        if batch.state_copies:
+            self.recurrent.copy(batch.state_copies, self._upload)
         if batch.prefills:
             output = self._mixed_step(slots, batch.prefills)
         else:
@@ -229,6 +276,7 @@ class ModelRunner:
             inputs.context_lens,
             inputs.block_tables,
             shared_prefix_len,
+            state_rows=self.recurrent.rows_of(slots) if self.has_state else None,
         )
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
@@ -251,6 +299,9 @@ class ModelRunner:
         wanted = places.tokens if len(places.tokens) else np.zeros(1, dtype=np.int64)
         indices, ending = self._upload_all(np.int64, wanted, places.chunks)
         some_scored = any([chunk.scored for chunk in chunks])
+        state_rows = None
+        if self.has_state:
+            state_rows = self.recurrent.rows_of(torch.cat((slots, prefill.batch_slots)))
         metadata = AttentionMetadata(
             slot_mapping,
             decodes,
@@ -258,6 +309,7 @@ class ModelRunner:
             block_tables,
             prefill=prefill.metadata,
             logits_indices=None if some_scored else indices,
+            state_rows=state_rows,
         )
         hidden = self._forward(token_ids, positions, metadata)
         prompt_logprobs = None
@@ -386,4 +438,4 @@ class ModelRunner:
         """Give back the memory of the device."""
         self.synchronize()
         self.attention_layers.clear()
-        del self.model, self.kv_cache
+        del self.model, self.kv_cache, self.recurrent

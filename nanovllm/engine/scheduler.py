@@ -18,6 +18,7 @@ from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.state_tables import StateTables
 from nanovllm.sampling_params import INVALID_TOKEN
 
 
@@ -64,7 +65,8 @@ class Scheduler:
         # running sequences would soon need more blocks than there are, and one would be preempted.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
-        self.waiting = WaitingQueue()
+        self.states = self.tables.states
+        self.waiting = WaitingQueue(self.states)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
         # Decoding sequences, without those whose last token is in flight.
         self.running: list[Sequence] = []
@@ -119,8 +121,14 @@ class Scheduler:
             assert self._steps_in_flight or not stuck, "without a step in flight, a sequence runs"
             return None
         self._steps_in_flight.append(decoding + started)
-        copies = tuple(self.tables.copies)
-        return Batch(decode_slots, tuple(new_blocks), shared_blocks, tuple(chunks), copies)
+        return Batch(
+            decode_slots,
+            tuple(new_blocks),
+            shared_blocks,
+            tuple(chunks),
+            block_copies=tuple(self.tables.copies),
+            state_copies=() if self.states is None else self.states.snapshots.take_copies(),
+        )
 
     def _make_room(self) -> bool:
         """Preempt sequences until there is a block for each sequence that needs one.
@@ -187,6 +195,8 @@ class Scheduler:
         """
         chunks: list[PrefillChunk] = []
         started: list[Sequence] = []
+        # Sequences whose chunk ended early, at a snapshot. They go on in the next step.
+        held: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         # Completions that can start in the next step, because this one computes their prompts.
         # `_start` keeps slots and blocks free for them, so that they can share these prompts.
@@ -206,6 +216,9 @@ class Scheduler:
                 break
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
+            if self.states is not None and self.states.chunk_planned(seq):
+                held.append(self.prefilling.pop(0))
+                continue
             if not chunk.is_last:
                 break
             self.prefilling.pop(0)
@@ -213,6 +226,7 @@ class Scheduler:
             seq.num_tokens += 1
             if seq.num_tokens < seq.max_len:
                 self.running.append(seq)
+        self.prefilling[:0] = held
         if started:
             self.policy.order_decodes(self.running)
         # The other completions of these prompts start in the next step at the earliest: they copy
@@ -227,16 +241,20 @@ class Scheduler:
         If others run, `num_following` more slots and `num_following` + `reserve` more blocks must
         be free.
         """
-        start = self.tables.plan(seq)
         more_slots = num_following if self.running else 0
         more_blocks = num_following + self.reserve if self.running else 0
-        while len(self._free_slots) <= more_slots or not self.tables.have_room(start, more_blocks):
+        while True:
+            start = self.tables.plan(seq)
+            if len(self._free_slots) > more_slots and self.tables.have_room(start, more_blocks):
+                break
             if not self._preempt_paused():
                 return
-        self.waiting.remove(seq)
-        num_cached = self.tables.start(seq, start)
+        if start.waits_for_snapshot:
+            return
         seq.batch_slot = self._free_slots.pop()
         seq.status = Status.RUNNING
+        num_cached = self.tables.start(seq, start)
+        self.waiting.remove(seq)
         # The last reusable token is computed even if it is cached, because the sampler needs its
         # hidden state.
         seq.num_computed = min(num_cached, seq.num_reusable - 1)
@@ -263,7 +281,10 @@ class Scheduler:
         The chunk is empty if no block is free.
         """
         start = seq.num_computed
-        end = self.tables.make_room(seq, min(start + budget, seq.num_tokens))
+        end = min(start + budget, seq.num_tokens)
+        if self.states is not None:
+            end = self.states.end_of_chunk(seq, end)
+        end = self.tables.make_room(seq, end)
         # Blocks that are already registered are shared, or an earlier chunk has written them.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
@@ -404,7 +425,9 @@ class WaitingQueue:
     prompt that is not computed yet are not in the order: `followers` keeps them until `release`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: StateTables | None = None) -> None:
+        """Build an empty queue. `states` hears which sequences wait, if it is not None."""
+        self.states = states
         self._sequences: list[Sequence] = []
         self.followers: set[Sequence] = set()
         self.num_tokens_left = 0  # tokens that all waiting sequences may still generate
@@ -415,6 +438,8 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         self.num_tokens_left += seq.num_tokens_left
+        if self.states is not None:
+            self.states.add(seq)
         if seq.waits_for_prompt:
             self.followers.add(seq)
         else:
@@ -440,6 +465,8 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         self.num_tokens_left -= seq.num_tokens_left
+        if self.states is not None:
+            self.states.remove(seq)
         if seq in self.followers:
             self.followers.remove(seq)
         else:

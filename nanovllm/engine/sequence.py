@@ -60,6 +60,11 @@ class Sequence:
     num_registered_blocks: int = field(init=False)  # leading full blocks that the cache was offered
     # The prefix that ends with the last registered block; before the first one, `request.root`.
     prefix: Prefix | None = field(init=False)
+    # Of a model with recurrent layers: the tokens after which the state was last kept or restored,
+    # and numbers of prompt tokens after which it is to be kept, each with the number of waiting
+    # prompts that need it.
+    num_in_snapshot: int = field(init=False)
+    snapshots_at: list[tuple[int, int]] = field(init=False)
 
     # What is reported of the sequence. The times are those of the request's clock.
     num_preemptions: int = 0
@@ -80,6 +85,8 @@ class Sequence:
         self.num_computed = 0
         self.num_registered_blocks = 0
         self.prefix = self.request.root
+        self.num_in_snapshot = 0
+        self.snapshots_at = []
 
     @property
     def params(self) -> SamplingParams:

@@ -70,6 +70,7 @@ class SelfAttention(nn.Module):
     """
 
     attention_name = "plain"  # of the attention backend, for users
+    has_gate = False  # whether qkv_proj computes a gate, too: see layers/gated_attention.py
 
     def __init__(
         self,
@@ -93,7 +94,14 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, num_heads, num_kv_heads, head_dim, group, bias=qkv_bias, stacked=stacked
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            group,
+            bias=qkv_bias,
+            stacked=stacked,
+            gated=self.has_gate,
         )
         self.q_norm = q_norm or nn.Identity()
         self.k_norm = k_norm or nn.Identity()

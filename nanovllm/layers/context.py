@@ -41,6 +41,9 @@ class AttentionMetadata:
     shared_prefix_len: Tensor | None = None
     prefill: PrefillMetadata | None = None
     logits_indices: Tensor | None = None  # [R] int64, the tokens whose logits are wanted; None: all
+    # [B + N] int64: the row of each sequence in the state of recurrent layers, those that decode
+    # first. None: the model has no such layers.
+    state_rows: Tensor | None = None
 
 
 _current: ContextVar[AttentionMetadata | None] = ContextVar("attention_metadata", default=None)

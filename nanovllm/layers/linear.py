@@ -100,6 +100,10 @@ class StackedLinear(nn.Module):
             row += shard.count
 
 
+class SensitiveLinear(StackedLinear):
+    """Small projections that decide much. They stay plain if the weights are quantised here."""
+
+
 class ReplicatedLinear(StackedLinear):
     """One projection, whole on every rank."""
 
@@ -132,6 +136,9 @@ class QKVParallelLinear(StackedLinear):
 
     H and G are the query heads and the key-value heads of this rank. Ranks share the heads evenly.
     Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
+
+    `gated`: a gate for each element of a query follows the values, [T, (2H + 2G) D]. A checkpoint's
+    q_proj then holds, for each head, the rows of its query and after them those of its gate.
     """
 
     def __init__(
@@ -144,24 +151,40 @@ class QKVParallelLinear(StackedLinear):
         *,
         bias: bool = False,
         stacked: bool = False,
+        gated: bool = False,
     ):
         heads = group.shard(num_heads, "num_attention_heads")
         kv_heads, first_kv_head = shard_kv_heads(num_kv_heads, group)
         q = num_heads * head_dim, group.rank * heads * head_dim, heads * head_dim
         kv = num_kv_heads * head_dim, first_kv_head * head_dim, kv_heads * head_dim
         shards = [Shard("q_proj", *q), Shard("k_proj", *kv), Shard("v_proj", *kv)]
+        if gated:
+            ours = range(group.rank * heads, (group.rank + 1) * heads)
+            queries, gates = (
+                [
+                    Shard("q_proj", 2 * num_heads * head_dim, start * head_dim, head_dim)
+                    for start in range(2 * ours.start + part, 2 * ours.stop, 2)
+                ]
+                for part in (0, 1)
+            )
+            shards = [*queries, *shards[1:], *gates]
         super().__init__(in_features, shards, bias, stacked)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 
 
-def shard_kv_heads(num_kv_heads: int, group: ParallelGroup) -> tuple[int, int]:
-    """Return how many key-value heads this rank holds, and the index of the first."""
+def shard_kv_heads(
+    num_kv_heads: int, group: ParallelGroup, what: str = "num_key_value_heads"
+) -> tuple[int, int]:
+    """Return how many key-value heads this rank holds, and the index of the first.
+
+    `what`: the configuration's name for the number of these heads.
+    """
     if num_kv_heads >= group.size:
-        count = group.shard(num_kv_heads, "num_key_value_heads")
+        count = group.shard(num_kv_heads, what)
         return count, group.rank * count
     if group.size % num_kv_heads:
         raise ValueError(
-            f"num_key_value_heads is {num_kv_heads}, of which tensor_parallel_size={group.size} is "
+            f"{what} is {num_kv_heads}, of which tensor_parallel_size={group.size} is "
             "no multiple: choose a multiple or a divisor"
         )
     return 1, group.rank * num_kv_heads // group.size

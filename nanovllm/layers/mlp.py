@@ -34,9 +34,9 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         activation: Callable[[Tensor], Tensor] = F.silu,
         stacked: bool = False,  # the checkpoint has gate and up as one tensor, gate_up_proj
+        names: tuple[str, str] = ("gate_proj", "up_proj"),  # that the checkpoint has for them
     ):
         super().__init__()
-        names = ("gate_proj", "up_proj")
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, intermediate_size, group, names=names, bias=bias, stacked=stacked
         )

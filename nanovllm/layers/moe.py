@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import ReplicatedLinear, empty_parameter
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -71,6 +72,33 @@ class MixtureOfExperts(nn.Module):
         if self.renormalize:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return self.group.all_reduce(self.experts(x, weights, experts))
+
+
+class SharedExpertMixture(MixtureOfExperts):
+    """A mixture of experts beside a gated MLP, the shared expert, which every token passes.
+
+    A gate of its own weighs the shared expert for each token.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        group: ParallelGroup,
+        *,
+        shared_size: int,  # the width of the shared expert
+        renormalize: bool,
+    ):
+        sizes = hidden_size, intermediate_size, num_experts, top_k
+        super().__init__(*sizes, group, renormalize=renormalize)
+        self.shared_expert = GatedMLP(hidden_size, shared_size, group)
+        self.shared_expert_gate = ReplicatedLinear(hidden_size, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return super().forward(x) + shared
 
 
 class Experts(nn.Module):

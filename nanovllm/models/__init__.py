@@ -11,6 +11,7 @@ from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGenera
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
+from nanovllm.models.lfm2 import Lfm2ForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
 from nanovllm.models.model_config import ModelConfig, language_model_of
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
@@ -18,7 +19,10 @@ from nanovllm.models.olmo3 import Olmo3ForCausalLM
 from nanovllm.models.phi3 import Phi3ForCausalLM
 from nanovllm.models.qwen2 import Qwen2ForCausalLM
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from nanovllm.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
+from nanovllm.models.qwen3_next import Qwen3NextForCausalLM
 from nanovllm.models.seed_oss import SeedOssForCausalLM
 from nanovllm.models.smollm3 import SmolLM3ForCausalLM
 from nanovllm.models.transformer import CausalLM
@@ -38,6 +42,12 @@ SIZES = (
 MODELS: dict[str, type[CausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
     "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "Qwen3_5ForCausalLM": Qwen3_5ForCausalLM,
+    "Qwen3_5ForConditionalGeneration": Qwen3_5ForConditionalGeneration,
+    "Qwen3_5MoeForCausalLM": Qwen3_5MoeForCausalLM,
+    "Qwen3_5MoeForConditionalGeneration": Qwen3_5MoeForConditionalGeneration,
+    "Qwen3NextForCausalLM": Qwen3NextForCausalLM,
+    "Lfm2ForCausalLM": Lfm2ForCausalLM,
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,

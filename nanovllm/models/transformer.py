@@ -39,6 +39,21 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class LinearAttentionLayer(nn.Module):
+    """A pre-norm layer whose attention is a recurrent layer, `linear_attn`."""
+
+    def __init__(self, config, linear_attn: nn.Module, mlp: nn.Module, norm: type[RMSNorm]):
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.linear_attn = linear_attn
+        self.post_attention_layernorm = norm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.linear_attn(self.input_layernorm(x), positions)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
 class Decoder(nn.Module):
     def __init__(
         self, embed_tokens: VocabParallelEmbedding, layers: list[nn.Module], norm: RMSNorm
@@ -125,6 +140,7 @@ def build_attention(
     *,
     bias: bool = False,
     qk_norm: type[RMSNorm] | None = None,
+    kind: type[SelfAttention] = SelfAttention,
     **options: Any,
 ) -> SelfAttention:
     """Build the self-attention of layer `index`, with the sizes and the window of `config`.
@@ -132,11 +148,12 @@ def build_attention(
     Args:
         bias: whether all projections have a bias.
         qk_norm: the norm of each head of q and k before it is rotated; None: no norm.
+        kind: the class of the layer.
         options: further arguments of SelfAttention.
     """
     size = config.head_dim
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
-    return SelfAttention(
+    return kind(
         config.hidden_size,
         config.num_attention_heads,
         config.num_key_value_heads,

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.weights import mxfp4
+from nanovllm.weights.fused_experts import split_experts
 from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -43,6 +44,8 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     if any(name.endswith("_blocks") for name in checkpoint):
         read_packed = {part.name for part in model_weight_slices(model)}
         checkpoint = mxfp4.join_blocks(checkpoint, kept=read_packed)
+    if not getattr(model, "stacks_experts", False):
+        split_experts(checkpoint)
     with ThreadPoolExecutor(READERS) as pool:
         untie_heads(model, checkpoint, pool)
         slices = list(model_weight_slices(model))
@@ -203,7 +206,9 @@ def check_num_layers(num_layers: int, folder: str | Path, model: type[nn.Module]
     names = open_checkpoint(Path(folder))
     found = {name.removeprefix(prefix).split(".")[0] for name in names if name.startswith(prefix)}
     if others := left_out(model, names):
-        parts = ", ".join(sorted({name.split(".")[0] for name in others}))
+        ours = getattr(model, "left_out", ())
+        named = [part for part in ours if any(name.startswith(f"{part}.") for name in others)]
+        parts = ", ".join(sorted(named))
         logger.info(
             f"{folder}: {parts} left out ({len(others)} tensors): the model runs on text alone"
         )

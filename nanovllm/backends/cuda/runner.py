@@ -44,7 +44,6 @@ from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_q
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
-from nanovllm.engine.kv_cache import block_bytes
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.layers.attention import PagedKV, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
@@ -65,6 +64,8 @@ GRAPH_BYTES = 2**20  # of each further graph (0.8 MiB were measured); see _graph
 
 class CUDAModelRunner(ModelRunner):
     """A model runner on one CUDA device."""
+
+    takes_all_memory = True
 
     def __init__(
         self,
@@ -243,11 +244,8 @@ class CUDAModelRunner(ModelRunner):
         sizes = sizes_for(decoder.layers[0], most)
         return PaddedInputs(self.state, self._slots, sizes) if sizes else None
 
-    def _count_blocks(self) -> int:
-        block = block_bytes(self.attention_layers, self.block_size, self.dtype)
-        return self._budget.num_blocks(
-            block, self.max_blocks, self._run_largest_step, self._graph_bytes()
-        )
+    def _count_bytes(self, block: int, least: int) -> int:
+        return self._budget.num_bytes(block, least, self._run_largest_step, self._graph_bytes())
 
     def _graph_bytes(self) -> int:
         """Estimate the bytes that the CUDA graphs will take.

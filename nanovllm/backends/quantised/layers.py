@@ -15,7 +15,12 @@ from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight, piece_of
-from nanovllm.layers.linear import ReplicatedLinear, RowParallelLinear, StackedLinear
+from nanovllm.layers.linear import (
+    ReplicatedLinear,
+    RowParallelLinear,
+    SensitiveLinear,
+    StackedLinear,
+)
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.transformer import CausalLM
@@ -129,6 +134,8 @@ def use_quantised_layers(
     for path, module in list(model.named_modules()):
         for kind, quantised, names in KINDS:
             if not isinstance(module, kind) or isinstance(module, ReplicatedLinear):
+                continue
+            if quantization.is_made_here and isinstance(module, SensitiveLinear):
                 continue
             layer: Any = module
             weights: dict[str, list[WeightSlice]] = {name: [] for name in names}

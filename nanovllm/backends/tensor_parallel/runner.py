@@ -129,7 +129,12 @@ class TensorParallelRunner:
             self.close()
             raise
         kv_cache_bytes = sum(info.kv_cache_bytes for info in infos)
-        self.info = replace(infos[0], num_parameters=num_parameters, kv_cache_bytes=kv_cache_bytes)
+        self.info = replace(
+            infos[0],
+            num_parameters=num_parameters,
+            kv_cache_bytes=kv_cache_bytes,
+            state_bytes=sum(info.state_bytes for info in infos),
+        )
         self.num_blocks = self.info.num_blocks
         self.device = torch.device(self.info.device)
 

@@ -116,6 +116,13 @@ class Grew(NamedTuple):
     blocks: tuple[int, ...]
 
 
+class Kept(NamedTuple):
+    """The state of recurrent layers after a sequence's first tokens, kept for later prompts."""
+
+    seq: int
+    tokens: int  # number of the tokens
+
+
 class Launched(NamedTuple):
     """A step that was given to the device.
 
@@ -177,6 +184,7 @@ Event = (
     | Resumed
     | GaveBack
     | Grew
+    | Kept
     | Launched
     | Committed
     | Finished

@@ -27,6 +27,7 @@ from nanovllm.features.trace.events import (
     Finished,
     GaveBack,
     Grew,
+    Kept,
     Launched,
     Paused,
     Preempted,
@@ -185,6 +186,9 @@ class Recorder(EngineListener):
 
     def blocks_given_back(self, seq: Sequence) -> None:
         self._add(GaveBack(seq.id, seq.num_given_back))
+
+    def snapshot_saved(self, seq: Sequence, num_tokens: int) -> None:
+        self._add(Kept(seq.id, num_tokens))
 
     def sequence_started(
         self, seq: Sequence, num_shared_blocks: int, num_cached: int, why: Callable[[], str]

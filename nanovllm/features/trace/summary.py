@@ -10,6 +10,7 @@ from nanovllm.features.trace.events import (
     Event,
     Evicted,
     Finished,
+    Kept,
     Launched,
     Run,
     Started,
@@ -34,7 +35,7 @@ class Summary:
         self.step_seconds: list[float] = []
         # KV slots of the blocks in use, and those of them that are unused, summed over the steps.
         self.slots = self.unused_slots = 0
-        self.most_blocks = self.output_tokens = self.evictions = 0
+        self.most_blocks = self.output_tokens = self.evictions = self.states_kept = 0
         # The host's time to schedule and commit steps, to launch them, and to wait for tokens.
         self.schedule_seconds = self.launch_seconds = self.wait_seconds = 0.0
         self._last_commit = 0.0
@@ -60,6 +61,8 @@ class Summary:
             self._read_commit(event)
         elif isinstance(event, Finished):
             self.output_tokens += event.output_tokens
+        elif isinstance(event, Kept):
+            self.states_kept += 1
 
     def _read_launch(self, event: Launched) -> None:
         self._launched[event.step] = event
@@ -122,7 +125,8 @@ class Summary:
             f"{found['output_tokens']:,} out; "
             f"first token {format_times(found['time_to_first_token'])}",
             f"prefix cache: {found['prefix_cache_hit_rate']:.1%} of the prompts, "
-            f"{found['evictions']:,} evictions",
+            f"{found['evictions']:,} evictions"
+            + (f", {self.states_kept:,} states kept" if self.states_kept else ""),
             f"KV cache: at most {found['blocks_in_use']:,} of {run.num_blocks:,} blocks of "
             f"{run.block_size} tokens, {found['unused_slots']:.1%} of their slots unused; "
             f"{found['preemptions']:,} preemptions",

@@ -118,16 +118,18 @@ class NewWeights:
 
         The names differ in models that take images as well as text.
         """
-        if name in self._slices or name in self._heads:
-            return name
-        if name.startswith("model.language_model."):
-            other = name.replace("model.language_model.", "language_model.model.", 1)
+        others = [name]
+        # The prefixes of the text model: those that transformers and that checkpoints have.
+        prefixes = ("model.language_model.", "language_model.model.", "model.")
+        if (prefix := next(filter(name.startswith, prefixes), None)) is not None:
+            others += [other + name.removeprefix(prefix) for other in prefixes]
+            others.append(name.removeprefix("model."))
         else:
-            other = name.removeprefix("model.")
-            if other == name:
-                other = f"language_model.{name}"
-        is_known = other in self._slices or other in self._heads or left_out(self.model, [other])
-        return other if is_known else name
+            others.append(f"language_model.{name}")
+        for other in others:
+            if other in self._slices or other in self._heads or left_out(self.model, [other]):
+                return other
+        return name
 
     def finish(self) -> None:
         """Raise ValueError unless all tensors have come, and a tied head equals the embedding."""
