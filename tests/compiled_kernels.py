@@ -8,15 +8,13 @@ read before the wait, whether anything is written before it, whether it waits on
 import inspect
 import json
 import re
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import torch
+from cards import stand_in_for
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from nanovllm.backends.cuda.triton import (
     allreduce_norm,
@@ -63,54 +61,27 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
     return sorted({argument_names[i] for i in reads} - {""}), writes, always
 
 
-def report_launches() -> list:
-    """Replace the launch of a kernel by its compilation. Returns the list to which each adds."""
-    found, run = [], JITFunction.run
+def report_to(found: list) -> Callable[..., None]:
+    """Return a function that compiles a kernel that is launched, and adds a report to `found`."""
 
-    def compile_it(self, grid):
-        def call(*args, **options):
-            compiled = run(self, *args, grid=grid, warmup=True, **options)
-            bound = inspect.signature(self.fn).bind_partial(*args)
-            constants = {p.name for p in self.params if p.is_constexpr}
-            names = []
-            for name, value in bound.arguments.items():
-                # None and constants are no arguments of the compiled kernel; nor is 1, a constant.
-                if name in constants or value is None or type(value) in (int, bool) and value == 1:
-                    continue
-                if isinstance(value, dispatch.TensorDescriptor):
-                    names += [name] * (1 + 2 * value.base.dim())
-                else:
-                    names.append(name if isinstance(value, torch.Tensor) else "")
-            assert options["launch_pdl"] and compiled.metadata.launch_pdl, self.__name__
-            found.append(
-                [self.__name__, *early_reads(compiled.asm["ptx"], [*names, "scratch", "scratch"])]
-            )
+    def compile_it(kernel, grid, args, options):
+        compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+        bound = inspect.signature(kernel.fn).bind_partial(*args)
+        constants = {p.name for p in kernel.params if p.is_constexpr}
+        names = []
+        for name, value in bound.arguments.items():
+            # None and constants are no arguments of the compiled kernel; nor is 1, a constant.
+            if name in constants or value is None or type(value) in (int, bool) and value == 1:
+                continue
+            if isinstance(value, dispatch.TensorDescriptor):
+                names += [name] * (1 + 2 * value.base.dim())
+            else:
+                names.append(name if isinstance(value, torch.Tensor) else "")
+        assert options["launch_pdl"] and compiled.metadata.launch_pdl, kernel.__name__
+        report = early_reads(compiled.asm["ptx"], [*names, "scratch", "scratch"])
+        found.append([kernel.__name__, *report])
 
-        return call
-
-    JITFunction.__getitem__ = compile_it
-    return found
-
-
-def stand_in_for_a_gpu() -> None:
-    """Let Triton compile for an H200, and let every launch be an early one."""
-    driver.set_active(
-        SimpleNamespace(
-            get_current_device=lambda: 0,
-            get_current_stream=lambda device=None: 0,
-            get_current_target=lambda: GPUTarget("cuda", 90, 32),
-            utils=SimpleNamespace(get_device_properties=lambda i: {"max_shared_mem": 232448}),
-        )
-    )
-    CUDABackend.make_cubin = lambda *_, **__: b""  # what comes after PTX is not looked at
-    dispatch.can_overlap = decode_gemm.can_overlap = lambda device: True
-    for module in (dispatch, decode_gemm, decode_attention):
-        module.has_large_shared_memory = lambda device: True
-        module.num_processors = lambda device: 132
-    moe._shared_memory = lambda device: 1 << 17
-    for module in (dispatch, allreduce_norm, decode_attention, decode_gemm, elementwise, gemv, moe):
-        module.overlap = lambda x: {"PDL": True, "launch_pdl": True}
-    sampler.overlap = gemv.overlap
+    return compile_it
 
 
 def run_all() -> None:
@@ -167,9 +138,10 @@ def run_all() -> None:
 
 
 if __name__ == "__main__":
+    CUDABackend.make_cubin = lambda *_, **__: b""  # what comes after PTX is not looked at
+    found: list = []
     # Nobody else may find kernels that are not whole.
     with TemporaryDirectory() as knobs.cache.dir:
-        stand_in_for_a_gpu()
-        found = report_launches()
+        stand_in_for(90, report_to(found))
         run_all()
     print(json.dumps(found))

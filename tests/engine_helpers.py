@@ -12,12 +12,14 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GenerationConfig,
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -99,6 +101,17 @@ FAMILIES = {
     ),
     # Windows that end inside blocks of 16, and before prompts do.
     "mistral-window": MistralConfig(**SHAPE | dict(sliding_window=21)),
+    # Queries count more from position 12 on.
+    "ministral3": Ministral3Config(
+        **SHAPE | dict(tie_word_embeddings=True),
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=16.0,
+            original_max_position_embeddings=12,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
     "qwen2-window": Qwen2Config(
         **SHAPE | dict(sliding_window=18, use_sliding_window=True, max_window_layers=1)
     ),
@@ -108,6 +121,22 @@ FAMILIES = {
     "gemma3": Gemma3TextConfig(
         **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=17, query_pre_attn_scalar=2),
         layer_types=["sliding_attention", "full_attention"],
+    ),
+    # The last two layers share the keys and values of the first two kinds.
+    "gemma4": Gemma4TextConfig(
+        **SHAPE | dict(head_dim=8, pad_token_id=0, sliding_window=19, num_hidden_layers=5),
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        num_kv_shared_layers=2,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=VOCAB,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=12,
+        final_logit_softcapping=30.0,
     ),
     "gemma2": Gemma2Config(
         **SHAPE | dict(head_dim=12, pad_token_id=0, sliding_window=23, query_pre_attn_scalar=2),
@@ -136,7 +165,7 @@ def save_checkpoint(folder: Path, config: PretrainedConfig, seed: int = 2) -> No
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 # Attention that chooses: the output varies, and depends on every token.
-                parameter.mul_(2)
+                parameter.mul_(1 if config.model_type == "gemma4_text" else 2)  # does not scale
     model.save_pretrained(folder, max_shard_size="40KB")
 
 

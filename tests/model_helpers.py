@@ -7,6 +7,7 @@ from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.recurrent import RecurrentLayer
+from nanovllm.layers.shared_kv import SharedKVAttention
 from nanovllm.models import build_model, load_model_config, read_model_config
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.weights.loader import load_weights
@@ -28,6 +29,9 @@ def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_s
                 parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
             else:
                 parameter.normal_(0.0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
@@ -61,7 +65,9 @@ class Driver:
         self.tables = order.view(num_sequences, width).int()
         self.lens = [0] * num_sequences
         for layer in model.modules():
-            if isinstance(layer, SelfAttention):
+            if isinstance(layer, SharedKVAttention):
+                layer.kv_cache = layer.source.kv_cache
+            elif isinstance(layer, SelfAttention):
                 shape = (blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
                 layer.kv_cache = KVCache(*torch.full((2, *shape), 1e3))
             if isinstance(layer, RecurrentLayer):

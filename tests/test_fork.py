@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from nanovllm import LLM
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.kv_cache import allocate_kv_cache
+from nanovllm.engine.kv_cache import allocate_kv_cache, parts_of_layers
 
 OPTIONS = dict(device="cpu", max_model_len=256, kvcache_block_size=16, num_kvcache_blocks=96)
 
@@ -54,9 +54,10 @@ def test_a_forked_process_writes_no_kv_of_its_parent(fresh):
 def write_kv_in_fork():
     layers = [SimpleNamespace(num_kv_heads=1, head_dim=8)]
     cache = allocate_kv_cache(layers, 4, 16, torch.float32, torch.device("cpu"))
-    cache[0, 0, 0] = 1
+    (part,) = parts_of_layers(cache, layers, 4, 16)
+    part[0, 0] = 1
     assert in_fork(lambda: cache.fill_(2).sum().item()) == 2 * cache.numel()
-    assert cache.sum() == cache[0, 0, 0].numel()
+    assert cache.sum() == part[0, 0].numel()
 
 
 def test_each_call_in_a_forked_process_says_whose_llm_it_is(with_llm, checkpoint):

@@ -17,10 +17,12 @@ from process_helpers import SECONDS, in_thread
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     Olmo3Config,
     Phi3Config,
@@ -36,7 +38,7 @@ from nanovllm.backends.compile import compile_layers
 from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
-from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, fuse
+from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, FusedGatedMLP, fuse
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import Integers, Quantization
@@ -83,6 +85,16 @@ CONFIGS = {
         **SIZES | dict(hidden_size=64, pad_token_id=0),
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
     ),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=4,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
     "olmo3": Olmo3Config(**SIZES | dict(head_dim=8, pad_token_id=0, layer_types=MIXED)),
     "glm4": Glm4Config(**SIZES | dict(pad_token_id=0)),
     "smollm3": SmolLM3Config(**SIZES | dict(pad_token_id=0, no_rope_layers=[1, 0, 1])),
@@ -114,6 +126,26 @@ def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     make_checkpoint(folder, CONFIGS[request.param])
     return folder
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_attention_that_no_kernel_suits_stays_plain_in_a_fused_model(tmp_path):
+    config = Gemma4TextConfig(
+        **GEMMA | dict(layer_types=[*MIXED[:2], "full_attention"]),
+        hidden_size_per_layer_input=6,
+        global_head_dim=16,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        num_kv_shared_layers=1,
+        vocab_size_per_layer_input=101,
+    )
+    make_checkpoint(tmp_path, config)
+    plain, fused = load(tmp_path), load(tmp_path)
+    fuse(fused, TRITON)
+    for layer, plain_layer in zip(fused.model.layers, plain.model.layers):
+        assert type(layer.self_attn) is type(plain_layer.self_attn)
+        assert type(layer.mlp) is FusedGatedMLP
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

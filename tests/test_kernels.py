@@ -473,7 +473,7 @@ def test_the_gated_product_of_few_rows_equals_its_twin(rows, inputs, outputs, ge
 
 
 needs_tiles = pytest.mark.skipif(
-    TensorDescriptor is None or HAS_GPU and not has_large_shared_memory(torch.device("cuda")),
+    TensorDescriptor is None or HAS_GPU and not has_large_shared_memory(torch.device("cuda", 0)),
     reason="needs Hopper's tensor memory accelerator, or the interpreter, and a release of Triton "
     "that knows it",
 )

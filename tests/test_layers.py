@@ -10,7 +10,15 @@ import pytest
 import torch
 from model_helpers import Driver, load, make_checkpoint, read_config
 from process_helpers import SECONDS, in_thread
-from transformers import Glm4Config, Olmo2Config, Phi3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma4TextConfig,
+    Glm4Config,
+    Ministral3Config,
+    Olmo2Config,
+    Phi3Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import (
@@ -58,6 +66,37 @@ CONFIGS = {
     "stacked": Phi3Config(architectures=["Phi3ForCausalLM"], **SMALLER, pad_token_id=0),
     "norm-of-all-heads": Olmo2Config(
         architectures=["Olmo2ForCausalLM"], **SMALLER, pad_token_id=0, attention_bias=True
+    ),
+    # A layer that shares K and V, heads by kind of layer, experts, embeddings for each layer.
+    "gemma4": Gemma4TextConfig(
+        architectures=["Gemma4ForCausalLM"],
+        **SMALL | dict(num_hidden_layers=4),
+        global_head_dim=8,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=6,
+        vocab_size_per_layer_input=101,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        sliding_window=5,
+        pad_token_id=0,
+    ),
+    "late-queries": Ministral3Config(
+        architectures=["Ministral3ForCausalLM"],
+        **SMALLER,
+        head_dim=8,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=4,
+            llama_4_scaling_beta=0.5,
+        ),
     ),
     "norms-after": Glm4Config(architectures=["Glm4ForCausalLM"], **SMALL, pad_token_id=0),
 }

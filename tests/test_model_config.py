@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, replace
 import pytest
 import torch
 from test_models import FAMILIES, SMALL
-from transformers import Gemma3Config
+from transformers import Gemma3Config, Mistral3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.layers.rope_scaling import rope_frequencies
@@ -16,6 +16,8 @@ from nanovllm.models.gemma3 import Gemma3Config as OurGemma3Config
 
 SIZES = dict(SMALL, num_hidden_layers=12, num_key_value_heads=2, pad_token_id=0)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+# Fields that transformers holds in another form, which assert_same compares.
+UNLIKE = ("rope_parameters", "no_rope_layers", "per_layer_config")
 BOTH = ("full_attention", "sliding_attention")
 
 
@@ -34,12 +36,19 @@ def values_of(kind, **values) -> dict:
 
 def assert_same(ours, theirs):
     """Compare each field that both configurations have, and the angles of each kind of layer."""
+    theirs.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose layers differ
+    for index, kind in enumerate(ours.layer_types if theirs.is_heterogeneous else ()):
+        of_layer = theirs.per_layer_config[index]
+        assert ours.head_dim_of(kind) == of_layer.head_dim
+        assert ours.kv_heads_of(kind) == of_layer.num_key_value_heads
     for one in fields(ours):
-        if not hasattr(theirs, one.name) or one.name in ("rope_parameters", "no_rope_layers"):
+        if not hasattr(theirs, one.name) or one.name in UNLIKE:
             continue
         value, want = getattr(ours, one.name), getattr(theirs, one.name)
         if one.name == "sliding_window" and not ours.use_sliding_window:
             value = None  # as Qwen's classes of transformers write it
+        if one.name == "num_experts":
+            want = want or 0
         if one.name == "use_bidirectional_attention":
             value, want = bool(value), bool(want)
         assert (list(value) if isinstance(value, tuple) else value) == want, one.name
@@ -48,7 +57,7 @@ def assert_same(ours, theirs):
     for kind in set(ours.layer_types):
         nested = kind in theirs.rope_parameters
         rope = theirs.rope_parameters[kind] if nested else theirs.rope_parameters
-        got, scale = rope_frequencies(ours.rope_settings(kind), ours.head_dim)
+        got, scale = rope_frequencies(ours.rope_settings(kind), ours.head_dim_of(kind))
         if rope["rope_type"] == "default":
             size = int(ours.head_dim * rope.get("partial_rotary_factor", 1.0))
             want, want_scale = rope["rope_theta"] ** -(torch.arange(0, size, 2) / size), 1.0
@@ -75,7 +84,8 @@ def test_windows_bases_and_scalings_in_their_older_forms_are_as_in_transformers(
         tie_word_embeddings=True,
     )
     name = architecture_of(kind)
-    if "Phi3" not in name:  # which knows LongRoPE alone
+    # Phi-3 knows LongRoPE alone, and Gemma 4 has no older form.
+    if "Phi3" not in name and "Gemma4" not in name:
         values |= dict(rope_scaling=dict(rope_type="linear", factor=4.0))
     if MODELS[name].config_class.has_windows:
         values |= dict(sliding_window=16, use_sliding_window=True, max_window_layers=5)
@@ -98,6 +108,19 @@ def test_a_text_model_is_read_from_within_a_model_that_sees():
     assert_same(replace(ours, dtype=None), Gemma3Config.from_dict(values).text_config)
     assert ours.tie_word_embeddings
     assert not read_model_config(values | dict(tie_word_embeddings=False)).tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["mistral", "ministral3", None])
+def test_the_text_model_of_a_mistral_that_sees_is_the_one_that_it_names(kind):
+    text = SIZES | (dict(model_type=kind) if kind else {})
+    values = dict(architectures=["Mistral3ForConditionalGeneration"], text_config=text)
+    ours, theirs = read_model_config(values), Mistral3Config.from_dict(values)
+    # transformers ties by what is said beside text_config.
+    assert_same(replace(ours, tie_word_embeddings=False), theirs.text_config)
+    assert ours.tie_word_embeddings and theirs.tie_word_embeddings
+    assert not read_model_config(values | dict(tie_word_embeddings=False)).tie_word_embeddings
+    with pytest.raises(ValueError, match="is 'mistral4': .* here with mistral or ministral3"):
+        read_model_config(values | dict(text_config=text | dict(model_type="mistral4")))
 
 
 @pytest.mark.parametrize("architecture", MODELS)

@@ -11,10 +11,14 @@ from model_helpers import Driver, expected_logits, load, make_checkpoint, read_c
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
+    AutoModelForImageTextToText,
     Gemma2Config,
     Gemma3Config,
-    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4AudioConfig,
+    Gemma4Config,
+    Gemma4TextConfig,
+    Gemma4VisionConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -22,10 +26,13 @@ from transformers import (
     GraniteConfig,
     Lfm2Config,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PixtralVisionConfig,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -42,11 +49,13 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from nanovllm import LLM
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.rotary import QueryScalingRotaryEmbedding, RotaryEmbedding
 from nanovllm.models import MODELS, build_model, load_model_config, read_model_config
 from nanovllm.weights.loader import check_num_layers
 
@@ -87,7 +96,32 @@ LONGROPE = dict(
 ORIGINAL = dict(original_max_position_embeddings=4)  # as short as the shortest prompt that is run
 WINDOW = dict(sliding_window=6, use_sliding_window=True)
 MIXED = ["sliding_attention", "full_attention"]
+LATE_QUERIES = YARN | dict(rope_theta=1e4, llama_4_scaling_beta=0.7)
+LATE_QUERIES |= dict(original_max_position_embeddings=5)
 GEMMA = dict(num_key_value_heads=2, head_dim=12, query_pre_attn_scalar=10, pad_token_id=0)
+GEMMA4 = dict(
+    num_key_value_heads=2,
+    head_dim=8,
+    global_head_dim=16,
+    hidden_size_per_layer_input=6,
+    vocab_size_per_layer_input=101,
+    sliding_window=6,
+    pad_token_id=0,
+)
+# The first layers are those of both kinds that the last ones share.
+SHARING = dict(
+    num_hidden_layers=5,
+    layer_types=MIXED + ["sliding_attention"] + MIXED,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+)
+EXPERTS_BESIDE = dict(
+    hidden_size_per_layer_input=0,
+    enable_moe_block=True,
+    num_experts=5,
+    top_k_experts=2,
+    moe_intermediate_size=10,
+)
 CAPS = dict(attn_logit_softcapping=1.5, final_logit_softcapping=2.0)
 YARN_OF_ONE = {
     "full_attention": YARN | THETA,
@@ -164,6 +198,16 @@ FAMILIES = {
         "window-of-one": dict(**GQA, sliding_window=1),
         "head-dim": dict(**GQA, sliding_window=None, head_dim=16),
     },
+    Ministral3Config: {
+        "late-queries": dict(**GQA, head_dim=16, rope_parameters=LATE_QUERIES),
+        "tied-window": dict(
+            **GQA,
+            head_dim=8,
+            sliding_window=7,
+            tie_word_embeddings=True,
+            rope_parameters=LATE_QUERIES | dict(original_max_position_embeddings=3),
+        ),
+    },
     Phi3Config: {
         "whole-heads": dict(**GQA, pad_token_id=0),
         "partial": dict(**PHI, rope_parameters=dict(rope_type="default", **THETA, **PARTIAL)),
@@ -186,6 +230,18 @@ FAMILIES = {
         "five-of-six": dict(**GEMMA, num_hidden_layers=6, sliding_window=5, attention_bias=True),
         "linear": dict(**GEMMA, layer_types=MIXED, sliding_window=4, rope_parameters=LINEAR_OF_ONE),
         "capped-logits": dict(**GEMMA, sliding_window=7, final_logit_softcapping=0.8),
+    },
+    Gemma4TextConfig: {
+        "five-of-six": dict(**GEMMA4, num_hidden_layers=6, attention_bias=True),
+        "shared-kv": dict(**GEMMA4, **SHARING, final_logit_softcapping=0.8),
+        "keys-as-values": dict(
+            **GEMMA4, layer_types=MIXED, attention_k_eq_v=True, num_global_key_value_heads=1
+        ),
+        "experts": GEMMA4 | EXPERTS_BESIDE | dict(tie_word_embeddings=False),
+        "all": GEMMA4
+        | SHARING
+        | EXPERTS_BESIDE
+        | dict(hidden_size_per_layer_input=3, attention_k_eq_v=True),
     },
     Gemma2Config: {
         "caps": dict(**GEMMA, **CAPS, sliding_window=6),
@@ -348,6 +404,37 @@ def test_old_and_new_forms_of_rope_settings_are_one():
     torch.testing.assert_close(rope_frequencies(old, 16), rope_frequencies(new, 16), rtol=0, atol=0)
 
 
+SEES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+SEES |= dict(image_size=28, patch_size=14)
+MISTRAL = {**SMALL, **GQA, "head_dim": 16}
+SEEING = {
+    "gemma3": Gemma3Config(
+        text_config={**SMALL, **GEMMA, "sliding_window": 6, "num_hidden_layers": 6},
+        vision_config=SiglipVisionConfig(**SEES),
+        mm_tokens_per_image=4,
+    ),
+    "ministral3": Mistral3Config(
+        text_config=dict(MISTRAL, model_type="ministral3", rope_parameters=LATE_QUERIES),
+        vision_config=PixtralVisionConfig(**SEES),
+        tie_word_embeddings=False,
+    ),
+    "ministral3-tied": Mistral3Config(
+        text_config=dict(MISTRAL, model_type="ministral3", rope_parameters=LATE_QUERIES),
+        vision_config=PixtralVisionConfig(**SEES),
+    ),
+    "gemma4": Gemma4Config(
+        text_config={**SMALL, **GEMMA4, **SHARING},
+        vision_config=Gemma4VisionConfig(**SEES, num_key_value_heads=2, head_dim=8),
+        audio_config=Gemma4AudioConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, output_proj_dims=16
+        ),
+    ),
+    "mistral": Mistral3Config(
+        text_config=dict(MISTRAL, model_type="mistral", sliding_window=None),
+        vision_config=PixtralVisionConfig(**SEES),
+        tie_word_embeddings=False,
+    ),
+}
 QWEN3_5_VISION = dict(
     depth=1,
     hidden_size=16,
@@ -403,21 +490,64 @@ def test_a_qwen3_5_that_sees_runs_on_text(name, fused, tmp_path, caplog):
     assert "model.visual, mtp left out" in caplog.text
 
 
-def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(tmp_path, caplog):
-    text = {**SMALL, **GEMMA, "sliding_window": 6, "num_hidden_layers": 6}
-    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    vision = SiglipVisionConfig(**sizes, image_size=28, patch_size=14)
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+@pytest.mark.parametrize("name", SEEING)
+def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(name, tmp_path, caplog):
+    config = SEEING[name]
     config.image_token_index = 99
     torch.manual_seed(0)
-    reference = Gemma3ForConditionalGeneration(config).eval()
+    reference = AutoModelForImageTextToText.from_config(config).eval()
     reference.save_pretrained(tmp_path)
     tokens = torch.randint(90, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     logits = Driver(load(tmp_path), 1, 32).step({}, {0: tokens})
     torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=0, atol=1e-4)
     with caplog.at_level("INFO", "nanovllm"):
         LLM(tmp_path, device="cpu", num_kvcache_blocks=2).close()
-    assert "multi_modal_projector, vision_tower left out" in caplog.text
+    left_out = "multi_modal_projector, vision_tower"
+    if name == "gemma4":
+        parts = "audio_tower", "embed_audio", "embed_vision", "vision_tower"
+        left_out = ", ".join(f"model.{part}" for part in parts)
+    assert f" {left_out} left out" in caplog.text
+
+
+def test_queries_count_more_at_late_positions_as_in_transformers():
+    rope = dict(Ministral3Config().rope_parameters)
+    rope |= dict(max_position_embeddings=10**5, partial_rotary_factor=1.0)
+    positions = torch.arange(10**5)
+    with tensors_default_to(torch.bfloat16, torch.device("cpu")):
+        rotary = QueryScalingRotaryEmbedding.from_settings(rope, 4)
+    got = rotary.scale_queries(torch.ones(len(positions), 1, 1), positions)
+    want = get_llama_4_attn_scale(positions[None], 0.1, 16384).view(-1, 1, 1)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    # Where all factors are 1, the plain embedding serves, which faster layers know.
+    within = QueryScalingRotaryEmbedding.from_settings(rope, 4, max_positions=16384)
+    assert type(within) is RotaryEmbedding and got[16383] == 1 < got[16384]
+
+
+def test_what_layers_that_share_kv_would_need_if_they_did_not_is_left_out(tmp_path):
+    """Published checkpoints of Gemma 4 hold it."""
+    config = Gemma4TextConfig(**{**SMALL, **GEMMA4, **SHARING})
+    reference = make_checkpoint(tmp_path, config)
+    name = "model.layers.{}.self_attn.{}.weight"
+    unused = {name.format(4, part): torch.zeros(7) for part in ("k_proj", "v_proj", "k_norm")}
+    save_file(unused, tmp_path / "unused.safetensors")
+    (index,) = tmp_path.glob("*.index.json")
+    files = json.loads(index.read_text())
+    files["weight_map"] |= dict.fromkeys(unused, "unused.safetensors")
+    index.write_text(json.dumps(files))
+    logits = Driver(load(tmp_path), 1, 32).step({}, {0: [5, 6, 7]})
+    torch.testing.assert_close(logits, expected_logits(reference, [5, 6, 7]), rtol=0, atol=1e-4)
+
+
+def test_each_layers_kv_cache_has_its_own_shape_and_shared_kv_is_held_once(tmp_path):
+    make_checkpoint(tmp_path, CONFIGS["gemma4_text-all"])
+    with LLM(tmp_path, device="cpu", kvcache_block_size=16, num_kvcache_blocks=3) as llm:
+        runner = llm.engine.runner
+        # Layers with a window, with and without; the last two share those of layers 2 and 1.
+        shapes = [tuple(part.shape) for part in runner.kv_parts]
+        assert shapes == [(2, 3, 16, 2, 8), (2, 3, 16, 2, 16), (2, 3, 16, 2, 8)]
+        assert runner.info.kv_cache_bytes == 4 * sum(map(math.prod, shapes))
+        caches = [layer.kv_cache for layer in runner.attention_layers]
+        assert caches[3] is caches[2] and caches[4] is caches[1]
 
 
 def test_experts_result_does_not_depend_on_the_batch():
@@ -638,6 +768,27 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
         (GptOssConfig, dict(swiglu_alpha=0), "swiglu_alpha is 0"),
         (GptOssConfig, dict(layer_types=["chunked_attention"] * 2), "layer_types is .'chunked"),
         (GptOssConfig, dict(hidden_act="gelu"), "hidden_act is 'gelu': GptOssForCausalLM has"),
+        (
+            Gemma4TextConfig,
+            dict(use_bidirectional_attention="all"),
+            "use_bidirectional_attention is 'all': .* choose one",
+        ),
+        (Gemma4TextConfig, dict(num_kv_shared_layers=2), "num_kv_shared_layers is 2 of 2: the oth"),
+        (
+            Gemma4TextConfig,
+            dict(per_layer_config={"0": {"head_dim": 8}}),
+            "per_layer_config is .*: only head_dim and num_key_value_heads may differ",
+        ),
+        (
+            Gemma4TextConfig,
+            dict(per_layer_config=None, num_global_key_value_heads=3, attention_k_eq_v=True),
+            "layers without a window have .*'num_key_value_heads': 3}",
+        ),
+        (
+            Gemma4TextConfig,
+            dict(enable_moe_block=True),
+            "enable_moe_block is set, num_exp",
+        ),
         (Gemma2Config, dict(use_bidirectional_attention=1), "use_bidirectional_attention is 1: "),
         (Glm4Config, dict(hidden_act="gelu"), "hidden_act is 'gelu': Glm4ForCausalLM has 'silu'"),
         (Olmo2Config, dict(rope_parameters=dict(partial_rotary_factor=0.5)), "only 1.0 is implem"),

@@ -460,12 +460,12 @@ def test_a_stream_that_begins_as_another_thread_lets_the_llm_sleep_says_so(
 def test_an_llm_wakes_up_with_as_many_blocks_as_it_had(make_llm, checkpoint, monkeypatch, level):
     """However much memory there is now: who uses the LLM knows how many it has."""
     llm = make_llm(num_kvcache_blocks=None)
-    shape = llm.engine.runner.kv_cache.shape
+    shapes = [part.shape for part in llm.engine.runner.kv_parts]
     monkeypatch.setattr(llm.engine.runner, "_count_memory", lambda: (7, StateRows(0, 0)))
     llm.sleep(level)
     llm.wake_up()
-    assert llm.engine.runner.kv_cache.shape == shape
-    assert llm.engine.scheduler.blocks.num_blocks == llm.num_kvcache_blocks == shape[2]
+    assert [part.shape for part in llm.engine.runner.kv_parts] == shapes
+    assert llm.engine.scheduler.blocks.num_blocks == llm.num_kvcache_blocks == shapes[0][1]
     assert_some(llm, checkpoint)
 
 

@@ -3,7 +3,6 @@
 The state of recurrent layers shares this room.
 """
 
-import math
 import mmap
 import os
 from contextlib import suppress
@@ -19,17 +18,17 @@ GIB = 2**30
 def allocate_kv_cache(
     layers, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Allocate the KV cache [layers, 2 (K, V), blocks, block_size, G, D].
+    """Allocate the memory of the KV cache of all layers; `parts_of_layers` divides it.
 
     The memory is zeroed, because a masked position must not hold a NaN. Raises ValueError if a CPU
     has too little memory.
     """
-    shape = (len(layers), 2, num_blocks, block_size, layers[0].num_kv_heads, layers[0].head_dim)
+    elements = num_blocks * block_elements(layers, block_size)
     if device.type == "cpu" and num_blocks:
         # The system provides a zero page when the page is first touched. Huge pages are requested,
         # because touching many small pages is slow. The mapping is private, so that a forked
         # process gets a copy.
-        size = math.prod(shape) * dtype.itemsize
+        size = elements * dtype.itemsize
         try:
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
@@ -41,14 +40,30 @@ def allocate_kv_cache(
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # the kernel has no huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.frombuffer(pages, dtype=dtype)
+    return torch.zeros(elements, dtype=dtype, device=device)
+
+
+def parts_of_layers(memory: Tensor, layers, num_blocks: int, block_size: int) -> list[Tensor]:
+    """Return each layer's part of the memory: [2 (K, V), blocks, block_size, G, D].
+
+    Layers may differ in the number and the size of their heads, and have the same blocks.
+    """
+    sizes = [num_blocks * block_elements([layer], block_size) for layer in layers]
+    return [
+        part.view(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
+        for part, layer in zip(memory.split(sizes), layers)
+    ]
 
 
 def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
     """Return the number of bytes that one block takes in all layers together."""
-    elements = sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
-    return elements * dtype.itemsize
+    return block_elements(layers, block_size) * dtype.itemsize
+
+
+def block_elements(layers, block_size: int) -> int:
+    """Return the number of elements that one block has in all layers together."""
+    return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
 
 
 def bytes_in_ram(ranks: int) -> int:

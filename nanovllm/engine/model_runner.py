@@ -25,6 +25,7 @@ from nanovllm.engine.kv_cache import (
     block_bytes,
     bytes_in_ram,
     divide_memory,
+    parts_of_layers,
 )
 from nanovllm.engine.packing import pack_chunks, sampled_places
 from nanovllm.engine.recurrent_state import RecurrentState
@@ -34,6 +35,7 @@ from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.layers.sampler import best_over_ranks, sample
+from nanovllm.layers.shared_kv import SharedKVAttention
 from nanovllm.models import build_model
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
@@ -171,6 +173,9 @@ class ModelRunner:
         self.attention_layers = [
             module for module in self.model.modules() if isinstance(module, SelfAttention)
         ]
+        self.layers_with_kv = [
+            layer for layer in self.attention_layers if not isinstance(layer, SharedKVAttention)
+        ]
         layers = [module for module in self.model.modules() if isinstance(module, RecurrentLayer)]
         self.recurrent = RecurrentState(layers, self.device)
         self.recurrent.allocate(StateRows(0, 0))  # the row of padding, for dry runs
@@ -198,7 +203,7 @@ class ModelRunner:
 
     def _count_memory(self) -> tuple[int, StateRows]:
         """Count the KV blocks and the rows of state that fit into memory."""
-        block = block_bytes(self.attention_layers, self.block_size, self.dtype)
+        block = block_bytes(self.layers_with_kv, self.block_size, self.dtype)
         row, share = self.recurrent.row_bytes, self.config.state_snapshot_share
         if given := self.config.num_kvcache_blocks:
             # As many snapshots as make the share that they have of all memory.
@@ -227,12 +232,14 @@ class ModelRunner:
         return bytes_in_ram(self.group.size)
 
     def _bind_cache(self, num_blocks: int) -> None:
-        layers = self.attention_layers
-        self.kv_cache = allocate_kv_cache(
-            layers, num_blocks, self.block_size, self.dtype, self.device
-        )
-        for layer, (k, v) in zip(layers, self.kv_cache):
+        layers, size = self.layers_with_kv, self.block_size
+        self.kv_cache = allocate_kv_cache(layers, num_blocks, size, self.dtype, self.device)
+        self.kv_parts = parts_of_layers(self.kv_cache, layers, num_blocks, size)
+        for layer, (k, v) in zip(layers, self.kv_parts):
             layer.kv_cache = KVCache(k, v)
+        for layer in self.attention_layers:
+            if isinstance(layer, SharedKVAttention):
+                layer.kv_cache = layer.source.kv_cache
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:
@@ -375,8 +382,9 @@ class ModelRunner:
         # The K or V of one layer at a time, because PyTorch holds all that it reads in memory
         # before it writes. As 64-bit integers, because PyTorch takes as long to copy an element of
         # two bytes as one of eight.
-        for layer in self.kv_cache.flatten(3).view(torch.int64):
-            layer[:, copy] = layer[:, source]
+        for part in self.kv_parts:
+            blocks = part.flatten(2).view(torch.int64)  # [2, blocks, a block's content]
+            blocks[:, copy] = blocks[:, source]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
         """Sample the next tokens from hidden [B, hidden size], and store them as the last tokens of
@@ -438,4 +446,5 @@ class ModelRunner:
         """Give back the memory of the device."""
         self.synchronize()
         self.attention_layers.clear()
-        del self.model, self.kv_cache, self.recurrent
+        self.layers_with_kv.clear()
+        del self.model, self.kv_cache, self.kv_parts, self.recurrent

@@ -70,6 +70,8 @@ class SelfAttention(nn.Module):
     """
 
     attention_name = "plain"  # of the attention backend, for users
+    # The projections that qkv_proj computes. A subclass with fewer splits heads in its own way.
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     has_gate = False  # whether qkv_proj computes a gate, too: see layers/gated_attention.py
 
     def __init__(
@@ -101,6 +103,7 @@ class SelfAttention(nn.Module):
             group,
             bias=qkv_bias,
             stacked=stacked,
+            projections=self.projections,
             gated=self.has_gate,
         )
         self.q_norm = q_norm or nn.Identity()
@@ -119,6 +122,7 @@ class SelfAttention(nn.Module):
         q, k, v = self.split_heads(self.qkv_proj(x))  # [T, H, D], [T, G, D], [T, G, D]
         q, k = self.q_norm(q), self.k_norm(k)
         q, k = self.rotary(q, positions), self.rotary(k, positions)
+        q = self.rotary.scale_queries(q, positions)
         out = self.attend(q, k, v)  # [T, H, D]
         return self.o_proj(out.flatten(1))
 

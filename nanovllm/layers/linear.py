@@ -137,6 +137,8 @@ class QKVParallelLinear(StackedLinear):
     H and G are the query heads and the key-value heads of this rank. Ranks share the heads evenly.
     Where there are more ranks than key-value heads, neighbouring ranks hold the same one.
 
+    `projections`: those of q_proj, k_proj and v_proj that the layer has.
+
     `gated`: a gate for each element of a query follows the values, [T, (2H + 2G) D]. A checkpoint's
     q_proj then holds, for each head, the rows of its query and after them those of its gate.
     """
@@ -151,6 +153,7 @@ class QKVParallelLinear(StackedLinear):
         *,
         bias: bool = False,
         stacked: bool = False,
+        projections: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
         gated: bool = False,
     ):
         heads = group.shard(num_heads, "num_attention_heads")
@@ -168,6 +171,7 @@ class QKVParallelLinear(StackedLinear):
                 for part in (0, 1)
             )
             shards = [*queries, *shards[1:], *gates]
+        shards = [shard for shard in shards if shard.name in projections]
         super().__init__(in_features, shards, bias, stacked)
         self.num_heads, self.num_kv_heads = heads, kv_heads
 

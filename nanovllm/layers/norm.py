@@ -30,6 +30,19 @@ class RMSNorm(nn.Module):
         yield WeightSlice(f"{path}.weight", self.weight, (slice(None),), tuple(self.weight.shape))
 
 
+def normalize(x: Tensor, eps: float) -> Tensor:
+    """Scale rows of x [..., N] to root mean square 1, without a weight. Returns float32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+
+
+class WideRMSNorm(RMSNorm):
+    """An RMSNorm that multiplies by its weight in float32, too. It rounds once, at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (normalize(x, self.eps) * self.weight.float()).to(x.dtype)
+
+
 class ZeroCenteredRMSNorm(RMSNorm):
     """An RMSNorm whose weight is stored as its difference from 1. It rounds once, at the end."""
 

@@ -14,7 +14,13 @@ LARGEST = 3e38  # of a setting: frequencies are float32
 # Settings of the scalings. Each is a number above 0; null, or 0 where it says so, means that it is
 # not given.
 NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor")
-NUMBERS_OR_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+NUMBERS_OR_ZERO = (
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "llama_4_scaling_beta",
+)
 
 
 def rope_frequencies(
@@ -41,7 +47,8 @@ def rope_frequencies(
             f"{names}"
         )
     check_settings(rope)
-    size = rotary_size(rope, head_dim)
+    whole = rope["rope_type"] == "proportional"  # which keeps still what does not turn
+    size = head_dim if whole else rotary_size(rope, head_dim)
     exponents = torch.arange(0, size, 2, dtype=torch.int64, device="cpu").float() / size
     try:
         return scale(1.0 / float(rope["rope_theta"]) ** exponents, rope)
@@ -172,10 +179,21 @@ def _longrope(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
     return frequencies / factors, rope.get("attention_factor", sharpening)
 
 
+def _proportional(frequencies: Tensor, rope: dict) -> tuple[Tensor, float]:
+    """Turn the fastest pairs, as many as partial_rotary_factor says, and keep the others still.
+
+    A pair turns as fast as it would if all turned (Gemma 4).
+    """
+    turning = rotary_size(rope, 2 * len(frequencies)) // 2
+    turns = torch.arange(len(frequencies), device="cpu") < turning
+    return frequencies * turns / rope.get("factor", 1.0), 1.0
+
+
 SCALINGS = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
 }

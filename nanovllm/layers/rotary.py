@@ -53,3 +53,36 @@ class RotaryEmbedding(nn.Module):
         cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] each
         x1, x2 = x.float().chunk(2, dim=-1)
         return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+    def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Multiply queries [T, H, D] by the factors of their positions, which are 1 here."""
+        return q
+
+
+class QueryScalingRotaryEmbedding(RotaryEmbedding):
+    """A rotary embedding whose queries are longer where more tokens lie before them.
+
+    A query at position p counts 1 + beta ln(1 + floor(p / original)) times, where `original` is
+    the context that the model was first trained on (Llama 4, Ministral 3). So attention stays
+    sharp in longer contexts. `query_scales` [positions] float32 holds the factors.
+    """
+
+    query_scales: Tensor
+
+    @classmethod
+    def from_settings(
+        cls, rope: dict[str, Any], head_dim: int, max_positions: int | None = None
+    ) -> RotaryEmbedding:
+        """Make the rotary embedding. It is a plain one if all its factors would be 1."""
+        count = max_positions or rope["max_position_embeddings"]
+        rotary = super().from_settings(rope, head_dim, count)  # checks the settings
+        beta, original = rope.get("llama_4_scaling_beta"), rope["original_max_position_embeddings"]
+        if not beta or count <= original:
+            return RotaryEmbedding.from_settings(rope, head_dim, count)
+        # float32 whatever the model's dtype, as the angles are.
+        scales = 1 + beta * torch.log(1 + (torch.arange(count) // original).float())
+        rotary.register_buffer("query_scales", scales, persistent=False)
+        return rotary
+
+    def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        return q * self.query_scales[positions].to(q.dtype).view(-1, 1, 1)

@@ -8,11 +8,13 @@ from nanovllm.layers.linear import give_memory, parameters_without_memory
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from nanovllm.models.gemma4 import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from nanovllm.models.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from nanovllm.models.gpt_oss import GptOssForCausalLM
 from nanovllm.models.granite import GraniteForCausalLM
 from nanovllm.models.lfm2 import Lfm2ForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, MistralForCausalLM
+from nanovllm.models.ministral3 import Ministral3ForCausalLM, Mistral3ForConditionalGeneration
 from nanovllm.models.model_config import ModelConfig, language_model_of
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
 from nanovllm.models.olmo3 import Olmo3ForCausalLM
@@ -51,12 +53,16 @@ MODELS: dict[str, type[CausalLM]] = {
     "Qwen2ForCausalLM": Qwen2ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "Ministral3ForCausalLM": Ministral3ForCausalLM,
+    "Mistral3ForConditionalGeneration": Mistral3ForConditionalGeneration,
     "Phi3ForCausalLM": Phi3ForCausalLM,
     "Olmo2ForCausalLM": Olmo2ForCausalLM,
     "Olmo3ForCausalLM": Olmo3ForCausalLM,
     "Gemma2ForCausalLM": Gemma2ForCausalLM,
     "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "Gemma3ForConditionalGeneration": Gemma3ForConditionalGeneration,
+    "Gemma4ForCausalLM": Gemma4ForCausalLM,
+    "Gemma4ForConditionalGeneration": Gemma4ForConditionalGeneration,
     "GptOssForCausalLM": GptOssForCausalLM,
     "GlmForCausalLM": GlmForCausalLM,
     "Glm4ForCausalLM": Glm4ForCausalLM,

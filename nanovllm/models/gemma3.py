@@ -49,8 +49,8 @@ class Gemma3Config(ModelConfig):
 
 
 class Gemma3ForCausalLM(CausalLM):
-    config_class = Gemma3Config
-    norm = ZeroCenteredRMSNorm
+    config_class: type[ModelConfig] = Gemma3Config
+    norm: type[RMSNorm] = ZeroCenteredRMSNorm
     qk_norm: type[RMSNorm] | None = ZeroCenteredRMSNorm
     checkpoint_names = {
         "attention_output_norm": "post_attention_layernorm",
@@ -58,7 +58,7 @@ class Gemma3ForCausalLM(CausalLM):
         "mlp_output_norm": "post_feedforward_layernorm",
     }
 
-    def build_embedding(self, config: Gemma3Config, group):
+    def build_embedding(self, config: ModelConfig, group):
         dtype = torch.get_default_dtype()  # the weights', to which the scale is rounded
         scale = torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
         return ScaledEmbedding(config.vocab_size, config.hidden_size, group, scale=scale)

@@ -142,6 +142,14 @@ class ModelConfig:
         sizes = [window for window in windows if window is not None]
         return max(sizes) if len(sizes) == len(windows) else None
 
+    def head_dim_of(self, kind: str) -> int:
+        """Return the size of a head in layers of a kind."""
+        return self.head_dim
+
+    def kv_heads_of(self, kind: str) -> int:
+        """Return the number of key-value heads in layers of a kind."""
+        return self.num_key_value_heads
+
     def rope_settings(self, kind: str = "full_attention") -> dict[str, Any]:
         """Return the settings of the rotary embedding of layers of a kind, in one form.
 

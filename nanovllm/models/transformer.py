@@ -98,18 +98,20 @@ class CausalLM(nn.Module):
         kinds = config.layer_types[: config.num_hidden_layers]
         rotaries = {
             kind: self.rotary.from_settings(
-                config.rope_settings(kind), config.head_dim, max_model_len
+                config.rope_settings(kind), config.head_dim_of(kind), max_model_len
             )
             for kind in dict.fromkeys(kinds)
         }
         layers = [
             self.build_layer(config, i, rotaries[kind], group) for i, kind in enumerate(kinds)
         ]
-        embed_tokens = self.build_embedding(config, group)
-        norm = self.norm(config.hidden_size, config.rms_norm_eps)
-        self.model = Decoder(embed_tokens, layers, norm)
+        self.model = self.build_decoder(config, layers, group)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group, tied_to=tied_to)
+
+    def build_decoder(self, config: Any, layers: list[nn.Module], group: ParallelGroup) -> Decoder:
+        norm = self.norm(config.hidden_size, config.rms_norm_eps)
+        return Decoder(self.build_embedding(config, group), layers, norm)
 
     def build_embedding(self, config: Any, group: ParallelGroup) -> VocabParallelEmbedding:
         return VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
@@ -151,12 +153,13 @@ def build_attention(
         kind: the class of the layer.
         options: further arguments of SelfAttention.
     """
-    size = config.head_dim
+    layer_type = config.layer_types[index]
+    size = config.head_dim_of(layer_type)
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
     return kind(
         config.hidden_size,
         config.num_attention_heads,
-        config.num_key_value_heads,
+        config.kv_heads_of(layer_type),
         size,
         rotary,
         group,

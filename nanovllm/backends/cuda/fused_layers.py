@@ -43,10 +43,12 @@ from nanovllm.layers.partial_rotary import (
     NoRotaryEmbedding,
     PartialRotaryEmbedding,
 )
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.rotary import QueryScalingRotaryEmbedding, RotaryEmbedding
 from nanovllm.models.granite import GraniteLayer
 from nanovllm.models.post_norm import PostNormLayer, SandwichNormLayer
 from nanovllm.models.transformer import Decoder, DecoderLayer
+
+MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 
 
 def fuse(model: nn.Module, backend: AttentionBackend) -> None:
@@ -133,8 +135,12 @@ class FusedSelfAttention(SelfAttention):
 
     @staticmethod
     def suits(plain: SelfAttention) -> bool:
-        """Tell whether the kernel knows the rotary embedding."""
-        return type(plain.rotary) in ROTARIES
+        """Tell whether the kernels know the rotary embedding and heads of this size.
+
+        Layers of a subclass are not in FUSED, and stay plain: those that norm values, whose values
+        are their keys, or that share the keys and values of another layer.
+        """
+        return type(plain.rotary) in ROTARIES and plain.head_dim <= MAX_HEAD_DIM
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return self.o_proj(self.heads(self.qkv_proj(x), positions))
@@ -164,6 +170,7 @@ class FusedSelfAttention(SelfAttention):
             zero_centered=zero_centered,
             interleaved=isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
+        q = self.rotary.scale_queries(q, positions)
         return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -423,14 +430,16 @@ def layers_of_dry_run(layers: list[FusedLayer]) -> list[FusedLayer]:
 
 
 def kind_of(attention: SelfAttention) -> tuple:
-    """Return the options that decide, besides sizes, which kernels a layer's attention launches."""
+    """Return what decides, in one model, which kernels a layer's attention launches."""
     options = attention.options
     has_sinks = options.sinks is not None
-    return options.window, options.softcap, has_sinks, type(attention.rotary)
+    sizes = attention.head_dim, attention.num_kv_heads
+    return *sizes, options.window, options.softcap, has_sinks, type(attention.rotary)
 
 
 ROTARIES = (
     RotaryEmbedding,
+    QueryScalingRotaryEmbedding,
     PartialRotaryEmbedding,
     InterleavedRotaryEmbedding,
     NoRotaryEmbedding,

@@ -105,17 +105,19 @@ class CUDAModelRunner(ModelRunner):
         if not self._has_own_kernels:
             self._backend = PLAIN_BACKEND
             return model
-        layer = next(module for module in model.modules() if isinstance(module, SelfAttention))
+        layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
         self._backend = select_attention_backend(
             config.attention_backend,
             self.device,
             self.dtype,
-            layer.head_dim,
+            max(layer.head_dim for layer in layers),
             self.block_size,
-            sinks=layer.sinks is not None,
+            sinks=any(layer.sinks is not None for layer in layers),
         )
-        self.attention_name = self._backend.name
         fuse(model, self._backend)
+        if not all(isinstance(layer, FusedSelfAttention) for layer in layers):
+            self._backend = PLAIN_BACKEND  # as layers that no kernel suits compute attention
+        self.attention_name = self._backend.name
         if self.group.size > 1:
             overlap_all_reduces(model)
         return model
@@ -202,14 +204,10 @@ class CUDAModelRunner(ModelRunner):
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             # Plain attention and plain experts wait for the device, which a graph cannot hold.
-            is_plain = (
-                self._backend is PLAIN_BACKEND
-                or not all(isinstance(layer, FusedSelfAttention) for layer in self.attention_layers)
-                or any(
-                    isinstance(module, MixtureOfExperts)
-                    and not isinstance(module, FusedMixtureOfExperts)
-                    for module in self.model.modules()
-                )
+            is_plain = self._backend is PLAIN_BACKEND or any(
+                isinstance(module, MixtureOfExperts)
+                and not isinstance(module, FusedMixtureOfExperts)
+                for module in self.model.modules()
             )
             if not is_plain and not self.config.enforce_eager:
                 self.graphs = Graphs()

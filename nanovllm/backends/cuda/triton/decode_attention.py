@@ -61,7 +61,9 @@ def decode_attention(
     factors = score_factors(options)
     sizes = (head_dim, triton.next_power_of_2(head_dim), page, block_n)
     strides = (q.stride(0), k_cache.stride(1), v_cache.stride(1), tables.stride(0))
-    block_m, tiles, prefix_splits = cut_prefix(q, groups) if shared is not None else (0, 0, 0)
+    block_m, tiles, prefix_splits, prefix_warps = (
+        cut_prefix(q, groups) if shared is not None else (0, 0, 0, 0)
+    )
     parts = part_lse = None
     if splits + prefix_splits > 1:
         rows = (batch, groups, splits + prefix_splits, group)
@@ -72,7 +74,7 @@ def decode_attention(
             *(q, k_cache, v_cache, shared, tables, parts, part_lse),
             *(*factors, *strides[:3]),
             *(batch, splits, groups, group, block_m, *sizes),
-            num_warps=8 if block_m > 64 else 4,
+            num_warps=prefix_warps,
             num_stages=3,
         )
     counters = arrivals(q.device) if splits > 1 else None

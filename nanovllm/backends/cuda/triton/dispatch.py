@@ -16,7 +16,7 @@ add_rms_norm went from 44 to 31 microseconds.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -34,7 +34,7 @@ MAX_ROWS = 256
 
 def overlap(x: Tensor) -> dict[str, bool]:
     """Return the launch options of a kernel that takes `PDL: tl.constexpr` and has input `x`."""
-    able = x.shape[0] <= MAX_ROWS and x.is_cuda and can_overlap(x.device)
+    able = x.shape[0] <= MAX_ROWS and can_overlap(x.device)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
@@ -89,28 +89,61 @@ def _counters(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(4 * num_processors(device), dtype=torch.int32, device=device)
 
 
-@lru_cache
-def can_overlap(device: torch.device) -> bool:
-    """Tell whether the device and Triton can launch kernels early."""
-    is_hopper_or_newer = torch.cuda.get_device_capability(device) >= (9, 0)
-    # Older releases of Triton lack gdc_wait.
-    return is_hopper_or_newer and hasattr(tl.extra.cuda, "gdc_wait")
+class GPU(NamedTuple):
+    """What the choice of kernels and of their tiles depends on, besides shapes."""
+
+    capability: tuple[int, int]
+    processors: int  # multiprocessors
+    shared_memory: int  # bytes that a program may take
 
 
 @lru_cache
-def num_processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 8 for the interpreter on a CPU."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 8
+def gpu(device: torch.device) -> GPU:
+    """Read the properties of a device; a CPU, which runs the interpreter, gets some of its own.
+
+    All choices read them here, and nowhere else.
+    """
+    if device.type != "cuda":
+        return GPU((0, 0), 8, 1 << 17)
+    # Older releases of PyTorch do not tell how much shared memory a program may take.
+    triton_knows = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return GPU(
+        torch.cuda.get_device_capability(device),
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        triton_knows["max_shared_mem"],
     )
 
 
-@lru_cache
+def can_overlap(device: torch.device) -> bool:
+    """Tell whether the device and Triton can launch kernels early."""
+    # Older releases of Triton lack gdc_wait.
+    return gpu(device).capability >= (9, 0) and hasattr(tl.extra.cuda, "gdc_wait")
+
+
+def num_processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; 8 for the interpreter on a CPU."""
+    return gpu(device).processors
+
+
+# Tiles were measured on an H200. By the next two functions, other GPUs get tiles that fit them.
+# Those tiles were only compiled: tests/cards.py compiles every kernel for six cards.
+
+
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Tell whether a multiprocessor has 227 KB of shared memory: Hopper, data-center Blackwell."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Tell whether a program may take 227 KB of shared memory: Hopper, data-center Blackwell.
+
+    Their tensor cores read a product's operands there. On other GPUs a program holds the operands
+    in registers, too, so its tiles must be smaller, or it must have more warps.
+    """
+    return gpu(device).shared_memory >= 227 << 10
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Tell whether the device is of the H200's kind.
+
+    There, some kernels were measured to be fastest with tiles that do not quite fit its registers.
+    """
+    return gpu(device).capability[0] == 9
 
 
 @triton.jit

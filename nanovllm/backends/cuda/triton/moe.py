@@ -13,14 +13,17 @@ Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a r
 expert.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import (
+    gpu,
+    has_large_shared_memory,
+    overlap,
+    wait_for_inputs,
+)
 from nanovllm.layers.moe import ClampedSwiGLU
 
 # A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
@@ -34,6 +37,9 @@ TILES = (
     (64, 64, 128, 64, 4, 4),
     (float("inf"), 128, 256, 64, 8, 4),
 )
+SMALL_BLOCK_N = 128  # the most outputs of a tile on a GPU without large shared memory
+# Bytes of shared memory that a program leaves to its other needs than its stages.
+OTHER_BYTES = 2048
 FLOAT32_TILE = 16, 64, 32, 4, 3  # tensor cores do not compute products of float32
 
 
@@ -70,6 +76,9 @@ def moe(
     block_m, block_n, most_k, warps, most_stages = (
         FLOAT32_TILE if x.dtype == torch.float32 else tile
     )
+    if not has_large_shared_memory(x.device):
+        block_n = min(block_n, SMALL_BLOCK_N)
+    stage_memory = gpu(x.device).shared_memory - OTHER_BYTES
     weights, order, runs, max_tiles = sort_by_expert(
         logits, x, top_k=top_k, renormalize=renormalize, block_m=block_m
     )
@@ -81,10 +90,8 @@ def moe(
         (hidden, down, down_bias, results),
     ):
         block_k = min(most_k, max(16, triton.next_power_of_2(weight.shape[2])))
-        stages = min(
-            most_stages,
-            _shared_memory(x.device) // ((block_m + block_n) * block_k * x.element_size()),
-        )
+        stage = (block_m + block_n) * block_k * x.element_size()
+        stages = min(most_stages, stage_memory // stage)
         _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], block_n),)](
             *(source, weight, bias, order, runs, to, alpha, limit),
             *(top_k, *weight.shape[1:], weight is gate_up, block_m, block_n, block_k),
@@ -96,17 +103,6 @@ def moe(
         results, weights, out, width, top_k, 512, **overlap(x)
     )
     return out
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes that the stages of a program may take: all but 2 KB, for its other needs."""
-    if device.type != "cuda":  # the interpreter
-        return 1 << 17
-    return (
-        triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
-        - 2048
-    )
 
 
 def sort_by_expert(

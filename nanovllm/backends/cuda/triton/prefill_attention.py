@@ -83,7 +83,9 @@ def prefill_attention(
         k, v = kv.k, kv.v
     # Two programs of this size share a multiprocessor. Measured on an H200, programs of 128 queries
     # are no faster, not even for a prompt of 16,384 tokens.
-    block_n, stages = (64, 3) if head_dim * q.element_size() <= 256 else (32, 2)
+    head_bytes = head_dim * q.element_size()
+    block_n, stages = (64, 3) if head_bytes <= 256 else (32, 2)
+    warps = 8 if head_bytes > 128 and not has_large_shared_memory(q.device) else 4
     # The host takes longer to describe tiles than tensors, and short prompts do not make up for
     # that. Prompts with a cached part are fetched by tiles all the same, because that saves the
     # compilation of a kernel.
@@ -107,7 +109,7 @@ def prefill_attention(
         *(*tensors, *cu_seqlens, tables, query_tiles, *score_factors(options)),
         *(q.stride(0), k.stride(0), v.stride(0), out.stride(0), table_stride),
         *(options.window or 0, num_heads // k.shape[1], *sizes),
-        num_warps=4,
+        num_warps=warps,
         num_stages=stages,
     )
     return out

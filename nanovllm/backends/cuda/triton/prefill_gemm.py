@@ -9,8 +9,6 @@ next tile during the activation. Written for Hopper, as decode_gemm is.
 Shapes: M rows, K inputs, N outputs.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
+    is_hopper,
     launch,
     num_processors,
 )
@@ -61,11 +60,6 @@ def is_able(x: Tensor, weight: Tensor) -> bool:
         and weight.is_contiguous()
         and is_hopper(x.device)
     )
-
-
-@lru_cache
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:

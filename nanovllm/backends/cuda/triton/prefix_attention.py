@@ -9,19 +9,21 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.attention_tiles import EMPTY, attend, split_span
-from nanovllm.backends.cuda.triton.dispatch import num_processors
+from nanovllm.backends.cuda.triton.dispatch import is_hopper, num_processors
 
 
-def cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int]:
-    """Choose the rows of a tile of queries, its tiles of a KV head, and its programs of a tile.
+def cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int, int]:
+    """Choose the rows of a tile of queries, a KV head's tiles, a tile's programs, and their warps.
 
     The numbers take few different values, because Triton compiles a kernel for each.
     """
     rows = q.shape[0] * q.shape[1] // groups
-    block_m = 64 if rows <= 64 else 128
+    block_m, warps = (64, 4) if rows <= 64 else (128, 8)
+    if not is_hopper(q.device):
+        block_m, warps = 64, 8  # larger tiles, and heads of 256 with fewer warps, would spill
     tiles = triton.cdiv(rows, block_m)
     programs = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
-    return block_m, tiles, 1 << programs.bit_length() - 1
+    return block_m, tiles, 1 << programs.bit_length() - 1, warps
 
 
 @triton.jit(do_not_specialize=["batch", "first_part"])

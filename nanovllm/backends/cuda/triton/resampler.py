@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import launch
+from nanovllm.backends.cuda.triton.dispatch import is_hopper, launch
 from nanovllm.backends.cuda.triton.sampler import (
     INVALID,
     LN_2,
@@ -117,8 +117,12 @@ def resample(
     launch(_chunks_kernel, grid, *row, *filters, *chunks, *sizes, num_warps=4, **options)
     widest = triton.next_power_of_2(space.chunks)
     left = *chunks, space.between, step.tokens, state.last_tokens
-    # With more registers a program, a multiprocessor would run only one program at a time.
-    options |= dict(num_warps=8, maxnreg=128)
+    if is_hopper(logits.device):
+        # With more registers a program, a multiprocessor would run only one program at a time. A
+        # thread spills 44 bytes for that.
+        options |= dict(num_warps=8, maxnreg=128)
+    else:
+        options |= dict(num_warps=16)
     launch(_resample_kernel, (rows,), *row, *filters, *left, *sizes, widest, **options)
 
 

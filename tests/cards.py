@@ -1,0 +1,395 @@
+"""Compile every Triton kernel for GPUs that need not be there, in the variants and with the tiles
+that the code chooses on them, and say what each takes.
+
+Run as a script, without TRITON_INTERPRET, it prints a table, and fails if a kernel does not fit a
+card. `--cards 86 90` compiles for these alone, `--cases "prefill.*256"` only cases of such names.
+"""
+
+import argparse
+import ast
+import contextlib
+import io
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nanovllm.backends.cuda.triton import (
+    allreduce_norm,
+    decode_attention,
+    dispatch,
+    elementwise,
+    linear,
+    moe,
+    prefill_attention,
+    resampler,
+    sampler,
+)
+from nanovllm.engine.batch_state import BatchState
+from nanovllm.engine.model_runner import StepOutput
+from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
+from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers.moe import ClampedSwiGLU
+
+# The shared memory that a program may take, by NVIDIA's programming guide, and the multiprocessors
+# of one such card: A100, RTX 3090, L4, H200, B200, RTX 5090.
+KB = 1024
+CARDS = {
+    80: dispatch.GPU((8, 0), 108, 163 * KB),
+    86: dispatch.GPU((8, 6), 82, 99 * KB),
+    89: dispatch.GPU((8, 9), 58, 99 * KB),
+    90: dispatch.GPU((9, 0), 132, 227 * KB),
+    100: dispatch.GPU((10, 0), 148, 227 * KB),
+    120: dispatch.GPU((12, 0), 170, 99 * KB),
+}
+# The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
+MAX_SPILLS = 32
+# On Hopper, these kernels keep the tiles that were chosen on an H200, and spill up to so many bytes
+# (Triton 3.6; with 3.9 the resampler spills 220, and two other kernels spill, too).
+SPILLS_ON_HOPPER = {
+    ("prefix_attention.prefix_kernel", "heads of 256"): 320,
+    ("resampler._resample_kernel", ""): 64,
+}
+# float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases.
+FLOAT16 = (
+    r"(decode 64|decode 512|decode 16 shared prefix|prefill short|prefill cached|prefill graph"
+    r"|prefill page 16), heads|skinny 1 4096 4096|decode 64 1024|gated 64 2048|prefill gated$"
+    r"|(decode 64|prefill 4096) of 128|norms 4096|rotation 128$|sample 64|sum of 2"
+)
+META = torch.device("meta")
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+class Compiled(NamedTuple):
+    """What a kernel takes on a card."""
+
+    kernel: str  # with its module
+    case: str  # its name says what kernels it is for: those of decode steps, or of prompts
+    card: int
+    shared: int  # bytes
+    registers: int  # of a thread
+    spills: int  # bytes of a thread
+
+    @property
+    def may_spill(self) -> int:
+        """The bytes that a thread may spill."""
+        if self.card == 90:
+            for (kernel, part), most in SPILLS_ON_HOPPER.items():
+                if kernel == self.kernel and part in self.case:
+                    return most
+        return MAX_SPILLS if self.case.startswith("prefill") else 0
+
+    @property
+    def fault(self) -> str:
+        """What does not fit; "" if all does."""
+        if self.shared > CARDS[self.card].shared_memory:
+            return "SHARED MEMORY"
+        return "SPILLS" if self.spills > self.may_spill else ""
+
+    def __str__(self) -> str:
+        numbers = f"{self.shared / KB:6.1f} KB {self.registers:4} {self.spills:5}"
+        return f"{self.kernel:38} {self.case:42} sm_{self.card:<4} {numbers} {self.fault}".rstrip()
+
+
+def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of attention: their names, and functions that launch their kernels."""
+    heads, groups = {64: (16, 2), 128: (32, 8), 256: (8, 4)}[head_dim]
+    plain = AttentionOptions(0.1)
+    full = AttentionOptions(0.1, softcap=50.0, sinks=new(heads, dtype=dtype), window=1024)
+
+    def paged(rows: int, page: int = 256) -> PagedKV:
+        cache = KVCache(*(new(64, page, groups, head_dim, dtype=dtype) for _ in range(2)))
+        tables, lens = (new(*shape, dtype=torch.int32) for shape in ((rows, 4096 // page), (rows,)))
+        return PagedKV(cache, tables, lens)
+
+    def decode(rows, options, page=256, shared=False):
+        prefix = new(1, dtype=torch.int32) if shared else None
+        decode_attention.decode_attention(
+            new(rows, heads, head_dim, dtype=dtype),
+            paged(rows, page),
+            options,
+            shared_prefix_len=prefix,
+        )
+
+    def prefill(tokens, options, kv, tiled=False):
+        ends = new(2, dtype=torch.int32)
+        tables = kv.block_tables if isinstance(kv, PagedKV) else None
+        meta = PrefillMetadata(ends, ends, tokens, tokens, tables)
+        if tiled:
+            tiles = new(8, 2, dtype=torch.int32)
+            meta = prefill_attention.TiledPrefill(ends, ends, 0, 0, tables, tiles)
+        q = new(tokens, heads, head_dim, dtype=dtype)
+        prefill_attention.prefill_attention(q, kv, meta, options)
+
+    def packed(tokens: int) -> PackedKV:
+        return PackedKV(*(new(tokens, groups, head_dim, dtype=dtype) for _ in range(2)))
+
+    # With few rows there are many splits; each row of 512 is a program of its own.
+    for rows in (1, 64, 512):
+        yield f"decode {rows}", partial(decode, rows, plain)
+    yield "decode 64 all options", partial(decode, 64, full)
+    yield "decode 1 page 16", partial(decode, 1, plain, page=16)
+    for rows in (16, 256):
+        yield f"decode {rows} shared prefix", partial(decode, rows, plain, shared=True)
+    yield "prefill short", partial(prefill, 32, plain, packed(32))
+    yield "prefill long", partial(prefill, 512, plain, packed(512))
+    yield "prefill cached", partial(prefill, 512, plain, paged(1))
+    yield "prefill page 16", partial(prefill, 512, plain, paged(1, 16))
+    yield "prefill graph", partial(prefill, 512, plain, paged(1), tiled=True)
+    yield "prefill all options", partial(prefill, 512, full, paged(1))
+
+
+def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of linear layers: of few rows, of a decode step, of prompts."""
+
+    def run(rows, outputs, inputs, gated, gelu=False):
+        x, weight = new(rows, inputs, dtype=dtype), new(outputs, inputs, dtype=dtype)
+        if gated:
+            linear.gated_linear(x, weight, None, gelu)
+        else:
+            linear.linear(x, weight, new(outputs, dtype=dtype))
+
+    skinny = (1, 4096, 1024), (1, 4096, 4096), (1, 4096, 16384), (2, 4096, 4096), (4, 1024, 1024)
+    for rows, outputs, inputs in (*skinny, (4, 512, 12288)):
+        for gated in (False, True):
+            name = f"decode skinny {rows} {outputs} {inputs}"
+            yield name, partial(run, rows, outputs, inputs, gated)
+    for rows, outputs, inputs in ((64, 1024, 1024), (128, 4096, 1024), (256, 4096, 2048)):
+        yield f"decode {rows} {outputs} {inputs}", partial(run, rows, outputs, inputs, False)
+    for rows, outputs in ((64, 2048), (128, 6144)):
+        yield f"decode gated {rows} {outputs}", partial(run, rows, outputs, 1024, True)
+    yield "prefill gated", partial(run, 16384, 6144, 1024, True)
+    yield "prefill gated gelu", partial(run, 16384, 6144, 1024, True, True)
+
+
+def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of mixtures of experts, from one token to many."""
+
+    def run(tokens, experts, top_k, width, inner, clamped=None):
+        bias = (lambda size: new(experts, size, dtype=dtype)) if clamped else lambda size: None
+        moe.moe(
+            new(tokens, width, dtype=dtype),
+            new(tokens, experts, dtype=dtype),
+            gate_up=new(experts, 2 * inner, width, dtype=dtype),
+            down=new(experts, width, inner, dtype=dtype),
+            gate_up_bias=bias(2 * inner),
+            down_bias=bias(width),
+            top_k=top_k,
+            renormalize=True,
+            clamped=clamped,
+        )
+
+    for tokens in (1, 64, 256, 4096):
+        name = "prefill" if tokens > dispatch.MAX_ROWS else "decode"
+        yield f"{name} {tokens} of 128", partial(run, tokens, 128, 8, 2048, 768)
+        clamped = ClampedSwiGLU(1.702, 7.0)
+        yield f"{name} {tokens} of 32 clamped", partial(run, tokens, 32, 4, 2880, 2880, clamped)
+
+
+def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of norms, activations, rotations, sums over ranks and decode inputs."""
+
+    def norms(rows, width):
+        x, weight = new(rows, width, dtype=dtype), new(width, dtype=dtype)
+        elementwise.rms_norm(x, weight, 1e-6)
+        elementwise.add_rms_norm(x, x, weight=weight, eps=1e-6)
+        elementwise.norm_add_norm(x, x, after=weight, weight=weight, eps=1e-6, zero_centered=True)
+        elementwise.activate_and_mul(x)
+        elementwise.activate_and_mul(x, gelu=True)
+
+    def rotation(head_dim, normed, interleaved):
+        weight = new(head_dim, dtype=dtype) if normed else None
+        cache = KVCache(*(new(64, 256, 8, head_dim, dtype=dtype) for _ in range(2)))
+        elementwise.qk_norm_rope_store(
+            new(8, 48 * head_dim, dtype=dtype),
+            head_dim=head_dim,
+            num_kv_heads=8,
+            q_weight=weight,
+            k_weight=weight,
+            eps=1e-6,
+            cos_sin=new(4096, head_dim, dtype=torch.float32),
+            positions=new(8, dtype=torch.int64),
+            slot_mapping=new(8, dtype=torch.int64),
+            cache=cache,
+            interleaved=interleaved,
+        )
+
+    def sums(size, direct_bytes):
+        x, weight = new(8, 4096, dtype=dtype), new(4096, dtype=dtype)
+        rows = allreduce_norm.SharedRows(new(size, dtype=torch.int64), 0, direct_bytes)
+        allreduce_norm.sum_add_rms_norm(x, x, weight=weight, eps=1e-6, shared=rows)
+
+    def inputs():
+        elementwise.decode_inputs(new(8, dtype=torch.int64), BatchState(512, 160, 256, META))
+
+    for width in (4096, 8192):
+        yield f"decode norms {width}", partial(norms, 8, width)
+    for head_dim in (64, 128, 256):
+        yield f"decode rotation {head_dim}", partial(rotation, head_dim, True, False)
+        yield f"decode rotation {head_dim} interleaved", partial(rotation, head_dim, False, True)
+    for size in (2, 8):
+        for direct_bytes in (1 << 20, 0):
+            yield f"decode sum of {size}", partial(sums, size, direct_bytes)
+    yield "decode inputs", inputs
+
+
+def sampling_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of sampling."""
+    vocab = 151936
+
+    def sample(rows):
+        sampler.sample(
+            new(rows, vocab, dtype=dtype),
+            temperatures=new(rows, dtype=torch.float32),
+            seeds=new(rows, dtype=torch.int64),
+            positions=new(rows, dtype=torch.int64),
+        )
+
+    def resample():
+        rows, slots = 8, 512
+        ints = new(rows, dtype=torch.int64)
+        step = StepOutput(ints, new(rows, vocab, dtype=dtype), new(rows, dtype=torch.int32), ints)
+        space = resampler.Workspace(rows, vocab, META)
+        table = new(slots, 9, dtype=torch.int32)
+        params: Any = SimpleNamespace(params=table[:, :6].view(torch.float32), limits=table[:, 6:])
+        none = new(1, dtype=torch.int32)
+        resampler.resample(
+            step.logits,
+            ints,
+            step,
+            state=BatchState(slots, 160, 256, META),
+            slot_params=params,
+            counts=none,
+            barred=none.view(torch.bool),
+            cells=none.view(torch.bool),
+            workspace=space,
+        )
+        resampler.logprobs(step.logits, ints, step, slot_params=params, most=5, workspace=space)
+
+    yield "decode sample 1", partial(sample, 1)
+    yield "decode sample 64", partial(sample, 64)
+    yield "decode resample", resample
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield all cases of a dtype: their names, and functions that launch their kernels."""
+    for head_dim in (64, 128, 256):
+        for name, run in attention_cases(dtype, head_dim):
+            yield f"{name}, heads of {head_dim}", run
+    for make in (linear_cases, moe_cases, small_cases, sampling_cases):
+        yield from make(dtype)
+
+
+def stand_in_for(card: int, do: Callable[..., Any]) -> None:
+    """Let the code choose as on a card, and call do(kernel, args, options) at each launch."""
+    number = list(CARDS).index(card)
+    for module in list(sys.modules.values()):  # those that import `gpu` by name, too
+        if getattr(module, "gpu", None) is dispatch.gpu and module is not dispatch:
+            module.gpu = lambda device: CARDS[card]
+    dispatch.gpu = lambda device: CARDS[card]
+    dispatch.TAKES_ALL_ARGUMENTS = False  # `launch` would keep what it launched
+    JITFunction.__getitem__ = lambda kernel, grid: partial(launch, do, kernel, grid)
+    driver.set_active(
+        SimpleNamespace(
+            # By this number Triton tells apart what it compiled for each device.
+            get_current_device=lambda: number,
+            get_current_stream=lambda device=None: 0,
+            get_current_target=lambda: GPUTarget("cuda", card, 32),
+        )
+    )
+
+
+def launch(do: Callable[..., Any], kernel: Any, grid: tuple, *args: Any, **options: Any) -> Any:
+    return do(kernel, grid, args, options)
+
+
+def compile_cases(card: int, dtype: torch.dtype, wanted: str, folder: str) -> list[Compiled]:
+    """Compile for a card the kernels of the cases whose names match; each variant comes once."""
+    knobs.cache.dir = folder
+    knobs.nvidia.dump_ptxas_log = True
+    found = []
+
+    def compile_it(kernel, grid, args, options):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            meta = kernel.run(*args, grid=grid, warmup=True, **options).metadata
+        if report := said.getvalue():  # else an earlier case compiled it
+            spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+            registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+            took = meta.shared, registers, spills
+            name = case + (" float16" if dtype == torch.float16 else "")
+            found.append(Compiled(name_of(kernel), name, card, *took))
+
+    stand_in_for(card, compile_it)
+    for case, run in cases(dtype):
+        if re.search(wanted, case):
+            run()
+    return found
+
+
+def name_of(kernel: Any) -> str:
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.__name__}"
+
+
+def kernels_without_case() -> set[str]:
+    """Find the kernels that no case launches on Hopper, which runs them all."""
+    kernels = set()
+    for path in Path(dispatch.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                kernels.add(f"{path.stem}.{node.name}")
+    stand_in_for(90, lambda kernel, *_: kernels.discard(name_of(kernel)))
+    for _, run in cases(torch.bfloat16):
+        run()
+    return kernels
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cards", type=int, nargs="+", default=list(CARDS), choices=list(CARDS))
+    parser.add_argument("--cases", help="a regular expression that their names match")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    # Triton says what a kernel takes when it compiles it, and nothing about one that it kept.
+    with TemporaryDirectory() as folder, ProcessPoolExecutor(os.cpu_count()) as pool:
+        if missing := pool.submit(kernels_without_case).result():
+            sys.exit(f"no case launches {sorted(missing)}: add one to tests/cards.py")
+        wanted = [(torch.bfloat16, options.cases or "")]
+        if options.cases is None:
+            wanted.append((torch.float16, FLOAT16))
+        tasks = [
+            pool.submit(compile_cases, card, dtype, names, folder)
+            for dtype, names in wanted
+            for card in options.cards
+        ]
+        found = [compiled for task in tasks for compiled in task.result()]
+    print(f"{'kernel':38} {'case':42} {'card':7} {'shared':>9} regs spills (bytes a thread)")
+    for compiled in sorted(found):
+        print(compiled)
+    faults = [compiled for compiled in found if compiled.fault]
+    print(
+        f"{len(found)} kernels, {len(faults)} do not fit; "
+        f"Triton {triton.__version__}, {time.monotonic() - begin:.0f} s"
+    )
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()
