@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from nanovllm.apps.jobs.command import add_command
+from nanovllm.apps.course import command as course
+from nanovllm.apps.jobs import command as jobs
 from nanovllm.apps.jobs.options import Parser
 
 
@@ -13,7 +14,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m nanovllm", description="Offline LLM inference."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    add_command(commands)
+    jobs.add_command(commands)
+    course.add_command(commands)
     args = parser.parse_args(argv)
     if not hasattr(args, "function"):
         parser.print_help()

@@ -1,0 +1,1 @@
+"""The course: an engine that the reader builds, and the runs and drawings of its chapters."""

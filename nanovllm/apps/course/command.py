@@ -1,0 +1,36 @@
+"""The command line of the course: `python -m nanovllm course FOLDER`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanovllm.apps.course.skeleton import CHAPTERS, write_skeleton
+
+REFUSED = 2  # exit code
+DESCRIPTION = """\
+Write the skeleton of an inference engine into FOLDER, with a test for each missing piece. The
+chapters of the course explain the pieces, one after the other.
+"""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command `course`."""
+    parser = commands.add_parser(
+        "course",
+        help="write the skeleton of an engine, which you complete with the course",
+        description=DESCRIPTION,
+    )
+    parser.set_defaults(function=run)
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="a new or empty folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder, say what to read first, and return the exit code."""
+    try:
+        write_skeleton(args.folder)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    print(f"The skeleton is in {args.folder}: read {args.folder / 'README.md'} first.")
+    print(f"The chapters of the course begin with {CHAPTERS / 'README.md'}.")
+    return 0

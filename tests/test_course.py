@@ -1,0 +1,231 @@
+"""The course: its engine, the skeleton that is cut from it, its chapters, runs and drawings."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import nanovllm
+from nanovllm.__main__ import main
+from nanovllm.apps.course.drawings import DRAWINGS
+from nanovllm.apps.course.runs import RUNS
+from nanovllm.apps.course.runs import main as run_chapter
+from nanovllm.apps.course.skeleton import PACKAGE, PIECES, SOLUTION, TESTS, cut, write_skeleton
+
+FOLDER = Path(nanovllm.__file__).parent
+ROOT = FOLDER.parent
+COURSE = FOLDER / "docs" / "course"
+INDEX = COURSE / "README.md"
+CHAPTERS = {int(path.name.split("-")[0]): path for path in COURSE.glob("[0-9]*.md")}
+CHAPTERS = dict(sorted(CHAPTERS.items()))
+
+# Runs tests in each of some folders. Each run is a fork, so that all is imported only once.
+RUN_TESTS = """
+import json, os, sys
+import pytest, torch
+from nanovllm import LLM, TINY_MODEL
+torch.set_num_threads(1)
+with LLM(TINY_MODEL, device="cpu", kernels="plain", num_kvcache_blocks=4) as llm:
+    llm.generate("import", use_tqdm=False)
+codes = []
+for folder, prefixes in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    names = sorted(os.listdir("tests"))
+    tests = [f"tests/{name}" for prefix in prefixes for name in names if name.startswith(prefix)]
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        sys.path.insert(0, folder)
+        os._exit(pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", *tests]))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    print("FOLDER ENDS")
+print(json.dumps(codes))
+"""
+
+
+def run_tests(runs: list[tuple[Path, list[str]]]) -> tuple[list[int], list[str]]:
+    """Run the tests in each folder whose names begin with a prefix, up to the first that fails.
+
+    Returns pytest's exit code and output for each folder.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_TESTS, json.dumps([(str(path), names) for path, names in runs])],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    *outputs, codes = done.stdout.split("FOLDER ENDS\n")
+    return json.loads(codes), outputs
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """The outcome of all tests with the whole solution, then of two tests for each piece: its own
+    and the one before, where this piece and all later ones are missing.
+    """
+    base = tmp_path_factory.mktemp("course")
+    write_skeleton(base / "solution", {*PIECES})
+    runs = [(base / "solution", ["test_"])]
+    for before, piece in zip([0, *PIECES], PIECES):
+        write_skeleton(base / f"{piece}", {*range(1, piece)})
+        runs.append((base / f"{piece}", [f"test_{before}_", f"test_{piece}_"]))
+    return [*zip(*run_tests(runs))]
+
+
+def test_the_whole_solution_passes_all_tests(outcomes):
+    code, output = outcomes[0]
+    assert code == pytest.ExitCode.OK, output
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_missing_piece_fails_its_own_test_and_not_the_one_before(outcomes, piece):
+    """So the pieces can be solved in order, and no test is empty."""
+    code, output = outcomes[[*PIECES].index(piece) + 1]
+    assert code == pytest.ExitCode.TESTS_FAILED, output
+    assert re.findall(r"FAILED tests/test_(\d+)_", output) == [f"{piece}"], output
+
+
+def test_each_piece_has_a_test_and_a_place():
+    numbers = [int(path.name.split("_")[1]) for path in TESTS.glob("test_*.py")]
+    assert sorted(numbers) == [*PIECES]
+    for piece, (_, files) in PIECES.items():
+        for name in files.split(" and "):
+            assert f"# <piece {piece}" in (SOLUTION / name).read_text(), (piece, name)
+
+
+def test_the_skeleton_has_nothing_of_the_solution_and_is_valid(tmp_path):
+    assert main(["course", str(tmp_path / "new")]) == 0
+    sources = {path.name: path.read_text() for path in (tmp_path / "new" / PACKAGE).glob("*.py")}
+    assert {*sources} == {path.name for path in SOLUTION.glob("*.py")}
+    for name, source in sources.items():
+        compile(source, name, "exec")
+        assert "<piece" not in source and "apps.course" not in source
+    for piece in PIECES:
+        assert any(f"TODO piece {piece}" in source for source in sources.values())
+    assert (tmp_path / "new" / "README.md").read_text().count("tests/test_") >= len(PIECES)
+
+
+def test_a_piece_is_cut_or_kept():
+    source = "a\n    # <piece 1: hint>\n    b\n    # </piece>\nc\n"
+    assert cut(source, {1}) == "a\n    b\nc\n"
+    hole = '    # TODO piece 1: hint\n    raise NotImplementedError("piece 1 is missing here")\n'
+    assert cut(source, set()) == f"a\n{hole}c\n"
+    source = "# <piece 2>\nb\n# <until then>\n# if c:\n#     d\n# </piece>\n"
+    assert cut(source, {2}) == "b\n"
+    assert cut(source, {1}) == "# TODO piece 2\nif c:\n    d\n"
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path, capsys):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("keep")
+    assert main(["course", str(tmp_path)]) == 2
+    assert "is not empty: name a new folder" in capsys.readouterr().err
+    assert main(["course", str(mine)]) == 2
+    assert "which is a file: name a new folder" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [mine] and mine.read_text() == "keep"
+
+
+# The chapters.
+
+QUOTE = re.compile(r"^<!-- quote: (\S+) (\S+) -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHAPTER = pytest.mark.parametrize("chapter", CHAPTERS)
+
+
+def source_of(file: str, name: str) -> str:
+    """The source of a class, function or method, without the indentation of the whole."""
+    text = (FOLDER / file).read_text()
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        node = next(one for one in node.body if getattr(one, "name", None) == part)
+    return textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+
+
+def contains_in_order(source: str, quote: str) -> bool:
+    """Whether the parts of a quote, between lines of "...", are whole lines of the source."""
+    begin = 0
+    source = f"\n{source}\n"
+    for part in re.split(r"^\.\.\.\n", quote, flags=re.MULTILINE):
+        found = source.find(f"\n{part}", begin)
+        if found < 0:
+            return False
+        begin = found + len(part)
+    return True
+
+
+@CHAPTER
+def test_quotes_are_lines_of_the_source(chapter):
+    text = CHAPTERS[chapter].read_text()
+    quotes = QUOTE.findall(text)
+    assert len(quotes) >= 2 and len(quotes) == text.count("```python")
+    for file, name, quote in quotes:
+        assert contains_in_order(source_of(file, name), quote), (file, name, quote)
+
+
+def test_a_quote_that_differs_is_found():
+    source = source_of("engine/scheduler.py", "Scheduler._preempt")
+    first, *_, last = source.splitlines(keepends=True)
+    assert contains_in_order(source, f"{first}...\n{last}\n")
+    assert not contains_in_order(source, f"{last}\n...\n{first}")
+    assert not contains_in_order(source, source.replace("num_preemptions", "preemptions") + "\n")
+
+
+@CHAPTER
+def test_the_figures_are_those_of_the_run(chapter, monkeypatch, tmp_path, capsys):
+    """All but times, which differ from machine to machine."""
+    monkeypatch.chdir(tmp_path)
+    run_chapter([f"{chapter}"])
+    printed = capsys.readouterr().out
+    command = f"python -m nanovllm.apps.course.runs {chapter}"
+    found = re.search(
+        rf"```bash\n{command}\n```\n\n```text\n(.*?)```", CHAPTERS[chapter].read_text(), re.S
+    )
+
+    def without_times(text: str) -> str:
+        return re.sub(r"[\d.]+ ms", "TIME", text)
+
+    assert found and without_times(found[1]) == without_times(printed)
+    assert "TRACE-GOES-HERE" not in (tmp_path / f"chapter-{chapter}.html").read_text()
+
+
+def numbers_and_rest(svg: str) -> tuple[list[float], str]:
+    number = r"\d+\.\d"  # of coordinates; other numbers must be equal
+    return [float(one) for one in re.findall(number, svg)], re.sub(number, "N", svg)
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_drawings_are_those_of_the_runs(name):
+    kept, drawn = (COURSE / name).read_text(), str(DRAWINGS[name]())
+    numbers, rest = numbers_and_rest(kept)
+    assert rest == numbers_and_rest(drawn)[1]
+    assert numbers == pytest.approx(numbers_and_rest(drawn)[0], abs=1)
+
+
+def test_the_index_lists_the_chapters_that_are_there():
+    assert {*CHAPTERS} == {*RUNS} >= {*PIECES}
+    listed = re.findall(r"^\| \[(\d+)\. (.*?)\]\((.*?)\)", INDEX.read_text(), re.MULTILINE)
+    titles = [(f"{i}", path.read_text().split("\n")[0], path.name) for i, path in CHAPTERS.items()]
+    assert [(i, f"# {i}. {title}", name) for i, title, name in listed] == titles
+
+
+@pytest.mark.parametrize("path", [INDEX, *CHAPTERS.values()], ids=lambda path: path.stem)
+def test_links_and_pictures_exist(path):
+    links = re.findall(r"\]\((?!http)([^)#]+)", path.read_text())
+    assert links and all((path.parent / link).exists() for link in links), links
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_chapter_has_its_exercise_test_drawing_and_solution(piece):
+    text = CHAPTERS[piece].read_text()
+    (test,) = TESTS.glob(f"test_{piece}_*.py")
+    assert f"\npython -m pytest tests/{test.name}\n" in text
+    assert f"## Your turn: piece {piece}" in text and ".svg)" in text
+    for name in PIECES[piece][1].split(" and "):
+        assert f"(../../apps/course/solution/{name})" in text
+    assert text.startswith(f"# {piece}. {PIECES[piece][0]}\n")
