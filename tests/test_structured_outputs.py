@@ -308,7 +308,7 @@ def test_min_tokens_let_a_form_end_where_nothing_else_may_follow(llm):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_that_wait_or_have_ended_hold_no_form(make_llm, overlap, monkeypatch):
     """However many there are in a call: as many forms are there as run, and the cache."""
-    monkeypatch.setattr(grammars, "MOST_KEPT", 1)
+    monkeypatch.setattr(grammars, "CACHE_BYTES", 1)
     llm = make_llm(TINY_MODEL, overlap=overlap, max_num_seqs=4)
     compiled = llm.engine.constraints.forms
     most = []
