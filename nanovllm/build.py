@@ -156,13 +156,20 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Raise ValueError if the attention backend does not suit the kernels or the device."""
+    """Raise ValueError if kernels, attention backend and device do not suit one another."""
     kernels, attention = config.kernels, config.attention_backend
     if kernels != "auto" and attention not in ("auto", "torch"):
         raise ValueError(
             f"kernels is {kernels!r}, which leaves attention to PyTorch, but attention_backend is "
             f"{attention!r}: use 'auto' for one of them"
         )
+    if device.type == "cuda" and kernels == "auto":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise ValueError(
+                f"kernels is 'auto', but {torch.cuda.get_device_name(device)} has compute "
+                f"capability {major}.{minor}, and the Triton kernels need 8.0: use 'plain'"
+            )
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
         raise ValueError(
             f"attention_backend is {attention!r}, but device {device} is not a GPU: use 'auto'"

@@ -8,10 +8,13 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy, save_tokenizer
 from transformers import BatchEncoding
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY_MODEL, SamplingParams
+from nanovllm.build import check_kernels
+from nanovllm.config import Config
 
 GOOD = PROMPTS[2]
 
@@ -399,6 +402,15 @@ WRONG_OPTIONS = [
 def test_a_wrong_option_is_refused(checkpoint, name, value, error, message):
     with pytest.raises(error, match=message):
         LLM(checkpoint.folder, **{name: value})
+
+
+def test_a_gpu_that_is_too_old_for_triton_is_refused_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="kernels is 'auto', but Tesla T4 .* 7.5.*use 'plain'"):
+        check_kernels(Config(str(TINY_MODEL)), device)
+    check_kernels(Config(str(TINY_MODEL), kernels="plain"), device)
 
 
 @pytest.mark.parametrize("name", ["triton", "flash-attn"])
