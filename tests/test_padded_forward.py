@@ -206,7 +206,9 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     class Layer:
         def __init__(self, window, mlp, sinks=None):
             options = AttentionOptions(1.0, window, sinks=sinks)
-            self.self_attn = SimpleNamespace(options=options, rotary=None)
+            self.self_attn = SimpleNamespace(
+                options=options, rotary=None, head_dim=64, num_kv_heads=2
+            )
             self.mlp = mlp
 
     def found(*kinds):
