@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nanovllm.layers.moe import SharedExpertMixture
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.model_config import check_experts, json_field
 from nanovllm.models.qwen3_5 import (
     Qwen3_5Config,
@@ -29,18 +30,25 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
     config_class = Qwen3_5MoeConfig
 
     def build_layer_mlp(self, config: Qwen3_5MoeConfig, index, group):
-        return SharedExpertMixture(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            group,
-            shared_size=config.shared_expert_intermediate_size,
-            renormalize=True,
-        )
+        return build_experts(config, group, renormalize=True)
 
 
 class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
     """The text model within a checkpoint that also has a vision tower."""
 
     checkpoint_names = Qwen3_5ForConditionalGeneration.checkpoint_names
+
+
+def build_experts(
+    config: Qwen3_5MoeConfig, group: ParallelGroup, *, renormalize: bool
+) -> SharedExpertMixture:
+    """Build the experts and the shared expert of a layer, with the sizes of `config`."""
+    return SharedExpertMixture(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        group,
+        shared_size=config.shared_expert_intermediate_size,
+        renormalize=renormalize,
+    )

@@ -5,10 +5,9 @@ config.json may keep some layers dense.
 
 from dataclasses import dataclass
 
-from nanovllm.layers.moe import SharedExpertMixture
 from nanovllm.models.model_config import json_field
 from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM
-from nanovllm.models.qwen3_5_moe import Qwen3_5MoeConfig
+from nanovllm.models.qwen3_5_moe import Qwen3_5MoeConfig, build_experts
 from nanovllm.models.transformer import build_mlp
 
 
@@ -31,12 +30,4 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
     def build_layer_mlp(self, config: Qwen3NextConfig, index, group):
         if not config.is_sparse(index):
             return build_mlp(config, group)
-        return SharedExpertMixture(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            group,
-            shared_size=config.shared_expert_intermediate_size,
-            renormalize=config.norm_topk_prob,
-        )
+        return build_experts(config, group, renormalize=config.norm_topk_prob)
