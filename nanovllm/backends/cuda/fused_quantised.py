@@ -10,18 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
+from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight
 
 # The class that multiplies by kernels, for each format.
-FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {}
+FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {IntegerWeight: FusedIntegerWeight}
 
 
 def use_packed_kernels(module: nn.Module) -> None:
     """Let a packed weight multiply by the kernels for its format, if there are any."""
-    if isinstance(module, PackedWeight):
-        module.__class__ = FUSED_WEIGHTS.get(type(module), type(module))
+    fused: Any = FUSED_WEIGHTS.get(type(module))  # type: ignore[arg-type]
+    if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
+        module.__class__ = fused
 
 
 class FusedQuantised:
@@ -36,10 +39,15 @@ class FusedQuantised:
 
     def gated(self, x: Tensor, gelu: bool) -> Tensor:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
+        weight = self.packed["weight"]
+        if isinstance(weight, FusedIntegerWeight):
+            return weight.gated(x, self.bias, gelu)
         return activate_and_mul(self.product(x, self.bias), gelu)
 
     def warmup_gated(self, gelu: bool) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
         weight = self.packed["weight"]
+        if isinstance(weight, FusedIntegerWeight):
+            return weight.warmup_gated(self.bias, gelu)
         device, dtype = weight.codes.device, weight.plain.dtype
         self.gated(torch.zeros(MAX_ROWS + 1, weight.width, dtype=dtype, device=device), gelu)

@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.backends.cuda.cuda_graph import SIZES, Graphs, size_for, sizes_up_to
+from nanovllm.backends.cuda.fused_integers import drop_factors, refresh_factors
 from nanovllm.backends.cuda.fused_layers import (
     FusedDecoder,
     FusedGatedMLP,
@@ -130,6 +131,7 @@ class CUDAModelRunner(ModelRunner):
             compiling = beside.submit(self._compile_kernels)
             super()._fill(fill)
             compiling.result()
+        refresh_factors(self.model)  # compiling used those of weights that were not read yet
         self.synchronize()
 
     @torch.inference_mode()
@@ -227,6 +229,7 @@ class CUDAModelRunner(ModelRunner):
         with torch.cuda.stream(self._stream):
             self._slots.fill_(self.max_num_seqs)  # padding: the next capture needs it
         self._slots_hold = ()
+        drop_factors(self.model)
         super().release()
         self.synchronize()
         torch.cuda.empty_cache()

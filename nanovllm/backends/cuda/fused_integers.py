@@ -1,0 +1,88 @@
+"""Integer weights that kernels multiply by, without writing them out as numbers in small steps."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends.cuda.triton import packed_linear
+from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
+from nanovllm.backends.quantised.integers import IntegerWeight
+
+
+class FusedIntegerWeight(IntegerWeight):
+    """An integer weight that kernels multiply by.
+
+    The kernels read scales and zeros from another tensor, the factors: see PackedTensors. It is
+    made of them when it is first needed, and whenever weights have changed.
+    """
+
+    factors: Tensor | None = None  # int32 [..., G, N]
+
+    @staticmethod
+    def suits(plain: IntegerWeight) -> bool:
+        """Tell whether the kernels can multiply by the weight.
+
+        With an `order`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
+        rank's share begins inside a group, no kernel was written. Both stay plain.
+        """
+        scheme = plain.scheme
+        return (
+            not scheme.has_order
+            and plain.scales.dtype in (torch.bfloat16, torch.float16)
+            and plain.width % (32 // scheme.bits) == 0
+            and (plain.num_groups == 1 or plain.group % 32 == 0)
+            and plain.columns.start % plain.group == 0
+        )
+
+    def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
+        return packed_linear.linear(x, self.tensors(expert), bias)
+
+    def gated(self, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
+        return packed_linear.gated_linear(x, self.tensors(), bias, gelu)
+
+    def warmup_gated(self, bias: Tensor | None, gelu: bool) -> None:
+        """Launch the kernels of `gated` that only steps with prompts launch."""
+        packed_linear.warmup_gated_linear(self.tensors(), self.scales.dtype, bias, gelu)
+
+    def tensors(self, expert: int | None = None) -> PackedTensors:
+        """Return what the kernels read, of an expert if there are any."""
+        if self.factors is None:
+            self.refresh()
+        codes: Tensor = self.codes
+        factors = self.factors
+        assert factors is not None
+        if expert is not None:
+            codes, factors = codes[expert], factors[expert]
+        return PackedTensors(codes, factors, self.scheme.bits, self.group, self.width)
+
+    def refresh(self) -> None:
+        """Make the factors of the scales and zeros; a graph may hold the address of older ones."""
+        scales = self.scales.mT
+        if self.factors is None:
+            self.factors = torch.empty(scales.shape, dtype=torch.int32, device=scales.device)
+        zeros = self.zeros.mT if self.scheme.has_zeros else 2 ** (self.scheme.bits - 1)
+        bits = scales.contiguous().view(torch.int16).to(torch.int32)
+        self.factors.copy_(bits << 16 | zeros)
+
+    def take_weights(self, plain: nn.Module) -> None:
+        """Take the weights of a plain packed weight."""
+        for name, parameter in plain.named_parameters(recurse=False):
+            self.get_parameter(name).copy_(parameter)
+        self.refresh()
+
+
+def refresh_factors(model: nn.Module) -> None:
+    """Make the factors of the model's integer weights of the weights that it has now."""
+    for module in model.modules():
+        if isinstance(module, FusedIntegerWeight):
+            module.refresh()
+
+
+def drop_factors(model: nn.Module) -> None:
+    """Free the memory of the factors until they are needed again."""
+    for module in model.modules():
+        weight: Any = module
+        if isinstance(module, FusedIntegerWeight):
+            weight.factors = None

@@ -1,0 +1,109 @@
+"""Integer weights that kernels multiply by, against the same weights as the plain layers use them:
+in Triton's interpreter on a CPU, and compiled, in bfloat16 too, on a GPU.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from model_helpers import make_checkpoint
+from transformers import Qwen3Config
+
+pytest.importorskip("triton")
+
+from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight, drop_factors
+from nanovllm.backends.cuda.fused_quantised import use_packed_kernels
+from nanovllm.backends.quantised.config import Integers, Quantization
+from nanovllm.backends.quantised.integers import IntegerWeight
+from nanovllm.backends.quantised.layers import use_quantised_layers
+from nanovllm.engine.dtype import tensors_default_to
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import build_model, load_model_config
+from nanovllm.weights.loader import load_weights
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+SCHEMES = {
+    "gptq": Integers("gptq", 4, group=64, has_zeros=True, zeros_less_one=True),
+    "awq": Integers("awq", 4, group=32, has_zeros=True),
+    "symmetric": Integers("compressed-tensors", 4, group=0, has_zeros=False),
+    "8 bits": Integers("compressed-tensors", 8, group=32, has_zeros=True),
+}
+CONFIG = Qwen3Config(
+    vocab_size=101,
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_checkpoint(folder, CONFIG)
+    return folder
+
+
+def load(folder, scheme, dtype):
+    """Load a checkpoint whose weights are quantised as they are loaded: its packed weights."""
+    quantization = Quantization("made", ((lambda name: True, scheme),), is_made_here=True)
+    exchange = partial(use_quantised_layers, quantization=quantization)
+    with tensors_default_to(dtype, DEVICE):
+        config = load_model_config(folder)
+        model = build_model(config, ParallelGroup(), exchange_layers=exchange)
+    load_weights(model, folder)
+    return [module for module in model.modules() if isinstance(module, IntegerWeight)]
+
+
+def assert_close(actual, expected):
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    error = (actual.double() - expected.double()).norm() / expected.double().norm()
+    assert error < TOLERANCE[actual.dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@torch.inference_mode()
+def test_fused_weights_multiply_as_plain_ones(folder, scheme, dtype):
+    torch.manual_seed(0)
+    for weight in load(folder, scheme, dtype):
+        bias = torch.randn(weight.height, device=DEVICE).to(dtype)
+        inputs = [torch.randn(n, weight.width, device=DEVICE).to(dtype) for n in (1, 20, 300)]
+        want = [weight(x, bias) for x in inputs]
+        use_packed_kernels(weight)
+        assert type(weight) is FusedIntegerWeight
+        for x, expected in zip(inputs, want):
+            assert_close(weight(x, bias), expected)
+            gates, ups = expected.chunk(2, dim=1)
+            assert_close(weight.gated(x, bias, gelu=False), F.silu(gates) * ups)
+
+
+@torch.inference_mode()
+def test_fused_weights_follow_an_update(folder):
+    """Graphs hold the address of the factors, so an update must write to the same memory."""
+    scheme = SCHEMES["gptq"]
+    weight, source = (load(folder, scheme, torch.float16)[0] for _ in range(2))
+    use_packed_kernels(weight)
+    x = torch.randn(1, weight.width, device=DEVICE).half()
+    before, address = weight(x), weight.factors.data_ptr()
+    source.scales.mul_(2)
+    weight.take_weights(source)
+    assert torch.equal(weight(x), 2 * before) and weight.factors.data_ptr() == address
+    drop_factors(weight)
+    assert torch.equal(weight(x), 2 * before)
+
+
+def test_weights_that_no_kernel_suits_stay_plain(folder):
+    ordered = replace(SCHEMES["gptq"], has_order=True)
+    for scheme, dtype in ((ordered, torch.float16), (SCHEMES["awq"], torch.float32)):
+        for weight in load(folder, scheme, dtype):
+            use_packed_kernels(weight)
+            assert type(weight) is IntegerWeight

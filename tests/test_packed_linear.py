@@ -1,0 +1,94 @@
+"""The kernels that multiply by codes of 4 or 8 bits, against float64 products of the numbers that
+the codes stand for: in Triton's interpreter on a CPU, and compiled, in bfloat16 too, on a GPU.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from nanovllm.backends.cuda.triton import packed_linear
+from nanovllm.backends.cuda.triton.packed_linear import PackedTensors, Tiling
+from nanovllm.backends.quantised.packed import pack
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+# Outputs, inputs, columns of a group: also no multiples of a tile or of a run of words.
+SHAPES = [(48, 256, 128), (40, 192, 32), (24, 384, 64), (36, 520, 520), (34, 2304, 256)]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def make(outputs, inputs, group, *, bits=4, zeros=True, dtype=torch.float16):
+    """Make a random weight: its tensors, and its numbers, rounded as the plain layer rounds."""
+    groups = -(-inputs // group)
+    codes = torch.randint(2**bits, (outputs, inputs))
+    points = torch.full((outputs, groups), 2 ** (bits - 1))
+    if zeros:
+        points = torch.randint(2**bits, (outputs, groups))
+    scales = ((0.5 + torch.rand(outputs, groups)) / 2**bits / inputs**0.5).to(dtype)
+    points_of, scales_of = (x.repeat_interleave(group, dim=1)[:, :inputs] for x in (points, scales))
+    numbers = (codes - points_of).to(dtype) * scales_of
+    factors = scales.view(torch.int16).int() << 16 | points
+    tensors = pack(codes, bits).to(DEVICE), factors.T.contiguous().to(torch.int32).to(DEVICE)
+    weight = PackedTensors(*tensors, bits, group, inputs)
+    return weight, numbers.to(DEVICE)
+
+
+def activated(product, dtype, gelu):
+    """Activate gates, and multiply them by ups, of numbers that are rounded as kernels round."""
+    gates, ups = product.to(dtype).double().chunk(2, dim=1)
+    return (F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)) * ups
+
+
+def assert_close(actual, expected):
+    assert actual.shape == expected.shape
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[actual.dtype], f"relative error {error:.2e}"
+
+
+def case(rows, shape, dtype, **options):
+    weight, numbers = make(*shape, dtype=dtype, **options)
+    x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
+    bias = torch.randn(shape[0], device=DEVICE).to(dtype)
+    return x, weight, bias, x.double() @ numbers.double().T + bias.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, zeros", [(4, True), (4, False), (8, True), (8, False)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantise_yields_the_numbers_of_the_plain_layer(shape, bits, zeros, dtype):
+    weight, numbers = make(*shape, bits=bits, zeros=zeros, dtype=dtype)
+    assert torch.equal(packed_linear.dequantise(weight, dtype), numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, zeros", [(4, True), (4, False), (8, True), (8, False)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_equal_their_product_in_float64(rows, shape, bits, zeros, dtype):
+    x, weight, bias, expected = case(rows, shape, dtype, bits=bits, zeros=zeros)
+    assert_close(packed_linear.few_rows_linear(x, weight, bias), expected)
+    for gelu in (False, True):
+        gated = packed_linear.few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
+        assert_close(gated, activated(expected, dtype, gelu))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits, zeros", [(4, True), (4, False), (8, True), (8, False)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows, splits", [(1, 1), (20, 1), (20, 3)])
+def test_rows_of_a_decode_step_equal_their_product_in_float64(
+    rows, splits, shape, bits, zeros, dtype
+):
+    x, weight, bias, expected = case(rows, shape, dtype, bits=bits, zeros=zeros)
+    tiling = Tiling(block_n=32, block_m=16, block_w=16, splits=splits, stages=2, warps=4)
+    assert_close(packed_linear.tiled_linear(x, weight, bias, tiling), expected)
+    gated = packed_linear.tiled_linear(x, weight, bias, tiling, gated=True, gelu=True)
+    assert_close(gated, activated(expected, dtype, gelu=True))
