@@ -35,6 +35,7 @@ from nanovllm.backends.cuda.triton import (
     elementwise,
     linear,
     moe,
+    packed_linear,
     prefill_attention,
     resampler,
     sampler,
@@ -179,6 +180,29 @@ def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     yield "prefill gated gelu", partial(run, 16384, 6144, 1024, True, True)
 
 
+def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of linear layers whose weights are codes of 4 or 8 bits."""
+
+    def run(rows, outputs, inputs, group, bits, gated):
+        codes = new(outputs, inputs * bits // 32, dtype=torch.int32)
+        factors = new(inputs // group, outputs, dtype=torch.int32)
+        weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs)
+        x = new(rows, inputs, dtype=dtype)
+        if gated:
+            packed_linear.gated_linear(x, weight)
+        else:
+            packed_linear.linear(x, weight, new(outputs, dtype=dtype))
+
+    for rows in (1, 4, 16, 64, 128, 256, 8192):
+        kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
+        for group, bits in ((128, 4), (32, 4), (128, 8)):
+            name = f"{kind} INT{bits} {rows} by {group}"
+            for outputs, inputs in ((1024, 1024), (4096, 12288)):
+                shape = rows, outputs, inputs, group, bits
+                yield f"{name} {outputs} {inputs}", partial(run, *shape, False)
+            yield f"{name} gated", partial(run, rows, 24576, 4096, group, bits, True)
+
+
 def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of mixtures of experts, from one token to many."""
 
@@ -293,7 +317,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     for head_dim in (64, 128, 256):
         for name, run in attention_cases(dtype, head_dim):
             yield f"{name}, heads of {head_dim}", run
-    for make in (linear_cases, moe_cases, small_cases, sampling_cases):
+    for make in (linear_cases, packed_cases, moe_cases, small_cases, sampling_cases):
         yield from make(dtype)
 
 

@@ -24,6 +24,7 @@ from nanovllm.backends.cuda.triton import (
     elementwise,
     gemv,
     moe,
+    packed_linear,
     sampler,
 )
 from nanovllm.engine.batch_state import BatchState
@@ -98,6 +99,10 @@ def run_all() -> None:
     tiling = decode_gemm.Tiling(32, 2, 3)
     decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)
     decode_gemm.gated_linear(many, new(64, HIDDEN), tiling)
+    codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
+    packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
+    packed_linear.few_rows_linear(x, packed, new(64))
+    packed_linear.tiled_linear(many, packed, new(64), packed_linear.Tiling(32, 64, 16, 2, 2, 4))
     for direct_bytes in (1 << 20, 0):
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
         allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)

@@ -20,7 +20,7 @@ from nanovllm.backends.cuda.triton import dispatch
 pytestmark = pytest.mark.skipif(not dispatch.TAKES_ALL_ARGUMENTS, reason="Triton is too old")
 
 # What no kernel writes. `addresses`: of memory that ranks share, written once at the start.
-CONSTANT = {"weight", "gate_weight", "up_weight", "after", "addresses"}
+CONSTANT = {"weight", "gate_weight", "up_weight", "after", "addresses", "codes", "factors"}
 TESTS = Path(__file__).parent
 
 

@@ -359,7 +359,7 @@ def tiled_linear(
         counters = arrivals(x.device)
     if woven:
         x = weave(x, weight.bits)
-    _linear_kernel[grid](
+    _tiled_linear_kernel[grid](
         *(x, weight.codes, weight.factors, bias, out, parts, counters),
         *(rows, outputs, inputs, x.shape[1], weight.codes.shape[1], weight.factors.shape[0]),
         *(span, weight.group, weight.bits, block_n, block_m, block_w, splits, RUN),
@@ -374,7 +374,7 @@ def tiled_linear(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _linear_kernel(
+def _tiled_linear_kernel(
     x,
     codes,
     factors,
@@ -457,7 +457,7 @@ def _linear_kernel(
         if is_last:
             tl.store(arrivals + tile, 0)
             acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
+            for part in range(SPLITS):  # not unrolled, which would take many registers
                 acc += tl.load(parts + part * BLOCK_M * BLOCK_N + place)
     if is_last:
         if bias is not None:
