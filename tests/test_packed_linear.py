@@ -15,7 +15,7 @@ from nanovllm.backends.quantised.packed import pack
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Outputs, inputs, columns of a group: also no multiples of a tile or of a run of words.
 SHAPES = [(48, 256, 128), (40, 192, 32), (24, 384, 64), (36, 520, 520), (34, 2304, 256)]
 

@@ -57,6 +57,7 @@ class FusedIntegerWeight(IntegerWeight):
             codes, factors = codes[expert], factors[expert]
         return PackedTensors(codes, factors, self.scheme.bits, self.group, self.width)
 
+    @torch.inference_mode()
     def refresh(self) -> None:
         """Make the factors of the scales and zeros; a graph may hold the address of older ones."""
         scales = self.scales.mT

@@ -38,6 +38,7 @@ from nanovllm.backends.cuda.triton.elementwise import activated
 RUN = 16
 # With so many rows, sums of single products take less time than tensor cores do.
 FEW_ROWS = 1
+BLOCK_N = 64  # rows of the weight in a tile: those of one instruction of Hopper's tensor cores
 # Words that a program of the kernel for few rows asks for at once.
 WORDS_PER_PROGRAM = 4096
 PREFETCH = tl.constexpr(1024)  # words of each row that are prefetched
@@ -97,7 +98,7 @@ def gated_linear(
     if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
         return few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
     if len(x) <= MAX_ROWS:
-        return tiled_linear(x, weight, bias, tiling(x, weight, gated=True), gated=True, gelu=gelu)
+        return tiled_linear(x, weight, bias, tiling(x, weight), gated=True, gelu=gelu)
     return dense.gated_linear(x, dequantise(weight, x.dtype), bias, gelu)
 
 
@@ -116,7 +117,7 @@ def few_rows_linear(
     gated: bool = False,
     gelu: bool = False,
     words: int = WORDS_PER_PROGRAM,
-    warps: int = 4,
+    registers: int | None = None,
 ) -> Tensor:
     """Compute x @ weight.T + bias, or with `gated` the activated product: x [M, K] -> [M, N].
 
@@ -133,7 +134,8 @@ def few_rows_linear(
         *(x, weight.codes, weight.factors, bias, out),
         *(outputs, inputs, per_row, weight.group, weight.bits),
         *(rows, block_n, chunks, gated, gelu, x.device.type != "cpu"),
-        num_warps=warps,
+        num_warps=4,
+        maxnreg=registers,
         **overlap(x),
     )
     return out
@@ -222,8 +224,8 @@ def _chunks(codes, factors, n, first, chunk, rows, W, GROUP: tl.constexpr, BITS:
 def _product(x, words, scale, zero, chunk, W: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Multiply words [N, C, 4] by the inputs of their columns, and sum inside chunks: [N, C].
 
-    A code of 4 bits, put into the bits of the number 128, adds itself if it ends at bit 16, and its
-    16th if it ends at bit 12. A code of 8 bits that ends at bit 8 adds itself to 32768. What was
+    A code of 4 bits, put into the bits of the number 128, adds itself if it ends at bit 16, its 16th
+    if it ends at bit 12, and its 256th if it ends at bit 8. A code of 8 bits that ends at bit 8 adds itself to 32768. What was
     added to codes is subtracted from sums.
     """
     PER_WORD: tl.constexpr = 32 // BITS
@@ -241,21 +243,16 @@ def _product(x, words, scale, zero, chunk, W: tl.constexpr, BITS: tl.constexpr, 
         inputs = bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
         plain += inputs
         if BITS == 4:
-            if j == 3 or j == 4:
-                near = words
-            elif j == 1 or j == 2:
-                near = words << 8
-            elif j == 5 or j == 6:
-                near = words >> 8
-            elif j == 7:
-                near = words >> 12
-            else:
-                near = words << 16
-            if j == 1 or j == 3 or j == 5:
+            # Two shifts bring each code to one of three places.
+            near = words << 12 if j < 2 else words if j < 5 else words >> 12
+            if j == 1 or j == 4 or j == 7:
+                number = _merged(near, 0xF0000, 0x43000000, ASM)
+            elif j == 0 or j == 3 or j == 6:
                 inputs *= 16
                 number = _merged(near, 0xF000, 0x43000000, ASM)
             else:
-                number = _merged(near, 0xF0000, 0x43000000, ASM)
+                inputs *= 256
+                number = _merged(near, 0xF00, 0x43000000, ASM)
             added += inputs * 128
         else:
             added += inputs * 32768
@@ -284,14 +281,23 @@ def _merged(words, MASK: tl.constexpr, NUMBER: tl.constexpr, ASM: tl.constexpr):
     return bits.to(tl.float32, bitcast=True)
 
 
-def tiling(x: Tensor, weight: PackedTensors, *, gated: bool = False) -> Tiling:
-    """Choose how to cut a product into one wave of programs."""
-    rows = len(x)
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 else 128
-    tiles = triton.cdiv(rows, block_m) * triton.cdiv(weight.outputs, 64)
-    steps = triton.cdiv(weight.codes.shape[1], RUN)
-    splits = 1 if gated else max(1, min(3 * num_processors(x.device) // tiles, steps // 4))
-    return Tiling(64, block_m, RUN, splits, 3, 4)
+def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
+    """Choose how to cut a product into one wave of programs, if it is not too large for that."""
+    rows, processors = len(x), num_processors(x.device)
+    columns = triton.cdiv(weight.outputs, BLOCK_N)
+    words = weight.codes.shape[1]
+    if rows <= 16:
+        block_m, block_w, wanted = 8 if rows <= 8 else 16, 4 * RUN, 4 * processors
+    elif rows <= 64:
+        block_m, block_w, wanted = 32 if rows <= 32 else 64, RUN, 3 * processors
+    else:
+        block_m, block_w, wanted = 128, RUN, 2 * processors
+    tiles = columns * triton.cdiv(rows, block_m)
+    splits = max(1, min(wanted // tiles, words // (2 * block_w)))
+    stages = 3
+    if rows > 64 and tiles > wanted or 8 < rows <= 16 and splits > 1:
+        stages = 2  # leave room for more programs
+    return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4)
 
 
 def weave(x: Tensor, bits: int) -> Tensor:
