@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from nanovllm.apps.course.drawings import DRAWINGS
 from nanovllm.apps.course.runs import RUNS
 from nanovllm.apps.course.runs import main as run_chapter
 from nanovllm.apps.course.skeleton import PACKAGE, PIECES, SOLUTION, TESTS, cut, write_skeleton
+from nanovllm.apps.course.solution.block_manager import BlockManager
+from nanovllm.apps.course.solution.engine import Engine
+from nanovllm.apps.course.solution.model import Model
+from nanovllm.apps.course.solution.scheduler import Scheduler
 
 FOLDER = Path(nanovllm.__file__).parent
 ROOT = FOLDER.parent
@@ -130,6 +135,85 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path, capsys):
     assert main(["course", str(mine)]) == 2
     assert "which is a file: name a new folder" in capsys.readouterr().err
     assert [*tmp_path.iterdir()] == [mine] and mine.read_text() == "keep"
+
+
+# Changes that chapter 6 proposes, with what it says that they do.
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = Model()
+    model.end_token = -1
+    return model
+
+
+def found_again(blocks: BlockManager) -> list[int]:
+    """Tell how many blocks of prompts A, B, A, C, A are found, each of two blocks."""
+    found = []
+    for token in "ABACA":
+        tokens = [ord(token)] * 2 * blocks.block_size
+        shared = blocks.match(tokens)
+        blocks.share(shared)
+        table = shared + blocks.allocate(2 - len(shared))
+        blocks.register(tokens, table)
+        blocks.release(table)
+        found.append(len(shared))
+    return found
+
+
+def test_first_in_first_out_loses_what_is_used_most(model):
+    class FirstOut(BlockManager):
+        def allocate(self, count):
+            order = list(self.key_of)
+            known = sorted((block for block in self.free if block in self.key_of), key=order.index)
+            for block in known:
+                self.free.move_to_end(block)
+            return super().allocate(count)
+
+    assert found_again(BlockManager(4, 16)) == [0, 0, 2, 0, 2]
+    assert found_again(FirstOut(4, 16)) == [0, 0, 2, 0, 0]
+
+
+def test_smaller_blocks_find_more_of_a_prompt(model):
+    prompts = [[*range(30), 100], [*range(30), 200]]
+    outputs, cached = [], []
+    for num_blocks, size in ((64, 16), (256, 4)):
+        engine = Engine(model, num_blocks=num_blocks, block_size=size)
+        outputs.append(engine.generate(prompts[:1], 6))
+        seq = engine.add(prompts[1], 6)
+        engine.step()
+        cached.append(seq.num_cached)
+    assert cached == [16, 28] and outputs[0] == outputs[1]
+
+
+def test_block_tables_of_a_prompt_that_is_added_again_begin_alike(model):
+    engine = Engine(model)
+    one = engine.add([*range(40)], 9)
+    engine.step()
+    two = engine.add([*range(40)], 9)
+    engine.step()
+    assert engine.scheduler.running == [one, two]
+    assert one.block_table[:2] == two.block_table[:2]
+    assert not {*one.block_table[2:]} & {*two.block_table[2:]}
+
+
+def test_a_policy_of_the_fewest_tokens_left_ends_the_shortest_first(model):
+    def order(engine):
+        seqs = [engine.add([1, 2, 3], count) for count in (9, 3, 6)]
+        ended = []
+        while len(ended) < len(seqs):
+            ended += engine.step()
+        return [seq.max_tokens for seq in ended]
+
+    class ShortestFirst(Scheduler):
+        def schedule(self):
+            self.waiting = deque(sorted(self.waiting, key=lambda s: s.max_tokens - len(s.output)))
+            return super().schedule()
+
+    engine = Engine(model, max_seqs=1)
+    assert order(engine) == [9, 3, 6]
+    engine.scheduler = ShortestFirst(engine.blocks, model.end_token, max_seqs=1)
+    assert order(engine) == [3, 6, 9]
 
 
 # The chapters.
