@@ -227,7 +227,7 @@ def chunked_prefill() -> Result:
 
 @cache
 def prefix_cache() -> Result:
-    """Serve six requests that begin alike: without and with the prefix cache."""
+    """Serve four requests that begin alike: without and with the prefix cache."""
     lines, traces = [], []
     for cached in (False, True):
         events: list[Event] = []
