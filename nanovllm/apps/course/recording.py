@@ -1,8 +1,8 @@
 """The recorded run of chapters 9, 10 and 12, which need a GPU.
 
-`python -m nanovllm.apps.course.recording FOLDER` measures on a GPU and writes FOLDER/figures.json
-and a trace. The folder `recorded` beside this file holds what an H200 wrote. The models have the
-shapes of Qwen3-0.6B and Qwen3-8B, and random weights.
+`python -m nanovllm.apps.course.recording FOLDER` measures on a GPU, and writes figures.json and two
+traces into FOLDER. The folder `recorded_h200` beside this file holds what an H200 wrote. The models
+have the shapes of Qwen3-0.6B and Qwen3-8B, and random weights.
 """
 
 import argparse
@@ -191,18 +191,18 @@ def overlap_lanes(one: Measured, num_seqs: int = 64) -> dict[str, Any]:
                 busy[-1][1] = begin + elapsed
             else:
                 busy.append([begin, begin + elapsed])
-        host = []
+        host: list[tuple[str, int, float, float]] = []
         for launched, committed, _ in decode_steps(events, num_seqs):
             if not mark < launched.time < mark + 1:
                 continue
             at = launched.time
             spans = [("schedule", launched.schedule_seconds), ("launch", launched.launch_seconds)]
             for part, seconds in spans:
-                host.append([part, launched.step, 1e6 * at, 1e6 * (at + seconds)])
+                host.append((part, launched.step, 1e6 * at, 1e6 * (at + seconds)))
                 at += seconds
             at = committed.time
-            host.append(["wait", committed.step, 1e6 * (at - committed.wait_seconds), 1e6 * at])
-            host.append(["commit", committed.step, 1e6 * at, 1e6 * (at + committed.commit_seconds)])
+            host.append(("wait", committed.step, 1e6 * (at - committed.wait_seconds), 1e6 * at))
+            host.append(("commit", committed.step, 1e6 * at, 1e6 * (at + committed.commit_seconds)))
         start = min([span[2] for span in host] + [span[0] for span in busy])
         end = start + 1e4  # 10 ms are more than a picture shows
         found[name]["host"] = [
