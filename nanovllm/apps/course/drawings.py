@@ -339,13 +339,14 @@ def lanes() -> Drawing:
         drawing.rect(80, top + 50, shown * scale, 24, PALE)
         for part, _step, begin, end in lane["host"]:
             if part in PARTS and end <= shown:
-                width = max(1.0, (end - begin) * scale)
+                width = max(1.5, (end - begin) * scale)
                 fill = COLOURS[PARTS[part]]
                 drawing.rect(80 + begin * scale, top + 8, width, 24, fill)
                 if part == "launch":
                     drawing.line(80 + end * scale, top + 32, 80 + end * scale, top + 50)
         for begin, end in lane["device"]:
-            if end <= shown:
+            begin, end = max(begin, 0.0), min(end, shown)
+            if begin < end:
                 drawing.rect(80 + begin * scale, top + 50, (end - begin) * scale, 24, COLOURS[4])
     y = 270
     for i, (part, number) in enumerate(PARTS.items()):
@@ -369,10 +370,10 @@ def kernels() -> Drawing:
         found, top = measured.figures()[form], 16 + row * 76
         drawing.text(10, top + 8, f"{label}: {found['kernels']:,.0f} kernels a step")
         drawing.rect(10, top + 16, shown * scale, 30, PALE)
-        for begin, elapsed, _ in found["lane"]:
+        for i, (begin, elapsed, _) in enumerate(found["lane"]):
             if begin < shown:
-                width = min(elapsed, shown - begin) * scale
-                drawing.rect(10 + begin * scale, top + 16, width, 30, COLOURS[4])
+                width, fill = min(elapsed, shown - begin) * scale, COLOURS[4 * (i % 2)]
+                drawing.rect(10 + begin * scale, top + 16, width, 30, fill)
     for at in range(0, 301, 50):
         drawing.text(10 + at * scale, 244, f"{at}", "middle" if at else "start", 11)
     drawing.text(
@@ -399,7 +400,9 @@ def rooflines() -> Drawing:
     drawing.text(400, 388, "sequences in a step", "middle", 12)
     for i, (model, name) in enumerate(runs.NAMES.items()):
         fill, steps = COLOURS[4 + i], measured.decode_times(model)
-        bounds = [place(one.sequences, runs.bound_of(model, one)) for one in steps]
+        counts = [2**power for power in range(9)]
+        chunk = steps[0].chunks[0]
+        bounds = [place(count, runs.bound_of(model, [chunk] * count)) for count in counts]
         for (x1, y1), (x2, y2) in zip(bounds, bounds[1:]):
             drawing.line(x1, y1, x2, y2, fill)
         for one in steps:

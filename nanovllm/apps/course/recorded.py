@@ -18,17 +18,16 @@ class DecodeTime(NamedTuple):
     context: int  # tokens of each sequence, in the middle of the measured steps
     seconds: float
 
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """The step as chunks: tokens that are computed before and in this step."""
+        return [(self.context - 1, 1)] * self.sequences
+
 
 @cache
 def figures() -> dict[str, Any]:
     """Read all figures. The keys are those that recording.py gives them."""
     return json.loads((FOLDER / "figures.json").read_text("utf-8"))
-
-
-def machine() -> str:
-    """Name the machine and the versions."""
-    of = figures()["versions"]
-    return f"{figures()['machine']}, torch {of['torch']}, triton {of['triton']}"
 
 
 def decode_times(model: str) -> list[DecodeTime]:

@@ -367,8 +367,8 @@ def cuda_graphs() -> Result:
     for form, label in FORMS.items():
         found = measured.figures()[form]
         lines.append(
-            f"an H200, {label}: {found['kernels']:,.0f} kernels a step, which take "
-            f"{found['device_us'] / 1000:.2f} ms; a token takes {found['step_us'] / 1000:.2f} ms"
+            f"an H200, {label}: {found['kernels']:,.0f} kernels a step, which run for "
+            f"{found['busy_us'] / 1000:.2f} ms; a token takes {found['step_us'] / 1000:.2f} ms"
         )
     return Result(lines, [measured.trace(10)])
 
@@ -384,10 +384,15 @@ SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B}
 NAMES = {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-8b": "Qwen3-8B"}
 
 
-def bound_of(model: str, step: measured.DecodeTime) -> float:
-    """Compute the roofline of a decode step that was measured, in seconds."""
+def bound_of(model: str, chunks: list[tuple[int, int]]) -> float:
+    """Compute the roofline of a step on the GPU that was measured, in seconds."""
     device = Device(measured.figures()["bandwidth"], measured.figures()["flops"])
-    return seconds_of_step(SHAPES[model], device, [(step.context - 1, 1)] * step.sequences)
+    return seconds_of_step(SHAPES[model], device, chunks)
+
+
+def beside_bound(seconds: float, bound: float) -> str:
+    share = 100 * bound / seconds
+    return f"{1000 * seconds:6.2f} ms, the roofline {1000 * bound:6.2f} ms ({share:.0f} %)"
 
 
 @cache
@@ -399,18 +404,23 @@ def roofline() -> Result:
     weights = run_of(events).weight_bytes or 0
     numbers = torch.ones(2**26)  # 256 MiB: more than caches hold
     reading = median([timed(numbers.sum) for _ in range(5)]) * weights / numbers.nbytes
+    found = measured.figures()
     lines = [
         f"the tiny model's weights: {weights / 1e6:.1f} MB, which this machine reads in "
         f"{1000 * reading:.2f} ms",
         f"a decode step of one sequence: {median_ms(seconds(events)[2:]):.2f} ms",
+        f"an H200 reads {found['bandwidth'] / 1e12:.2f} TB a second, and computes "
+        f"{found['flops'] / 1e12:.0f} T operations: {found['flops'] / found['bandwidth']:.0f} "
+        "for each byte",
     ]
     for model, name in NAMES.items():
         for step in measured.decode_times(model):
-            bound = bound_of(model, step)
-            lines.append(
-                f"an H200, {name}, {step.sequences:>3} sequences: {1000 * step.seconds:5.2f} ms; "
-                f"the roofline: {1000 * bound:5.2f} ms ({100 * bound / step.seconds:.0f} %)"
-            )
+            times = beside_bound(step.seconds, bound_of(model, step.chunks))
+            lines.append(f"{name}, a batch of {step.sequences:>3}: {times}")
+        prefill = found[f"{model} prefill"]
+        chunks = [(0, prefill["prompt_tokens"])] * prefill["prompts"]
+        times = beside_bound(prefill["seconds"], bound_of(model, chunks))
+        lines.append(f"{name}, {prefill['prompts']} prompts:    {times}")
     return Result(lines, [measured.trace(12)])
 
 
