@@ -180,7 +180,7 @@ def test_a_quote_that_differs_is_found():
 
 @CHAPTER
 def test_the_figures_are_those_of_the_run(chapter, monkeypatch, tmp_path, capsys):
-    """All but times, which differ from machine to machine."""
+    """All but times of the machine that runs the test."""
     monkeypatch.chdir(tmp_path)
     run_chapter([f"{chapter}"])
     printed = capsys.readouterr().out
@@ -190,7 +190,8 @@ def test_the_figures_are_those_of_the_run(chapter, monkeypatch, tmp_path, capsys
     )
 
     def without_times(text: str) -> str:
-        return re.sub(r"[\d.]+ ms", "TIME", text)
+        """Replace the times that were measured here. Others were recorded on a GPU."""
+        return re.sub(r"^(?!an H200|Qwen3)(.*?)[\d.]+ ms", r"\1TIME", text, flags=re.MULTILINE)
 
     assert found and without_times(found[1]) == without_times(printed)
     assert "TRACE-GOES-HERE" not in (tmp_path / f"chapter-{chapter}.html").read_text()
