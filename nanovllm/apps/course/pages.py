@@ -65,7 +65,7 @@ def page(title: str, name: str, content: str) -> str:
         entries.append(f'        <li><a href="{link}"{here}{spoken}>{label}</a></li>')
     fills = {
         "TITLE-GOES-HERE": escape(title),
-        "CODE-STYLE-GOES-HERE": HtmlFormatter(style=STYLE).get_style_defs("pre"),
+        "CODE-STYLE-GOES-HERE": HtmlFormatter(style=STYLE, nobackground=True).get_style_defs("pre"),
         "NAVIGATION-GOES-HERE": "\n".join(entries),
         "CONTENT-GOES-HERE": content,
     }

@@ -367,8 +367,8 @@ def cuda_graphs() -> Result:
     for form, label in FORMS.items():
         found = measured.figures()[form]
         lines.append(
-            f"an H200, {label}: {found['kernels']:,.0f} kernels a step, which run for "
-            f"{found['busy_us'] / 1000:.2f} ms; a token takes {found['step_us'] / 1000:.2f} ms"
+            f"an H200, {label + ':':<21} {found['kernels']:5,.0f} run for "
+            f"{found['busy_us'] / 1000:.2f} ms, a token takes {found['step_us'] / 1000:5.2f} ms"
         )
     return Result(lines, [measured.trace(10)])
 
@@ -416,11 +416,11 @@ def roofline() -> Result:
     for model, name in NAMES.items():
         for step in measured.decode_times(model):
             times = beside_bound(step.seconds, bound_of(model, step.chunks))
-            lines.append(f"{name}, a batch of {step.sequences:>3}: {times}")
+            lines.append(f"{name + ',':<11} a batch of {step.sequences:>3}: {times}")
         prefill = found[f"{model} prefill"]
         chunks = [(0, prefill["prompt_tokens"])] * prefill["prompts"]
         times = beside_bound(prefill["seconds"], bound_of(model, chunks))
-        lines.append(f"{name}, {prefill['prompts']} prompts:    {times}")
+        lines.append(f"{name + ',':<11} {prefill['prompts']} prompts:     {times}")
     return Result(lines, [measured.trace(12)])
 
 
