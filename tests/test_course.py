@@ -364,6 +364,7 @@ def text_pages(folder: Path) -> list[Path]:
 def test_links_of_the_pages_hold_and_nothing_is_loaded_from_elsewhere(pages):
     found = {path.name: Page(path) for path in text_pages(pages)}
     assert {f"{path.stem}.html" for path in CHAPTERS.values()} < {*found}
+    assert "中文" in INDEX.read_text() and "中文" not in (pages / "index.html").read_text()
     for name, page in found.items():
         for link in page.links:
             if link.startswith("https://"):

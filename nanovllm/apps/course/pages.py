@@ -23,6 +23,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 DOCS = CHAPTERS.parent
 STYLE = "default"  # of Pygments: readable on a light ground
 QUOTE = re.compile(r"<!-- quote: (\S+) (\S+) -->")
+IN_CHINESE = re.compile(r"^\[中文\].*\n\n", re.MULTILINE)  # leads to a page that is not written
 
 
 def sources() -> dict[Path, str]:
@@ -84,7 +85,7 @@ def solution(name: str, source: str) -> str:
 def chapter(path: Path, text: str, names: dict[Path, str]) -> str:
     """Make the content of a page from Markdown, with the chapter's trace in it."""
     parser = MarkdownIt("commonmark", {"html": True, "highlight": code}).enable("table")
-    tokens = parser.parse(text)
+    tokens = parser.parse(IN_CHINESE.sub("", text))
     for i, token in enumerate(tokens):
         if token.type == "heading_open":
             token.attrSet("id", slug(tokens[i + 1].content))
