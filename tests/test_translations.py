@@ -2,6 +2,7 @@
 
 The prose itself cannot be compared. But headings, code, figures, tables, lists, paragraphs, links,
 the names in backticks and the numbers in the text must be the same in the same order.
+`python tests/test_translations.py` copies the code of the English pages into the Chinese ones.
 """
 
 import os
@@ -119,6 +120,14 @@ def differences(english: str, chinese: str, page: Path) -> list[str]:
     return told
 
 
+def with_code_of(english: str, chinese: str) -> str:
+    """Replace the code blocks of a Chinese page by those of the English page."""
+    codes = CODE.findall(english)
+    if len(codes) != len(CODE.findall(chinese)):
+        raise ValueError("the pages have different numbers of code blocks: add or remove some")
+    return CODE.sub(lambda _: codes.pop(0), chinese)
+
+
 PAGE = pytest.mark.parametrize("page", TWINS, ids=lambda page: page.stem)
 
 
@@ -183,3 +192,20 @@ def test_a_change_of_an_english_table_alone_is_found():
     (row,) = re.findall(r"^\| `trace` .*\n", text, re.MULTILINE)
     assert differences(text.replace(row, ""), chinese, page)
     assert differences(text.replace(row, row.replace(" | a", " | x | a")), chinese, page)
+
+
+def test_code_can_be_copied_into_a_translation():
+    page = COURSE / "3-paged-attention.md"
+    english, chinese = page.read_text(), TWINS[page].read_text()
+    changed = english.replace("block_tables[sequences, :", "block_tables[sequences, 1:")
+    assert differences(changed, chinese, page)
+    copied = with_code_of(changed, chinese)
+    assert not differences(changed, copied, page)
+    assert with_code_of(english, copied) == chinese
+    with pytest.raises(ValueError, match="different numbers"):
+        with_code_of(english, chinese.replace("```bash", "", 1))
+
+
+if __name__ == "__main__":
+    for page, chinese in TWINS.items():
+        chinese.write_text(with_code_of(page.read_text(), chinese.read_text()))
