@@ -3,7 +3,8 @@
 They differ from the plain layers in two ways. A layer's small operations are fused into Triton
 kernels. And attention and MLPs do not add their results to the residual stream: the kernel of the
 next norm sums them over the ranks, adds them and norms the total. Layers that a model family
-defines in its own way stay plain, and the layers around them are fused.
+defines in its own way stay plain, and the layers around them are fused. fused_quantised.py holds
+the linear layers whose weights are packed.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
+from nanovllm.backends.cuda.fused_quantised import FusedQuantised, use_packed_kernels
 from nanovllm.backends.cuda.triton import moe
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
 from nanovllm.backends.cuda.triton.elementwise import (
@@ -25,6 +27,7 @@ from nanovllm.backends.cuda.triton.elementwise import (
 )
 from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
+from nanovllm.backends.quantised.layers import Quantised
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
@@ -54,13 +57,30 @@ MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 def fuse(model: nn.Module, backend: AttentionBackend) -> None:
     """Turn the model's layers into fused ones, where their class and options are known here."""
     for module in reversed(list(model.modules())):  # children before their parents
-        fused = FUSED.get(type(module))
+        use_packed_kernels(module)
+        fused = fused_class(type(module))
         if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
             module.__class__ = fused
             if isinstance(module, FusedSelfAttention):
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
+
+
+def fused_class(plain: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the fused class of a plain or quantised layer's class; None: the layer stays."""
+    if not issubclass(plain, Quantised):
+        return FUSED.get(plain)
+    fused = FUSED.get(plain.__mro__[plain.__mro__.index(Quantised) + 1])
+    if fused is None or not issubclass(fused, (FusedLinear, FusedRowParallelLinear)):
+        return None
+    if plain not in _fused_quantised:
+        name = f"Fused{plain.__name__}"
+        _fused_quantised[plain] = type(name, (FusedQuantised, fused, plain), {})
+    return _fused_quantised[plain]
+
+
+_fused_quantised: dict[type, type] = {}
 
 
 class FusedRMSNorm(RMSNorm):
@@ -79,10 +99,14 @@ class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
 
 
 class FusedLinear(StackedLinear):
-    """The forward pass of the fused linear layers: a base class that comes before the plain one."""
+    """The products of the fused linear layers: a base class that comes before the plain one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Multiply x [T, K] by the weight -> [T, N]. `out`: memory that the result may take."""
+        return linear(x, self.weight, bias, out)
 
 
 class FusedReplicatedLinear(FusedLinear, ReplicatedLinear):
@@ -90,7 +114,13 @@ class FusedReplicatedLinear(FusedLinear, ReplicatedLinear):
 
 
 class FusedMergedColumnParallelLinear(FusedLinear, MergedColumnParallelLinear):
-    pass
+    def gated(self, x: Tensor, gelu: bool) -> Tensor:
+        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
+        return gated_linear(x, self.weight, self.bias, gelu)
+
+    def warmup_gated(self, gelu: bool) -> None:
+        """Launch the kernels of `gated` that only steps with prompts launch."""
+        warmup_gated_linear(self.weight, self.bias, gelu)
 
 
 class FusedQKVParallelLinear(FusedLinear, QKVParallelLinear):
@@ -105,9 +135,13 @@ class FusedRowParallelLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
+    def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """Multiply x [T, K] by the weight -> [T, N]. `out`: memory that the result may take."""
+        return linear(x, self.weight, bias, out)
+
     def partial(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the sum. `out`: memory that the result may take."""
-        result = linear(x, self.weight, self.bias_of_this_rank, out)
+        result = self.product(x, self.bias_of_this_rank, out)
         return result if self.multiplier is None else result.mul_(self.multiplier)
 
 
@@ -196,15 +230,16 @@ class FusedSelfAttention(SelfAttention):
 class FusedGatedMLP(GatedMLP):
     """A gated MLP that computes its activation in one kernel, or within the first product's."""
 
+    gate_up_proj: FusedMergedColumnParallelLinear
     down_proj: FusedRowParallelLinear
 
     @staticmethod
     def suits(plain: GatedMLP) -> bool:
-        """Tell whether the kernels know the activation and the products, which may be quantised."""
+        """Tell whether the kernels know the activation and the products."""
         return (
             plain.activation in (F.silu, gelu_tanh)
-            and type(plain.gate_up_proj) is FusedMergedColumnParallelLinear
-            and type(plain.down_proj) is FusedRowParallelLinear
+            and isinstance(plain.gate_up_proj, FusedMergedColumnParallelLinear)
+            and isinstance(plain.down_proj, FusedRowParallelLinear)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -212,14 +247,12 @@ class FusedGatedMLP(GatedMLP):
 
     def partial(self, x: Tensor) -> Tensor:
         """Compute this rank's part of the sum. The result may take the memory of x."""
-        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
-        hidden = gated_linear(x, weight, bias, self.activation is gelu_tanh)
+        hidden = self.gate_up_proj.gated(x, self.activation is gelu_tanh)
         return self.down_proj.partial(hidden, out=x)
 
     def warmup(self) -> None:
         """Launch the kernels that only steps with prompts launch."""
-        weight, bias = self.gate_up_proj.weight, self.gate_up_proj.bias
-        warmup_gated_linear(weight, bias, self.activation is gelu_tanh)
+        self.gate_up_proj.warmup_gated(self.activation is gelu_tanh)
 
 
 class FusedMixtureOfExperts(MixtureOfExperts):
@@ -269,7 +302,7 @@ class FusedLayer(nn.Module):
         norms = [getattr(plain, name) for name in cls.norm_names if name]
         return (
             type(plain.self_attn) is FusedSelfAttention
-            and type(plain.self_attn.o_proj) is FusedRowParallelLinear
+            and isinstance(plain.self_attn.o_proj, FusedRowParallelLinear)
             and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
             and all(isinstance(norm, FusedRMSNorm) for norm in norms)
             and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1
