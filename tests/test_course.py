@@ -16,6 +16,7 @@ from browser_helpers import browse, needs_chromium
 
 import nanovllm
 from nanovllm.__main__ import main
+from nanovllm.apps.course import recorded, recording, runs
 from nanovllm.apps.course.drawings import DRAWINGS
 from nanovllm.apps.course.runs import RUNS
 from nanovllm.apps.course.runs import main as run_chapter
@@ -279,6 +280,36 @@ def test_the_figures_are_those_of_the_run(chapter, monkeypatch, tmp_path, capsys
 
     assert found and without_times(found[1]) == without_times(printed)
     assert "TRACE-GOES-HERE" not in (tmp_path / f"chapter-{chapter}.html").read_text()
+
+
+def test_the_recording_measures_what_the_chapters_show(tmp_path):
+    """On a CPU there are no kernels. What is left has the same form."""
+    kept = recorded.figures()
+    with recording.measured("tiny", tmp_path, kvcache_block_size=16, device="cpu") as one:
+        found = recording.overlap_lanes(one, 2)
+        steps = recording.decode_figures(one, (1, 2))
+        form = recording.one_sequence(one, "plain")
+    assert found.keys() == kept["overlap"].keys()
+    for word in runs.WORDS:
+        assert found[word].keys() == kept["overlap"][word].keys()
+        spans = [*found[word]["host"], *kept["overlap"][word]["host"]]
+        assert {part for part, *_ in spans} <= {"schedule", "launch", "wait", "commit"}
+        assert all(begin <= end for _, _, begin, end in spans)
+    assert [step["sequences"] for step in steps] == [1, 2]
+    assert all(512 < step["context"] < 512 + 96 and step["step_us"] > 0 for step in steps)
+    assert steps[0].keys() == kept["qwen3-8b decode"]["steps"][0].keys()
+    assert form["kernels"] == 0 and {*form} < {*kept["plain"]}
+    assert not (tmp_path / "trace.jsonl").exists()
+
+
+def test_kernels_that_overlap_count_once():
+    assert recording.busy_time([(0, 2, "a"), (1, 2, "b"), (1.5, 0.5, "c"), (5, 1, "d")]) == 4
+
+
+def test_the_index_says_where_the_figures_were_recorded():
+    of = recorded.figures()
+    words = [of["machine"], *(f"{name} {of['versions'][name]}" for name in ("torch", "triton"))]
+    assert all(word in INDEX.read_text() for word in words), words
 
 
 def numbers_and_rest(svg: str) -> tuple[list[float], str]:

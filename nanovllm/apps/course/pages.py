@@ -131,8 +131,11 @@ def link(folder: Path, names: dict[Path, str], found: re.Match) -> str:
 
 def code(source: str, language: str, attributes: str) -> str:
     """Make the markup of a block of code. A reader without a mouse can scroll it, too."""
-    lexer = get_lexer_by_name(language if language in ("python", "bash") else "text")
-    marked = highlight(source, lexer, HtmlFormatter(nowrap=True, style=STYLE))
+    lexer = get_lexer_by_name(language if language in ("python", "bash") else "text", stripnl=False)
+    formatter = HtmlFormatter(nowrap=True, style=STYLE)
+    # Lines are left out at "...", perhaps the end of a docstring: what follows is code again.
+    parts = re.split(r"(?m)^\.\.\.\n", source)
+    marked = "...\n".join([highlight(part, lexer, formatter) for part in parts])
     return f'<pre tabindex="0"><code>{marked}</code></pre>\n'
 
 
