@@ -39,8 +39,9 @@ RUN = 16
 # With so many rows, sums of single products take less time than tensor cores do.
 FEW_ROWS = 1
 BLOCK_N = 64  # rows of the weight in a tile: those of one instruction of Hopper's tensor cores
-# Words that a program of the kernel for few rows asks for at once.
-WORDS_PER_PROGRAM = 4096
+# Words that a program of the kernel for few rows asks for at once. If it takes a row in parts, its
+# registers hold no more than these.
+WORDS_PER_PROGRAM, WORDS_PER_PART = 8192, 4096
 PREFETCH = tl.constexpr(1024)  # words of each row that are prefetched
 
 
@@ -116,7 +117,7 @@ def few_rows_linear(
     *,
     gated: bool = False,
     gelu: bool = False,
-    words: int = WORDS_PER_PROGRAM,
+    words: int | None = None,
     registers: int | None = None,
 ) -> Tensor:
     """Compute x @ weight.T + bias, or with `gated` the activated product: x [M, K] -> [M, N].
@@ -128,6 +129,8 @@ def few_rows_linear(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     per_row = weight.codes.shape[1]
     chunks = min(128, triton.next_power_of_2(triton.cdiv(per_row, 4)))
+    if words is None:
+        words = WORDS_PER_PROGRAM if per_row <= 4 * chunks else WORDS_PER_PART
     block_n = max(2 if gated else 1, words // (4 * chunks))
     own = block_n // 2 if gated else block_n
     _few_rows_kernel[(triton.cdiv(outputs, own),)](
@@ -224,9 +227,9 @@ def _chunks(codes, factors, n, first, chunk, rows, W, GROUP: tl.constexpr, BITS:
 def _product(x, words, scale, zero, chunk, W: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Multiply words [N, C, 4] by the inputs of their columns, and sum inside chunks: [N, C].
 
-    A code of 4 bits, put into the bits of the number 128, adds itself if it ends at bit 16, its 16th
-    if it ends at bit 12, and its 256th if it ends at bit 8. A code of 8 bits that ends at bit 8 adds itself to 32768. What was
-    added to codes is subtracted from sums.
+    A code of 4 bits, put into the bits of the number 128, adds itself if it ends at bit 16, its
+    16th if it ends at bit 12, and its 256th if it ends at bit 8. A code of 8 bits that ends at bit
+    8 adds itself to 32768. What was added to codes is subtracted from sums.
     """
     PER_WORD: tl.constexpr = 32 // BITS
     at = chunk[:, None] * 4 + tl.arange(0, 4)[None, :]
