@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from engine_helpers import assert_greedy
+from quantised_helpers import awq, gptq, make_pair, reference_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
@@ -413,3 +414,37 @@ def test_too_little_memory_says_what_is_needed_and_which_option_to_change(large)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0.01 .* max_model_len"):
         LLM(folder, gpu_memory_utilization=0.01)
     gc.collect()
+
+
+GROUPS = {"bits": 4, "group_size": 64}
+INTEGERS = {
+    "gptq": (gptq(4, 64), GROUPS | {"quant_method": "gptq", "desc_act": False, "sym": False}),
+    "awq": (awq(64), GROUPS | {"quant_method": "awq", "zero_point": True, "version": "gemm"}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integer_weights_choose_the_tokens_of_the_numbers_they_stand_for(name, dtype, tmp_path):
+    """Steps of one row, of several and of prompts multiply by different kernels."""
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+    )
+    plain, packed = make_pair(tmp_path, config, *INTEGERS[name])
+    reference = reference_of(plain, device_map="cuda")
+    prompts = prompts_of((1, 2, 17, 255, 600, 1500))
+    with LLM(packed, dtype=dtype, gpu_memory_utilization=0.3) as llm:
+        runs = [*tokens(llm.generate(prompts, GREEDY)), *tokens(llm.generate(prompts[3:4], GREEDY))]
+    found = [
+        regret(logits_of(reference, prompt, output), output)
+        for prompt, output in zip([*prompts, prompts[3]], runs)
+    ]
+    print(f"{name} {dtype}: regret {max(found):.4f}")
+    assert max(found) < 0.1

@@ -81,6 +81,8 @@ def linear(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> Tens
     No running kernel may write to the weights.
     """
     x = x.contiguous()
+    if not len(x):  # an expert may have none
+        return x.new_empty(0, weight.outputs)
     if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
         return few_rows_linear(x, weight, bias)
     if len(x) <= MAX_ROWS:
