@@ -75,6 +75,8 @@ OWNERS = {
     "lm_eval": r"apps/lm_eval\.py",
     "vllm": r"apps/bench/engines\.py",
     "matplotlib": r"apps/bench/report\.py",
+    "markdown_it": r"apps/course/pages\.py",
+    "pygments": r"apps/course/pages\.py",
 }
 
 

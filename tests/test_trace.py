@@ -8,7 +8,6 @@ import math
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_origin
 
 import pytest
+from browser_helpers import browse, needs_chromium
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
 from test_bench import run, use_work
 
@@ -638,33 +638,6 @@ def test_text_becomes_markup_in_one_place_which_escapes_it():
 
 
 # In a browser.
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-
-
-def browse(path: Path, address: str = "", script: str = "", width: int = 1280) -> str:
-    """What a browser makes of a page: its DOM once `script` has run. No error may be logged."""
-    if script:
-        text = path.read_text(encoding="utf-8")
-        end = text.rindex("</body>")
-        path = path.with_name("scripted.html")
-        text = text[:end].replace("const EVERY = 128", "const EVERY = 8")
-        path.write_text(f"{text}<script>{{{script}}}</script></body></html>", encoding="utf-8")
-    browser = subprocess.run(
-        [
-            *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-            *("--enable-logging=stderr", "--v=0", f"--window-size={width},1000"),
-            *(f"--user-data-dir={path.parent / 'profile'}", "--virtual-time-budget=1000"),
-            f"{path.as_uri()}#{address}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    logged = [line for line in browser.stderr.splitlines() if "CONSOLE" in line]
-    assert browser.returncode == 0 and not logged, logged
-    return browser.stdout
 
 
 def shown_text(dom: str, id: str) -> str:

@@ -1,14 +1,16 @@
 """The drawings of the course, made from the chapters' runs.
 
 `python -m nanovllm.apps.course.drawings` writes them anew into docs/course, as SVG. They count
-steps, tokens and blocks, never milliseconds, so every machine draws the same.
+steps, tokens and blocks, or show the times that a GPU recorded, so every machine draws the same.
 """
 
+import math
 from collections.abc import Callable
 from html import escape
 
 import torch
 
+from nanovllm.apps.course import recorded as measured
 from nanovllm.apps.course import runs
 from nanovllm.apps.course.runs import Cell
 from nanovllm.apps.course.skeleton import CHAPTERS
@@ -60,6 +62,9 @@ class Drawing:
         self.parts.append(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"/>'
         )
+
+    def circle(self, x: float, y: float, radius: float, fill: str) -> None:
+        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}"/>')
 
     def __str__(self) -> str:
         head = (
@@ -318,6 +323,99 @@ def split_matrices() -> Drawing:
     return drawing
 
 
+PARTS = {"schedule": 0, "launch": 2, "commit": 1}  # of the host's time -> colour
+
+
+def lanes() -> Drawing:
+    """Draw what host and device of an H200 did, without and with overlap: chapter 9."""
+    found, shown, scale = measured.figures()["overlap"], 6000.0, 0.108  # microseconds, pixels
+    drawing = Drawing(330, "Host and device in steps of 64 sequences, without and with overlap")
+    for top, word in ((30, "without"), (170, "with")):
+        lane = found[word]
+        # The profiler starts in the first step, and delays it.
+        start = [span[2] for span in lane["host"] if span[0] == "schedule"][1]
+        drawing.text(10, top - 8, f"{word} overlap")
+        drawing.text(10, top + 24, "host", size=12)
+        drawing.text(10, top + 66, "device", size=12)
+        drawing.rect(80, top + 8, shown * scale, 24, PALE)
+        drawing.rect(80, top + 50, shown * scale, 24, PALE)
+        for part, _step, begin, end in lane["host"]:
+            begin, end = begin - start, end - start
+            if part in PARTS and begin >= 0 and end <= shown:
+                width = max(1.5, (end - begin) * scale)
+                fill = COLOURS[PARTS[part]]
+                drawing.rect(80 + begin * scale, top + 8, width, 24, fill)
+                if part == "launch":
+                    drawing.line(80 + end * scale, top + 32, 80 + end * scale, top + 50)
+        for begin, end in lane["device"]:
+            begin, end = max(begin - start, 0.0), min(end - start, shown)
+            if begin < end:
+                drawing.rect(80 + begin * scale, top + 50, (end - begin) * scale, 24, COLOURS[4])
+    y = 270
+    for i, (part, number) in enumerate(PARTS.items()):
+        drawing.rect(80 + i * 120, y, 14, 14, COLOURS[number])
+        drawing.text(100 + i * 120, y + 12, part, size=12)
+    drawing.rect(440, y, 14, 14, COLOURS[4])
+    drawing.text(460, y + 12, "kernels", size=12)
+    drawing.rect(560, y, 14, 14, PALE)
+    drawing.text(580, y + 12, "waiting", size=12)
+    for millisecond in range(7):
+        x = 80 + millisecond * 1000 * scale
+        drawing.text(x, 312, f"{millisecond} ms", "middle", 11)
+    return drawing
+
+
+def kernels() -> Drawing:
+    """Draw the kernels at the beginning of a step, in three forms: chapter 10."""
+    shown, scale = 300.0, 2.2  # microseconds, pixels
+    drawing = Drawing(262, "The first kernels of a decode step, in three forms")
+    for row, (form, label) in enumerate(runs.FORMS.items()):
+        found, top = measured.figures()[form], 16 + row * 76
+        drawing.text(10, top + 8, f"{label}: {found['kernels']:,.0f} kernels a step")
+        drawing.rect(10, top + 16, shown * scale, 30, PALE)
+        for i, (begin, elapsed, _) in enumerate(found["lane"]):
+            if begin < shown:
+                width, fill = min(elapsed, shown - begin) * scale, COLOURS[4 * (i % 2)]
+                drawing.rect(10 + begin * scale, top + 16, width, 30, fill)
+    for at in range(0, 301, 50):
+        drawing.text(10 + at * scale, 244, f"{at}", "middle" if at else "start", 11)
+    drawing.text(
+        10, 258, "microseconds since the step's first kernel began; grey: nothing runs", size=11
+    )
+    return drawing
+
+
+def rooflines() -> Drawing:
+    """Draw measured decode steps and their roofline, on logarithmic axes: chapter 12."""
+    drawing = Drawing(400, "Decode steps of an H200 and their roofline")
+
+    def place(sequences: float, seconds: float) -> tuple[float, float]:
+        return 90 + math.log2(sequences) * 76, 350 - math.log2(seconds / 1e-4) * 42
+
+    for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20):
+        _, y = place(1, step / 1000)
+        drawing.line(90, y, 712, y, PALE)
+        drawing.text(80, y + 4, f"{step:g} ms", "end", 11)
+    for count in (1, 8, 64, 256):
+        x, _ = place(count, 1e-4)
+        drawing.line(x, 28, x, 350, PALE)
+        drawing.text(x, 368, f"{count}", "middle", 11)
+    drawing.text(400, 388, "sequences in a step", "middle", 12)
+    for i, (model, name) in enumerate(runs.NAMES.items()):
+        fill, steps = COLOURS[4 + i], measured.decode_times(model)
+        counts = [2**power for power in range(9)]
+        chunk = steps[0].chunks[0]
+        bounds = [place(count, runs.bound_of(model, [chunk] * count)) for count in counts]
+        for (x1, y1), (x2, y2) in zip(bounds, bounds[1:]):
+            drawing.line(x1, y1, x2, y2, fill)
+        for one in steps:
+            x, y = place(one.sequences, one.seconds)
+            drawing.circle(x, y, 5, fill)
+        drawing.circle(110 + i * 330, 16, 5, fill)
+        drawing.text(122 + i * 330, 20, f"{name} (line: the roofline)", size=12)
+    return drawing
+
+
 DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "1-staircase.svg": staircase,
     "3-blocks.svg": blocks_of_sequences,
@@ -326,7 +424,10 @@ DRAWINGS: dict[str, Callable[[], Drawing]] = {
     "6-shared.svg": shared_blocks,
     "7-preempted.svg": preempted,
     "8-gumbel.svg": gumbel,
+    "9-lanes.svg": lanes,
+    "10-kernels.svg": kernels,
     "11-matrices.svg": split_matrices,
+    "12-roofline.svg": rooflines,
 }
 
 

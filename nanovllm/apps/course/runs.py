@@ -2,7 +2,7 @@
 
 Each run has the library generate with the tiny model on the CPU, prints the figures that its
 chapter speaks of, and writes a trace: a page that replays the run in a browser. The drawings of the
-chapters show the same runs.
+chapters show the same runs. Chapters 9, 10 and 12 also show what a GPU recorded.
 """
 
 import argparse
@@ -12,11 +12,19 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams
+from nanovllm.apps.course import recorded as measured
+from nanovllm.apps.course.solution.roofline import (
+    QWEN3_0_6B,
+    QWEN3_8B,
+    Device,
+    seconds_of_step,
+)
 from nanovllm.features.trace.events import Committed, Event, Launched, Preempted, Run, Started
 from nanovllm.features.trace.files import read_jsonl, write
 from nanovllm.features.trace.replay import Replay
@@ -227,7 +235,7 @@ def chunked_prefill() -> Result:
 
 @cache
 def prefix_cache() -> Result:
-    """Serve six requests that begin alike: without and with the prefix cache."""
+    """Serve four requests that begin alike: without and with the prefix cache."""
     lines, traces = [], []
     for cached in (False, True):
         events: list[Event] = []
@@ -311,6 +319,113 @@ def tensor_parallelism() -> Result:
     return Result(lines, traces[::-1])
 
 
+@cache
+def overlap() -> Result:
+    """Serve four requests of which three end by a surprise: without and with overlap."""
+    lines, outputs, traces = [], [], []
+    for overlapped in (False, True):
+        events: list[Event] = []
+        with recorded(events, overlap=overlapped, enable_prefix_caching=False) as llm:
+            prompts = llm.encode(TEXTS)
+            # Tokens that these outputs hold early.
+            outputs.append(generate(llm, prompts, [24] * 4, stop_token_ids=[282, 14, 258]))
+        computed = sum(map(tokens_of, launches(events)))
+        taken = sum(event.tokens for event in events if isinstance(event, Committed))
+        dropped = computed - sum(map(len, prompts)) + len(prompts) - taken
+        word = "with" if overlapped else "without"
+        lines.append(f"{word:>7} overlap: {taken} tokens taken, {dropped} sampled and dropped")
+        traces.append(events)
+    steps = launches(traces[0])
+    commits = [event for event in traces[0] if isinstance(event, Committed)]
+    host = [a.schedule_seconds + b.commit_seconds for a, b in zip(steps, commits)]
+    step_us = {word: measured.figures()["overlap"][word]["step_us"] for word in WORDS}
+    lines += [
+        f"outputs are the same: {outputs[0] == outputs[1]}",
+        f"to schedule and commit a step took the host {median_ms(host):.3f} ms",
+        f"an H200, {measured.figures()['overlap']['sequences']} sequences: a step takes "
+        f"{step_us['without'] / 1000:.2f} ms without overlap, {step_us['with'] / 1000:.2f} ms with",
+    ]
+    return Result(lines, traces[::-1])
+
+
+WORDS = "without", "with"  # overlap
+FORMS = {  # of a step, as recording.py calls them
+    "plain": "PyTorch's kernels",
+    "fused": "kernels made by hand",
+    "graph": "the same as a graph",
+}
+
+
+@cache
+def cuda_graphs() -> Result:
+    """Time additions of few and of many numbers, and show what an H200 recorded."""
+    lines = []
+    for size in (100, 10_000, 1_000_000):
+        x, y = torch.ones(size), torch.ones(size)
+        seconds = [timed(lambda x=x, y=y: x.add_(y)) for _ in range(300)]  # type: ignore[misc]
+        lines.append(f"adding {size:>9,} numbers: {median_ms(seconds):.4f} ms")
+    for form, label in FORMS.items():
+        found = measured.figures()[form]
+        # Kernels of a graph overlap, and should count once: they run without a gap.
+        running = min(found["device_us"], found["span_us"])
+        lines.append(
+            f"an H200, {label + ':':<21} {found['kernels']:5,.0f} run for "
+            f"{running / 1000:.2f} ms, a token takes {found['step_us'] / 1000:5.2f} ms"
+        )
+    return Result(lines, [measured.trace(10)])
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    begin = perf_counter()
+    work()
+    return perf_counter() - begin
+
+
+SHAPES = {"qwen3-0.6b": QWEN3_0_6B, "qwen3-8b": QWEN3_8B}
+NAMES = {"qwen3-0.6b": "Qwen3-0.6B", "qwen3-8b": "Qwen3-8B"}
+
+
+def bound_of(model: str, chunks: list[tuple[int, int]]) -> float:
+    """Compute the roofline of a step on the GPU that was measured, in seconds."""
+    device = Device(measured.figures()["bandwidth"], measured.figures()["flops"])
+    return seconds_of_step(SHAPES[model], device, chunks)
+
+
+def beside_bound(seconds: float, bound: float) -> str:
+    share = 100 * bound / seconds
+    return f"{1000 * seconds:6.2f} ms, the roofline {1000 * bound:6.2f} ms ({share:.0f} %)"
+
+
+@cache
+def roofline() -> Result:
+    """Compare steps with their roofline: the tiny model's here, larger ones' on an H200."""
+    events: list[Event] = []
+    with recorded(events) as llm:
+        generate(llm, llm.encode([STACK]), [60])
+    weights = run_of(events).weight_bytes or 0
+    numbers = torch.ones(2**26)  # 256 MiB: more than caches hold
+    reading = median([timed(numbers.sum) for _ in range(5)]) * weights / numbers.nbytes
+    found = measured.figures()
+    lines = [
+        f"the tiny model's weights: {weights / 1e6:.1f} MB, which this machine reads in "
+        f"{1000 * reading:.2f} ms",
+        f"a decode step of one sequence: {median_ms(seconds(events)[2:]):.2f} ms",
+        f"an H200 reads {found['bandwidth'] / 1e12:.2f} TB a second, and computes "
+        f"{found['flops'] / 1e12:.0f} T operations: {found['flops'] / found['bandwidth']:.0f} "
+        "for each byte",
+    ]
+    for model, name in NAMES.items():
+        for step in measured.decode_times(model):
+            times = beside_bound(step.seconds, bound_of(model, step.chunks))
+            lines.append(f"{name + ',':<11} a batch of {step.sequences:>3}: {times}")
+        prefill = found[f"{model} prefill"]
+        chunks = [(0, prefill["prompt_tokens"])] * prefill["prompts"]
+        times = beside_bound(prefill["seconds"], bound_of(model, chunks))
+        lines.append(f"{name + ',':<11} {prefill['prompts']} prompts:     {times}")
+    return Result(lines, [measured.trace(12)])
+
+
 RUNS: dict[int, Callable[[], Result]] = {
     1: one_token_by_hand,
     2: kv_cache,
@@ -320,7 +435,10 @@ RUNS: dict[int, Callable[[], Result]] = {
     6: prefix_cache,
     7: preemption,
     8: sampling,
+    9: overlap,
+    10: cuda_graphs,
     11: tensor_parallelism,
+    12: roofline,
 }
 
 

@@ -29,7 +29,10 @@ PIECES = {
     6: ("The prefix cache", "block_manager.py"),
     7: ("Preemption", "scheduler.py"),
     8: ("Sampling without state", "sampler.py"),
+    9: ("Overlap", "overlapped.py"),
+    10: ("CUDA graphs and small kernels", "graph.py"),
     11: ("Tensor parallelism", "parallel_model.py"),
+    12: ("The roofline: how fast could it be?", "roofline.py"),
 }
 MARK = re.compile(r"( *)# <(piece (\d+)(: .*)?|until then|/piece)>")
 
@@ -66,11 +69,8 @@ def renamed(source: str) -> str:
     return source.replace("nanovllm.apps.course.solution", PACKAGE)
 
 
-def write_skeleton(folder: Path, solved: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-    """Write the skeleton, its tests and a README into an empty or new folder.
-
-    `solved`: the pieces that are not cut out.
-    """
+def check_new(folder: Path) -> None:
+    """Raise ValueError if a folder is not new and not empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"FOLDER is {str(folder)!r}, which is a file: name a new folder")
     if folder.is_dir() and any(folder.iterdir()):
@@ -78,6 +78,14 @@ def write_skeleton(folder: Path, solved: set[int] = frozenset()) -> None:  # typ
             f"FOLDER is {str(folder)!r}, which is not empty: name a new folder, so that nothing of "
             "yours is overwritten"
         )
+
+
+def write_skeleton(folder: Path, solved: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    """Write the skeleton, its tests and a README into an empty or new folder.
+
+    `solved`: the pieces that are not cut out.
+    """
+    check_new(folder)
     (folder / PACKAGE).mkdir(parents=True)
     (folder / "tests").mkdir()
     for path in sorted(SOLUTION.glob("*.py")):

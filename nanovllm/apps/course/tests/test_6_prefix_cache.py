@@ -105,3 +105,22 @@ def test_running_sequences_share_their_prefix(model, long_prompt, library):
         engine.step()
     assert [first.output, second.output] == library([long_prompt] * 2, 8)
     assert engine.blocks.num_free == 64
+
+
+def test_the_end_of_a_prefix_is_given_away_before_its_beginning(blocks):
+    table = blocks.allocate(3)
+    blocks.register(TOKENS, table)
+    blocks.release(table)
+    blocks.allocate(6)  # of the eight blocks
+    assert blocks.match(TOKENS) == table[:2]
+
+
+def test_free_blocks_that_are_shared_are_not_left_for_the_rest(model, long_prompt):
+    engine = Engine(model, num_blocks=6, block_size=16)
+    prompt = long_prompt[:64]  # four blocks
+    engine.generate([prompt], 2)
+    others = engine.blocks.allocate(2)  # the four of the prompt are left
+    seq = engine.add([*prompt, 17], 1)  # shares these, and needs a fifth: see question 1
+    assert engine.scheduler.schedule() == [] and engine.blocks.num_free == 4
+    engine.blocks.release(others)
+    assert engine.step() == [seq]
