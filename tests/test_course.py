@@ -288,7 +288,7 @@ def test_the_recording_measures_what_the_chapters_show(tmp_path):
     with recording.measured("tiny", tmp_path, kvcache_block_size=16, device="cpu") as one:
         found = recording.overlap_lanes(one, 2)
         steps = recording.decode_figures(one, (1, 2))
-        form = recording.one_sequence(one, "plain")
+        form = recording.one_sequence(one, tmp_path, "plain")
     assert found.keys() == kept["overlap"].keys()
     for word in runs.WORDS:
         assert found[word].keys() == kept["overlap"][word].keys()
@@ -300,10 +300,6 @@ def test_the_recording_measures_what_the_chapters_show(tmp_path):
     assert steps[0].keys() == kept["qwen3-8b decode"]["steps"][0].keys()
     assert form["kernels"] == 0 and {*form} < {*kept["plain"]}
     assert not (tmp_path / "trace.jsonl").exists()
-
-
-def test_kernels_that_overlap_count_once():
-    assert recording.busy_time([(0, 2, "a"), (1, 2, "b"), (1.5, 0.5, "c"), (5, 1, "d")]) == 4
 
 
 def test_the_index_says_where_the_figures_were_recorded():

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from engine_helpers import assert_greedy
+from engine_helpers import FAMILIES, MODELS, assert_greedy
 from quantised_helpers import awq, gptq, make_pair, reference_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -293,6 +293,15 @@ def test_experts_decode_in_graphs(get_checkpoint, eager):
     ) as llm:
         assert (llm.engine.runner.graphs is None) == eager
         assert_greedy(llm, checkpoint)
+
+
+@pytest.mark.parametrize("name", [*MODELS, *FAMILIES])
+def test_each_family_gives_the_tokens_of_transformers(get_checkpoint, name):
+    checkpoint = get_checkpoint(name)
+    options = dict(dtype="float32", max_model_len=256, kvcache_block_size=16)
+    with LLM(checkpoint.folder, num_kvcache_blocks=200, max_num_seqs=16, **options) as llm:
+        assert_greedy(llm, checkpoint)
+        assert_greedy(llm, checkpoint)  # from the prefix cache
 
 
 @pytest.mark.parametrize("name", ["gqa-2", "experts"])

@@ -294,7 +294,7 @@ def test_ci_runs_every_install_line_of_both():
     pattern = r"^(?:step|resolve) '(pip install [^'&]*?) *(?:&&.*)?'$"
     run = re.findall(pattern, script, flags=re.MULTILINE)
     told = re.findall(r"pip install [^`&#\n]*[^`&#\n ]", ALL_TEXT)
-    names = ("plot", "parquet", "ray", "eval", "structured")
+    names = ("plot", "parquet", "ray", "eval", "structured", "course")
     tested_together = {f'pip install -e ".[{extra}]"' for extra in names}
     of_pytorch = {"pip install torch --index-url https://download.pytorch.org/whl/cpu"}
     assert told and set(told) <= {*run, *tested_together, *of_pytorch}

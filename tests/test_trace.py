@@ -786,6 +786,19 @@ def test_an_address_leads_to_a_step_and_a_sequence(make_llm, tmp_path):
     assert 'id="follow-card" hidden' in dom
 
 
+@needs_chromium
+def test_the_page_tells_after_which_tokens_a_state_was_kept(get_checkpoint, tmp_path):
+    path = tmp_path / "run.html"
+    options = dict(dtype="float32", num_kvcache_blocks=64, kvcache_block_size=16)
+    with LLM(get_checkpoint("qwen3.5").folder, trace=path, **options) as llm:
+        llm.generate([PROMPTS[6]], greedy(4), use_tqdm=False)
+    # The last token that was chosen has not passed the model.
+    kept = len(PROMPTS[6]) + 4 - 1
+    assert f"for later prompts, after {kept} tokens" in shown_text(
+        browse(path, "sequence=0"), "follow"
+    )
+
+
 def paused_run(make_llm, tmp_path: Path) -> tuple[int, list[Event]]:
     """Two requests, of which one is paused for a while: its id, and the events."""
     llm = make_llm(trace=tmp_path / "run.jsonl")

@@ -9,7 +9,7 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.bench.engines import device_name, versions
@@ -37,7 +37,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "graph": dict(),
 }
 SHOWN_US = 400.0  # how much of a step the lanes of kernels show
-SHOWN_OF_LANES = 0.01  # seconds that the lanes of host and device show
 NO_KERNELS = "Memcpy", "Memset", "Activity", "Context", "Event", "Stream"
 NAME = 60  # characters of a kernel's name that are kept
 
@@ -119,12 +118,14 @@ def host_figures(events: list[Event], num_seqs: int) -> dict[str, float]:
     return {name: round(1e6 * median(values), 1) for name, values in found.items()}
 
 
-def profile_steps(one: Measured, num_steps: int) -> list[tuple[float, float, str]]:
-    """Profile decode steps of one sequence.
+def profile_steps(one: Measured, num_seqs: int, num_steps: int) -> tuple[list, list[Event], float]:
+    """Profile decode steps of `num_seqs` sequences.
 
-    Returns the kernels as (begin, elapsed time, name), in microseconds.
+    Returns the kernels as (begin, microseconds, name) on the trace's clock, in microseconds, the
+    trace's events, and the time at which the profiled steps begin.
     """
-    one.add(1, 128, num_steps + 24)
+    one.restart()
+    one.add(num_seqs, 128, num_steps + 24)
     for _ in range(12):
         one.llm.step()
     on_gpu = torch.cuda.is_available()
@@ -132,40 +133,39 @@ def profile_steps(one: Measured, num_steps: int) -> list[tuple[float, float, str
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities) as profiler:
+        with record_function("mark"):
+            mark = one.recorder.now()
         for _ in range(num_steps):
             one.llm.step()
         if on_gpu:
             torch.cuda.synchronize()
-    one.finish()
-    return sorted(
-        (event.time_range.start, event.time_range.elapsed_us(), event.name)
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(NO_KERNELS)
-    )
+    events = one.finish()
+    found = profiler.events()
+    origin = next(event.time_range.start for event in found if event.name == "mark")
+    kernels = [
+        (1e6 * mark + event.time_range.start - origin, event.time_range.elapsed_us(), event.name)
+        for event in found
+        if event.device_type == DeviceType.CUDA and event.name != "mark"
+    ]
+    kernels = [kernel for kernel in kernels if not kernel[2].startswith(NO_KERNELS)]
+    return sorted(kernels), events, mark
 
 
-def busy_time(kernels: list[tuple[float, float, str]]) -> float:
-    """Return how long any of the kernels ran: one may begin before the one before it has ended."""
-    busy, until = 0.0, 0.0
-    for begin, elapsed, _ in kernels:
-        busy += max(0.0, begin + elapsed - max(begin, until))
-        until = max(until, begin + elapsed)
-    return busy
-
-
-def one_sequence(one: Measured, name: str) -> dict[str, Any]:
+def one_sequence(one: Measured, folder: Path, name: str) -> dict[str, Any]:
     """Measure the decode of one sequence, and profile its kernels: chapter 10."""
     few = name == "plain"
     found: dict[str, Any] = host_figures(one.run(1, 128, 24 if few else 256), 1)
+    if name == "graph":
+        (folder / "10.jsonl").write_text(make_jsonl(one.run(1, 128, 24)))
     num_steps = 4 if few else 8
-    kernels = profile_steps(one, num_steps)
+    kernels, _, _ = profile_steps(one, 1, num_steps)
     per_step = round(len(kernels) / num_steps)
     found["kernels"] = len(kernels) / num_steps
     if not kernels:
         return found
     first = per_step * (num_steps // 2)
     step = kernels[first : first + per_step]
-    found["busy_us"] = round(busy_time(step), 1)
+    found["device_us"] = round(sum(elapsed for _, elapsed, _ in step), 1)
     found["span_us"] = round(step[-1][0] + step[-1][1] - step[0][0], 1)
     names = sorted({kernel[2][:NAME] for kernel in step})
     found["names"] = names
@@ -184,71 +184,38 @@ def overlap_lanes(one: Measured, num_seqs: int = 64) -> dict[str, Any]:
     for name, overlap in (("without", False), ("with", True)):
         one.engine.overlap = overlap  # no step is in flight: all requests have ended
         found[name] = host_figures(one.run(num_seqs, 128, 128), num_seqs)
-        with replay_times(one) as replays:
-            steps = decode_steps(one.run(num_seqs, 128, 64), num_seqs)
-        steps = steps[len(steps) // 2 :]
-        start = steps[0][0].time
+        kernels, events, mark = profile_steps(one, num_seqs, 8)
+        # Kernels with gaps of less than 5 us in between are one time of work.
+        busy: list[list[float]] = []
+        for begin, elapsed, _ in kernels:
+            if busy and begin - busy[-1][1] < 5:
+                busy[-1][1] = begin + elapsed
+            else:
+                busy.append([begin, begin + elapsed])
         host: list[tuple[str, int, float, float]] = []
-        for launched, committed, _ in steps:
-            planned = launched.time + launched.schedule_seconds
-            arrived = committed.time
-            host += [
-                ("schedule", launched.step, launched.time, planned),
-                ("launch", launched.step, planned, planned + launched.launch_seconds),
-                ("wait", launched.step, arrived - committed.wait_seconds, arrived),
-                ("commit", launched.step, arrived, arrived + committed.commit_seconds),
-            ]
+        for launched, committed, _ in decode_steps(events, num_seqs):
+            if not mark < launched.time < mark + 1:
+                continue
+            at = launched.time
+            spans = [("schedule", launched.schedule_seconds), ("launch", launched.launch_seconds)]
+            for part, seconds in spans:
+                host.append((part, launched.step, 1e6 * at, 1e6 * (at + seconds)))
+                at += seconds
+            at = committed.time
+            host.append(("wait", committed.step, 1e6 * (at - committed.wait_seconds), 1e6 * at))
+            host.append(("commit", committed.step, 1e6 * at, 1e6 * (at + committed.commit_seconds)))
+        start = min([span[2] for span in host] + [span[0] for span in busy])
+        end = start + 1e4  # 10 ms are more than a picture shows
         found[name]["host"] = [
-            [part, step, round(1e6 * (begin - start), 1), round(1e6 * (end - start), 1)]
-            for part, step, begin, end in sorted(host, key=lambda span: span[2])
-            if begin - start < SHOWN_OF_LANES
+            [part, step, round(begin - start, 1), round(stop - start, 1)]
+            for part, step, begin, stop in host
+            if begin < end
         ]
         found[name]["device"] = [
-            [round(1e6 * (begin - start), 1), round(1e6 * (end - start), 1)]
-            for begin, end in replays
-            if begin - start < SHOWN_OF_LANES and end > start
+            [round(begin - start, 1), round(stop - start, 1)] for begin, stop in busy if begin < end
         ]
     one.engine.overlap = default
     return found
-
-
-@contextmanager
-def replay_times(one: Measured) -> Iterator[list[tuple[float, float]]]:
-    """List when each replay of a graph began and ended on the device, on the trace's clock.
-
-    The list is filled at the end. A profiler would tell as much, but slow the host down.
-    """
-    times: list[tuple[float, float]] = []
-    graphs = getattr(one.engine.runner, "graphs", None)
-    if graphs is None:
-        yield times
-        return
-    replay, events = graphs.replay, []
-
-    def timed(key: Any) -> Any:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        left = replay(key)
-        end.record()
-        events.append((begin, end))
-        return left
-
-    origin = torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    origin.record()
-    origin.synchronize()
-    clock = perf_counter()
-    graphs.replay = timed
-    try:
-        yield times
-    finally:
-        del graphs.replay  # the method of the class shows again
-    torch.cuda.synchronize()
-    # The trace began anew after the origin.
-    shift = clock - (perf_counter() - one.recorder.now())
-    for begin, end in events:
-        spans = origin.elapsed_time(begin), origin.elapsed_time(end)
-        times.append((shift + spans[0] / 1e3, shift + spans[1] / 1e3))
 
 
 def decode_figures(one: Measured, counts: tuple[int, ...]) -> list[dict[str, float]]:
@@ -275,16 +242,13 @@ def prefill_figures(one: Measured, num_seqs: int) -> dict[str, float]:
     return dict(prompts=num_seqs, prompt_tokens=2048, seconds=round(min(times), 4))
 
 
-def write_traces(folder: Path, bandwidth: float | None) -> None:
-    """Write the traces of chapters 10 and 12, for which few blocks are enough."""
-    with measured(SMALL, folder, num_kvcache_blocks=96, max_num_seqs=64) as one:
-        (folder / "10.jsonl").write_text(make_jsonl(one.run(1, 128, 24)))
-        for _ in range(2):  # the first time is the warmup
-            one.restart(bandwidth=bandwidth)
-            for count in (1, 8, 64):
-                one.add(count, 128, 16)
-                events = one.finish()
-        (folder / "12.jsonl").write_text(make_jsonl(events))
+def growing_batch(one: Measured, bandwidth: float | None) -> list[Event]:
+    """Run 1, then 8, then 64 sequences of 16 tokens as one trace: chapter 12."""
+    one.restart(bandwidth=bandwidth)
+    for count in (1, 8, 64):
+        one.add(count, 128, 16)
+        one.finish()
+    return one.recorder.events.copy()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -327,16 +291,17 @@ def main(argv: list[str] | None = None) -> None:
             keep(f"{model} decode", lambda: {"steps": decode_figures(one, (1, 8, 64, 256))})
             keep(f"{model} prefill", lambda: prefill_figures(one, 64 if model == SMALL else 16))
             if model == SMALL:
-                keep("graph", lambda: one_sequence(one, "graph"))
+                keep("graph", lambda: one_sequence(one, folder, "graph"))
                 keep("overlap", lambda: overlap_lanes(one))
+                events = growing_batch(one, rates and rates[0])
+                (folder / "12.jsonl").write_text(make_jsonl(events))
 
     def form(name: str) -> None:
         with measured(SMALL, folder, **FORMS[name]) as one:
-            keep(name, lambda: one_sequence(one, name))
+            keep(name, lambda: one_sequence(one, folder, name))
 
     for part in (
         lambda: everything(SMALL),
-        lambda: write_traces(folder, rates and rates[0]),
         lambda: form("fused"),
         lambda: form("plain"),
         lambda: everything(LARGE),

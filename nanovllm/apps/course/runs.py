@@ -366,9 +366,11 @@ def cuda_graphs() -> Result:
         lines.append(f"adding {size:>9,} numbers: {median_ms(seconds):.4f} ms")
     for form, label in FORMS.items():
         found = measured.figures()[form]
+        # Kernels of a graph overlap, and should count once: they run without a gap.
+        running = min(found["device_us"], found["span_us"])
         lines.append(
             f"an H200, {label + ':':<21} {found['kernels']:5,.0f} run for "
-            f"{found['busy_us'] / 1000:.2f} ms, a token takes {found['step_us'] / 1000:5.2f} ms"
+            f"{running / 1000:.2f} ms, a token takes {found['step_us'] / 1000:5.2f} ms"
         )
     return Result(lines, [measured.trace(10)])
 
