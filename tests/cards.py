@@ -33,13 +33,17 @@ from nanovllm.backends.cuda.triton import (
     decode_attention,
     dispatch,
     elementwise,
+    gated_delta,
     linear,
     moe,
     packed_linear,
     prefill_attention,
     resampler,
     sampler,
+    short_conv,
 )
+from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
+from nanovllm.backends.cuda.triton.short_conv import Blocks
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.engine.model_runner import StepOutput
 from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
@@ -64,7 +68,10 @@ MAX_SPILLS = 32
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
+    ("gated_delta._pass_over_blocks_kernel", ""): 64,
 }
+# Cards whose tensor cores take operands from registers spill what this kernel holds (Triton 3.6).
+SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 1280}
 # float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases.
 FLOAT16 = (
     r"(decode 64|decode 512|decode 16 shared prefix|prefill short|prefill cached|prefill graph"
@@ -91,10 +98,10 @@ class Compiled(NamedTuple):
     @property
     def may_spill(self) -> int:
         """The bytes that a thread may spill."""
-        if self.card == 90:
-            for (kernel, part), most in SPILLS_ON_HOPPER.items():
-                if kernel == self.kernel and part in self.case:
-                    return most
+        exceptions = SPILLS_ON_HOPPER if self.card == 90 else SPILLS_ON_OTHERS
+        for (kernel, part), most in exceptions.items():
+            if kernel == self.kernel and part in self.case:
+                return most
         return MAX_SPILLS if self.case.startswith("prefill") else 0
 
     @property
@@ -227,6 +234,53 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"{name} {tokens} of 32 clamped", partial(run, tokens, 32, 4, 2880, 2880, clamped)
 
 
+def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of layers with a state: Gated DeltaNet, and the convolutions of LFM2."""
+    ints = new(4, dtype=torch.int64)
+    ends, tiles = new(5, dtype=torch.int32), new(8, 2, dtype=torch.int32)
+    in_graph = Blocks(ends, tiles, 8, 1)
+
+    def delta(tokens, key_heads, heads, size, blocks=None):
+        norm = dict(z=new(tokens, heads * size, dtype=dtype), norm_weight=new(size, dtype=dtype))
+        inputs = DeltaInputs(
+            new(tokens, (2 * key_heads + heads) * size, dtype=dtype),
+            new(tokens, 2 * heads, dtype=dtype),
+            *(new(heads, dtype=torch.float32) for _ in range(2)),
+            key_heads,
+            size,
+        )
+        state = new(9, heads, size, size, dtype=torch.float32)
+        options: dict[str, Any] = dict(eps=1e-6, out=new(tokens, heads * size, dtype=dtype)) | norm
+        if blocks is None:
+            gated_delta.delta_rule_token(inputs, state, ints, **options)
+        else:
+            gated_delta.delta_rule_chunks(inputs, state, ints, blocks, **options)
+
+    def convolution(width, gated, blocks=None):
+        channels = 512
+        args = (
+            new(4, 3 * channels if gated else channels, dtype=dtype),
+            new(channels, width, dtype=dtype),
+            new(channels, dtype=dtype) if gated else None,
+            new(9, width - 1, channels, dtype=dtype),
+            ints,
+        )
+        options: dict[str, Any] = dict(out=new(4, channels, dtype=dtype), gated=gated)
+        options["silu"] = not gated
+        if blocks is None:
+            short_conv.convolve_token(*args, **options)
+        else:
+            short_conv.convolve_chunks(*args, blocks, **options)
+
+    for tokens in (4, 64):
+        yield f"decode delta rule {tokens}", partial(delta, tokens, 16, 32, 128)
+    for name, blocks in (("", in_graph._replace(tiles=None)), (" graph", in_graph)):
+        yield f"prefill delta rule{name}", partial(delta, 4, 16, 32, 128, blocks)
+    for width, gated in ((4, False), (3, True)):
+        yield f"decode convolution {width}", partial(convolution, width, gated)
+        yield f"prefill convolution {width}", partial(convolution, width, gated, in_graph)
+
+
 def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of norms, activations, rotations, sums over ranks and decode inputs."""
 
@@ -237,6 +291,7 @@ def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         elementwise.norm_add_norm(x, x, after=weight, weight=weight, eps=1e-6, zero_centered=True)
         elementwise.activate_and_mul(x)
         elementwise.activate_and_mul(x, gelu=True)
+        elementwise.multiply_by_sigmoid(x, x)
 
     def rotation(head_dim, normed, interleaved):
         weight = new(head_dim, dtype=dtype) if normed else None
@@ -317,7 +372,8 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     for head_dim in (64, 128, 256):
         for name, run in attention_cases(dtype, head_dim):
             yield f"{name}, heads of {head_dim}", run
-    for make in (linear_cases, packed_cases, moe_cases, small_cases, sampling_cases):
+    makers = linear_cases, packed_cases, moe_cases, recurrent_cases, small_cases, sampling_cases
+    for make in makers:
         yield from make(dtype)
 
 

@@ -22,10 +22,12 @@ from nanovllm.backends.cuda.triton import (
     decode_gemm,
     dispatch,
     elementwise,
+    gated_delta,
     gemv,
     moe,
     packed_linear,
     sampler,
+    short_conv,
 )
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
@@ -109,6 +111,21 @@ def run_all() -> None:
     elementwise.add_rms_norm(x, x.clone(), weight=weight, eps=1e-6)
     elementwise.norm_add_norm(x, x.clone(), after=weight, weight=weight, eps=1e-6)
     elementwise.activate_and_mul(x)
+    elementwise.multiply_by_sigmoid(x, x.clone())
+    short_conv.convolve_token(
+        x, new(HIDDEN, 4), new(HIDDEN), new(4, 3, HIDDEN), ints, out=x.clone(), silu=True
+    )
+    gates = torch.zeros(2, 4)
+    delta = gated_delta.DeltaInputs(new(rows, 8 * HEAD_DIM), new(rows, 8), *gates, 2, HEAD_DIM)
+    gated_delta.delta_rule_token(
+        delta,
+        torch.zeros(4, 4, HEAD_DIM, HEAD_DIM),
+        ints,
+        z=new(rows, 4 * HEAD_DIM),
+        norm_weight=new(HEAD_DIM),
+        eps=1e-6,
+        out=new(rows, 4 * HEAD_DIM),
+    )
     heads = new(rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     cache = KVCache(new(4, 16, KV_HEADS, HEAD_DIM), new(4, 16, KV_HEADS, HEAD_DIM))
     elementwise.qk_norm_rope_store(

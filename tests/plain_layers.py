@@ -3,9 +3,11 @@ signatures.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers import attention
+from nanovllm.layers import attention, gated_delta, short_conv
+from nanovllm.layers.gated_delta import GatedRMSNorm
 from nanovllm.layers.mlp import GatedMLP, gelu_tanh
 from nanovllm.layers.moe import MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
@@ -116,3 +118,59 @@ def qk_norm_rope_store(
 
 def decode_inputs(slots, state):
     return state.advance(slots)
+
+
+def multiply_by_sigmoid(x, gate):
+    return x * torch.sigmoid(gate)
+
+
+def convolve_token(x, weight, bias, state, rows, *, out, silu=False, gated=False):
+    out[:] = convolve(short_conv.convolve_token, x, silu, gated, weight, bias, state, rows)
+
+
+def convolve_chunks(x, weight, bias, state, rows, blocks, *, out, silu=False, gated=False):
+    tokens, starts = chunks_of(blocks)
+    args = weight, bias, state, rows, starts
+    out[tokens] = convolve(short_conv.convolve_chunks, x[tokens], silu, gated, *args)
+
+
+def convolve(function, x, silu, gated, weight, *args):
+    """A convolution, and what stands around it in Gated DeltaNet or in LFM2."""
+    after = None
+    if gated:
+        before, after, x = x.chunk(3, dim=1)
+        x = before * x
+    out = function(x, weight, *args)
+    if silu:
+        out = F.silu(out)
+    return out if after is None else after * out
+
+
+def chunks_of(blocks):
+    """The tokens of all chunks, and where each starts among them."""
+    return slice(int(blocks.starts[0]), int(blocks.starts[-1])), blocks.starts - blocks.starts[0]
+
+
+def delta_rule_token(inputs, state, rows, *, z, norm_weight, eps, out):
+    rule = gated_delta.delta_rule_token
+    out[:] = delta_rule(rule, inputs, z, norm_weight, eps, state, rows)
+
+
+def delta_rule_chunks(inputs, state, rows, blocks, *, z, norm_weight, eps, out):
+    tokens, starts = chunks_of(blocks)
+    rule, inputs = gated_delta.delta_rule_chunks, inputs.rows(tokens)
+    out[tokens] = delta_rule(rule, inputs, z[tokens], norm_weight, eps, state, rows, starts)
+
+
+def delta_rule(rule, inputs, z, norm_weight, eps, state, *args):
+    """Gated DeltaNet from its convolution to its norm."""
+    heads, key_dim, value_dim = state.shape[1:]
+    keys = inputs.num_key_heads * key_dim
+    q, k, v = inputs.qkv.split([keys, keys, heads * value_dim], dim=1)
+    q, k = (x.unflatten(1, (-1, key_dim)) for x in (q, k))
+    b, a = inputs.ba.chunk(2, dim=1)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    g = -inputs.A_log.to(wide).exp() * F.softplus(a.to(wide) + inputs.dt_bias)
+    v, z = (x.unflatten(1, (-1, value_dim)) for x in (v, z))
+    out = rule(q, k, v, g, b.sigmoid(), state, *args)
+    return with_weights(GatedRMSNorm(value_dim, eps), weight=norm_weight)(out, z).flatten(1)

@@ -21,14 +21,17 @@ from transformers import (
     Glm4Config,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -39,6 +42,7 @@ from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, FusedGatedMLP, fuse
+from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import Integers, Quantization
@@ -66,6 +70,13 @@ SIZES = dict(
 )
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = SIZES | dict(head_dim=12, pad_token_id=0, sliding_window=5, query_pre_attn_scalar=7)
+DELTA = SIZES | dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=32,
+)
 CONFIGS = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
@@ -100,6 +111,16 @@ CONFIGS = {
     "smollm3": SmolLM3Config(**SIZES | dict(pad_token_id=0, no_rope_layers=[1, 0, 1])),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=MIXED),
     "gemma2": Gemma2Config(**GEMMA, layer_types=MIXED, attn_logit_softcapping=2.0),
+    "qwen3.5": Qwen3_5TextConfig(**DELTA),
+    "qwen3-next": Qwen3NextConfig(
+        **DELTA | dict(linear_num_key_heads=1), mlp_only_layers=[0, 1, 2]
+    ),
+    "lfm2": Lfm2Config(
+        **SIZES | dict(head_dim=8, pad_token_id=0),
+        full_attn_idxs=[1],
+        conv_bias=True,
+        block_multiple_of=8,
+    ),
     "granite": GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0),
 }
 TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
@@ -305,6 +326,10 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     monkeypatch.setattr(
         fused_layers, "linear", lambda x, weight, bias, out=None: F.linear(x, weight, bias)
     )
+    monkeypatch.setattr(fused_layers, "multiply_by_sigmoid", plain.multiply_by_sigmoid)
+    for module, kind in ((gated_delta, "delta_rule"), (short_conv, "convolve")):
+        for name in (f"{kind}_token", f"{kind}_chunks"):
+            monkeypatch.setattr(module, name, getattr(plain, name))
     monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)
     monkeypatch.setattr(overlapped_decoder, "MICRO_BATCH_ROWS", 4)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from model_helpers import BLOCK_SIZE, load, make_checkpoint
-from test_fused_layers import SIZES
+from test_fused_layers import CONFIGS, SIZES
 from torch import nn
 from transformers import Gemma2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -20,8 +20,11 @@ from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.engine.batch_state import BatchState
+from nanovllm.engine.recurrent_state import RecurrentState
+from nanovllm.engine.snapshots import StateRows
 from nanovllm.layers.attention import AttentionOptions, KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
+from nanovllm.layers.recurrent import RecurrentLayer
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter"),
@@ -56,6 +59,20 @@ def experts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     sizes = SIZES | dict(moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
     make_checkpoint(folder, Qwen3MoeConfig(**sizes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def delta_nets(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("delta")
+    make_checkpoint(folder, CONFIGS["qwen3.5"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def convolutions(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("convolutions")
+    make_checkpoint(folder, CONFIGS["lfm2"])
     return folder
 
 
@@ -98,6 +115,7 @@ class Step:
                 self.state.block_tables[slots[decodes:]],
             ),
             logits_indices=torch.tensor([total - 1, 0]),
+            state_rows=slots,
         )
         self.caches = []
         for layer in model.modules():
@@ -105,6 +123,12 @@ class Step:
                 shape = (2, count * WIDTH, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
                 layer.kv_cache = KVCache(*torch.randn(shape, generator=generator))
                 self.caches.append(layer.kv_cache)
+        layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
+        self.recurrent = RecurrentState(layers, torch.device("cpu"))
+        self.recurrent.allocate(StateRows(SLOTS, 2))
+        for layer in layers:
+            layer.state.normal_(generator=generator)
+        self.states = [layer.state for layer in layers]
 
 
 @torch.inference_mode()
@@ -131,7 +155,13 @@ def test_a_padded_step_keeps_to_windows_and_caps(gemma, monkeypatch):
     compare(gemma, [20, 3, 15, 0], 2, [11, 9], monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["folder", "experts"])
+@pytest.mark.parametrize("name", ["delta_nets", "convolutions"])
+def test_a_padded_step_updates_the_states_of_its_sequences_alone(name, request, monkeypatch):
+    compare(request.getfixturevalue(name), [0, 9, 3], 0, [20, 1, 8], monkeypatch)
+    compare(request.getfixturevalue(name), [3, 20, 12, 0, 6], 3, [11, 2], monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["folder", "experts", "delta_nets", "convolutions"])
 def test_what_lies_in_the_memory_of_padding_changes_no_result(name, request, monkeypatch):
     """No kernel of attention writes rows of padding. Experts are the one layer that looks at all
     rows at once.
@@ -155,12 +185,16 @@ def compare(folder, cached, decodes, chunks, monkeypatch):
     model = load(folder)
     fuse(model, TRITON)
     step = Step(model, cached, decodes, chunks)
-    padded = PaddedInputs(step.state, step.slots, [32, 64])
+    before = [state.clone() for state in step.states]
+    padded = PaddedInputs(step.state, step.slots, [32, 64], step.recurrent if before else None)
     for one in (Step(model, [0, 30], 0, [30, 9]), step):  # another step was there before
         shape = padded.shape_for(one.metadata)
         padded.fill(one.token_ids, one.positions, one.metadata, one.chunk_slots, shape[0])
-    for layer, cache in zip(model.model.layers, step.caches):
-        layer.self_attn.kv_cache = cache
+    attention = [layer for layer in model.modules() if isinstance(layer, SelfAttention)]
+    for layer, cache in zip(attention, step.caches):
+        layer.kv_cache = cache
+    for layer, state in zip(step.recurrent.layers, step.states):
+        layer.state = state
     size, rows = shape
     assert size in (32, 64) and size >= len(step.token_ids)
     assert rows == (0 if not decodes else 4 if decodes <= 4 else SLOTS)
@@ -169,6 +203,29 @@ def compare(folder, cached, decodes, chunks, monkeypatch):
     for mine, plains in zip(step.caches, plain.caches):
         torch.testing.assert_close(mine.k, plains.k, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.v, plains.v, rtol=1e-4, atol=1e-4)
+    ours = step.metadata.state_rows
+    others = [row for row in range(SLOTS + 4) if row not in ours and row != SLOTS]
+    for mine, plains, old in zip(step.states, plain.states, before):
+        torch.testing.assert_close(mine[ours], plains[ours], rtol=1e-4, atol=1e-4)
+        assert torch.equal(mine[others], old[others])
+
+
+def test_cleared_buffers_hold_a_step_that_changes_nothing(delta_nets):
+    """Whatever larger step they held before: graphs are captured with them."""
+    model = load(delta_nets)
+    fuse(model, TRITON)
+    step = Step(model, [0, 30], 0, [30, 9])
+    padded = PaddedInputs(step.state, step.slots, [32, 64], step.recurrent)
+    padded.fill(step.token_ids, step.positions, step.metadata, step.chunk_slots, 64)
+    padded.clear()
+    tensors = [*step.states, *[x for cache in step.caches for x in (cache.k, cache.v)]]
+    before = [x.clone() for x in tensors]
+    run(model, padded.token_ids[:32], padded.positions[:32], padded.metadata(32, 4))
+    rows = [row for row in range(SLOTS + 4) if row != SLOTS]
+    for x, old in zip(tensors[: len(step.states)], before):
+        assert torch.equal(x[rows], old[rows])
+    for x, old in zip(tensors[len(step.states) :], before[len(step.states) :]):
+        assert torch.equal(x, old)
 
 
 def test_a_step_too_large_for_every_size_or_busy_with_attention_is_launched_as_it_is(folder):
@@ -206,9 +263,7 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     class Layer:
         def __init__(self, window, mlp, sinks=None):
             options = AttentionOptions(1.0, window, sinks=sinks)
-            self.self_attn = SimpleNamespace(
-                options=options, rotary=None, head_dim=64, num_kv_heads=2
-            )
+            self.mixer = SimpleNamespace(options=options, rotary=None, head_dim=64, num_kv_heads=2)
             self.mlp = mlp
 
     def found(*kinds):

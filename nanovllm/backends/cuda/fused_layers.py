@@ -17,10 +17,16 @@ from torch import Tensor, nn
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
 from nanovllm.backends.cuda.fused_quantised import FusedQuantised, use_packed_kernels
+from nanovllm.backends.cuda.fused_recurrent import (
+    FUSED_RECURRENT,
+    FusedGatedConvolution,
+    FusedGatedDeltaNet,
+)
 from nanovllm.backends.cuda.triton import moe
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
 from nanovllm.backends.cuda.triton.elementwise import (
     add_rms_norm,
+    multiply_by_sigmoid,
     norm_add_norm,
     qk_norm_rope_store,
     rms_norm,
@@ -31,11 +37,14 @@ from nanovllm.backends.quantised.layers import Quantised
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
+from nanovllm.layers.gated_attention import GatedSelfAttention
+from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    SensitiveLinear,
     StackedLinear,
 )
 from nanovllm.layers.mlp import GatedMLP, gelu_tanh
@@ -48,8 +57,9 @@ from nanovllm.layers.partial_rotary import (
 )
 from nanovllm.layers.rotary import QueryScalingRotaryEmbedding, RotaryEmbedding
 from nanovllm.models.granite import GraniteLayer
+from nanovllm.models.lfm2 import ConvolutionLayer, GatedConvolution
 from nanovllm.models.post_norm import PostNormLayer, SandwichNormLayer
-from nanovllm.models.transformer import Decoder, DecoderLayer
+from nanovllm.models.transformer import Decoder, DecoderLayer, LinearAttentionLayer
 
 MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 
@@ -99,7 +109,7 @@ class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
 
 
 class FusedLinear(StackedLinear):
-    """The products of the fused linear layers: a base class that comes before the plain one."""
+    """The products of fused linear layers. In its subclasses it comes before the plain layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
@@ -110,6 +120,10 @@ class FusedLinear(StackedLinear):
 
 
 class FusedReplicatedLinear(FusedLinear, ReplicatedLinear):
+    pass
+
+
+class FusedSensitiveLinear(FusedLinear, SensitiveLinear):
     pass
 
 
@@ -176,8 +190,19 @@ class FusedSelfAttention(SelfAttention):
         """
         return type(plain.rotary) in ROTARIES and plain.head_dim <= MAX_HEAD_DIM
 
+    @property
+    def output_proj(self) -> FusedRowParallelLinear:
+        return self.o_proj
+
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.o_proj(self.heads(self.qkv_proj(x), positions))
+        return self.o_proj(self.mix(self.project(x), positions))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (self.qkv_proj(x),)
+
+    def mix(self, projected: tuple[Tensor, ...], positions: Tensor) -> Tensor:
+        (qkv,) = projected
+        return self.heads(qkv, positions)
 
     def heads(self, qkv: Tensor, positions: Tensor) -> Tensor:
         """Compute the heads' results from qkv, overwriting it: [T, (H + 2G) D] -> [T, H D]."""
@@ -225,6 +250,16 @@ class FusedSelfAttention(SelfAttention):
             kv = self.prefill_kv(k[rows], v[rows], prefill)
             self.backend.prefill(q[rows], kv, prefill, self.options, out=out[rows])
         return out
+
+
+class FusedGatedSelfAttention(FusedSelfAttention, GatedSelfAttention):
+    """Fused self-attention that multiplies its heads' results by gates in one more kernel."""
+
+    def mix(self, projected: tuple[Tensor, ...], positions: Tensor) -> Tensor:
+        (qkv_and_gate,) = projected  # [T, (2H + 2G) D]
+        width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        qkv, gate = qkv_and_gate.tensor_split([width], dim=1)
+        return multiply_by_sigmoid(self.heads(qkv, positions), gate)
 
 
 class FusedGatedMLP(GatedMLP):
@@ -286,9 +321,14 @@ class FusedMixtureOfExperts(MixtureOfExperts):
 
 
 class FusedLayer(nn.Module):
-    """A layer that FusedDecoder runs part by part. Its own forward is the plain layer's."""
+    """A layer that FusedDecoder runs part by part. Its own forward is the plain layer's.
 
-    self_attn: Any  # FusedSelfAttention
+    Its mixer is the part in which tokens meet others: attention, or a layer with a state. A mixer
+    has three parts: `project` computes each token by itself; `mix` takes the projections of all
+    tokens; then comes `output_proj`.
+    """
+
+    mixer_name = "self_attn"
     mlp: Any  # FusedGatedMLP or FusedMixtureOfExperts
 
     # The names of the norms before attention, after attention, before the MLP and after the MLP.
@@ -300,13 +340,19 @@ class FusedLayer(nn.Module):
     def suits(cls, plain: nn.Module) -> bool:
         """Tell whether the layer's parts are fused and its norms are of one kind."""
         norms = [getattr(plain, name) for name in cls.norm_names if name]
+        mixer = getattr(plain, cls.mixer_name)
         return (
-            type(plain.self_attn) is FusedSelfAttention
-            and isinstance(plain.self_attn.o_proj, FusedRowParallelLinear)
+            isinstance(mixer, (FusedSelfAttention, *FUSED_RECURRENT))
+            and isinstance(mixer.output_proj, FusedRowParallelLinear)
             and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
             and all(isinstance(norm, FusedRMSNorm) for norm in norms)
             and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1
         )
+
+    @property
+    def mixer(self) -> Any:
+        """A FusedSelfAttention, or one of FUSED_RECURRENT."""
+        return getattr(self, self.mixer_name)
 
     def prepare(self) -> None:
         """Collect the norms. Called once, when the layer and its parts have become fused ones."""
@@ -319,6 +365,20 @@ class FusedDecoderLayer(FusedLayer, DecoderLayer):
     norm_names = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
+class FusedLinearAttentionLayer(FusedLayer, LinearAttentionLayer):
+    """A pre-norm layer with a recurrent layer in the place of attention."""
+
+    mixer_name = "linear_attn"
+    norm_names = FusedDecoderLayer.norm_names
+
+
+class FusedConvolutionLayer(FusedLayer, ConvolutionLayer):
+    """A pre-norm layer with a convolution in the place of attention."""
+
+    mixer_name = "conv"
+    norm_names = FusedDecoderLayer.norm_names
+
+
 class FusedGraniteLayer(FusedLayer, GraniteLayer):
     """A pre-norm layer whose output projections multiply their results."""
 
@@ -327,7 +387,7 @@ class FusedGraniteLayer(FusedLayer, GraniteLayer):
 
     def prepare(self) -> None:
         super().prepare()
-        self.self_attn.o_proj.multiplier = self.mlp.down_proj.multiplier = self.multiplier
+        self.mixer.output_proj.multiplier = self.mlp.down_proj.multiplier = self.multiplier
 
 
 class FusedSandwichNormLayer(FusedLayer, SandwichNormLayer):
@@ -378,12 +438,12 @@ class FusedDecoder(Decoder):
         residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
         x = self.first_norm(layers)(residual)
         for layer, next_norm in zip(layers, self.following_norms(layers)):
-            heads = layer.self_attn.heads(layer.self_attn.qkv_proj(x), positions)
+            mixed = layer.mixer.mix(layer.mixer.project(x), positions)
             if layer is layers[-1] and indices is not None:
                 # No token attends to the last layer's result, so only the wanted rows are computed.
-                x, residual = self.finish_layer(layer, heads[indices], residual[indices], next_norm)
+                x, residual = self.finish_layer(layer, mixed[indices], residual[indices], next_norm)
             else:
-                x, residual = self.finish_layer(layer, heads, residual, next_norm, out=x)
+                x, residual = self.finish_layer(layer, mixed, residual, next_norm, out=x)
         return x
 
     def first_norm(self, layers: Sequence[FusedLayer]) -> Callable[[Tensor], Tensor]:
@@ -397,17 +457,17 @@ class FusedDecoder(Decoder):
     def finish_layer(
         self,
         layer: FusedLayer,
-        heads: Tensor,
+        mixed: Tensor,
         residual: Tensor,
         next_norm: FusedRMSNorm | None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run what follows attention: heads [T, H D], residual [T, hidden] -> (normed, residual).
+        """Run what follows a layer's `mix`, from its result on. Returns (normed, residual).
 
         `out` [T, hidden]: memory that intermediate results may take.
         """
         _, after_attention, before_mlp, after_mlp = layer.norms
-        x = layer.self_attn.o_proj.partial(heads, out)
+        x = layer.mixer.output_proj.partial(mixed, out)
         x, residual = self.add_and_norm(x, residual, after_attention, before_mlp)
         return self.add_and_norm(layer.mlp.partial(x), residual, after_mlp, next_norm)
 
@@ -458,16 +518,18 @@ def layers_of_dry_run(layers: list[FusedLayer]) -> list[FusedLayer]:
     """List the first layer of each kind, and the last layer, in their order."""
     first: dict[tuple, FusedLayer] = {}
     for layer in layers:
-        first.setdefault((kind_of(layer.self_attn), type(layer.mlp)), layer)
+        first.setdefault((kind_of(layer.mixer), type(layer.mlp)), layer)
     return list(dict.fromkeys([*first.values(), layers[-1]]))
 
 
-def kind_of(attention: SelfAttention) -> tuple:
-    """Return what decides, in one model, which kernels a layer's attention launches."""
-    options = attention.options
+def kind_of(mixer: Any) -> tuple:
+    """Return what decides, in one model, which kernels a layer's mixer launches."""
+    if isinstance(mixer, FUSED_RECURRENT):
+        return (type(mixer),)
+    options = mixer.options
     has_sinks = options.sinks is not None
-    sizes = attention.head_dim, attention.num_kv_heads
-    return *sizes, options.window, options.softcap, has_sinks, type(attention.rotary)
+    sizes = mixer.head_dim, mixer.num_kv_heads
+    return *sizes, options.window, options.softcap, has_sinks, type(mixer.rotary)
 
 
 ROTARIES = (
@@ -480,15 +542,22 @@ ROTARIES = (
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
     ZeroCenteredRMSNorm: FusedZeroCenteredRMSNorm,
+    StackedLinear: FusedLinear,
     ReplicatedLinear: FusedReplicatedLinear,
+    SensitiveLinear: FusedSensitiveLinear,
     MergedColumnParallelLinear: FusedMergedColumnParallelLinear,
     QKVParallelLinear: FusedQKVParallelLinear,
     RowParallelLinear: FusedRowParallelLinear,
     ParallelLMHead: FusedLMHead,
     SelfAttention: FusedSelfAttention,
+    GatedSelfAttention: FusedGatedSelfAttention,
+    GatedDeltaNet: FusedGatedDeltaNet,
+    GatedConvolution: FusedGatedConvolution,
     GatedMLP: FusedGatedMLP,
     MixtureOfExperts: FusedMixtureOfExperts,
     DecoderLayer: FusedDecoderLayer,
+    LinearAttentionLayer: FusedLinearAttentionLayer,
+    ConvolutionLayer: FusedConvolutionLayer,
     GraniteLayer: FusedGraniteLayer,
     SandwichNormLayer: FusedSandwichNormLayer,
     PostNormLayer: FusedPostNormLayer,

@@ -36,14 +36,15 @@ class OverlappedDecoder(FusedDecoder):
         residuals = list(self.embed_tokens(input_ids).tensor_split(count))
         micro_batches: Iterator[Tensor] = map(self.first_norm(layers), residuals)
         for layer, next_norm in zip(layers, self.following_norms(layers)):
-            attention = layer.self_attn
-            qkv = torch.cat([attention.qkv_proj(x) for x in micro_batches])
-            heads = attention.heads(qkv, positions)
+            mixer = layer.mixer
+            parts = zip(*[mixer.project(x) for x in micro_batches])
+            mixed = mixer.mix(tuple([torch.cat(part) for part in parts]), positions)
             if layer is layers[-1] and indices is not None:
                 residual = torch.cat(residuals)[indices]
-                return self.finish_layer(layer, heads[indices], residual, next_norm)[0]
+                return self.finish_layer(layer, mixed[indices], residual, next_norm)[0]
             _, after_attention, before_mlp, after_mlp = layer.norms
-            sums = [self.begin_sum(attention.o_proj.partial(x)) for x in heads.tensor_split(count)]
+            output_proj = mixer.output_proj
+            sums = [self.begin_sum(output_proj.partial(x)) for x in mixed.tensor_split(count)]
             micro_batches = self.finish_sums(sums, residuals, after_attention, before_mlp)
             sums = [self.begin_sum(layer.mlp.partial(x)) for x in micro_batches]
             micro_batches = self.finish_sums(sums, residuals, after_mlp, next_norm)

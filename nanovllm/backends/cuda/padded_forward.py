@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nanovllm.backends.cuda.cuda_graph import size_for
 from nanovllm.backends.cuda.triton.prefill_attention import BLOCK_M, TiledPrefill, tile_queries
 from nanovllm.engine.batch_state import BatchState
+from nanovllm.engine.recurrent_state import RecurrentState
 from nanovllm.layers.context import AttentionMetadata
 
 SIZES = (32, 64, 128, 256, 384, 512, 768, *range(1024, 8193, 256))
@@ -44,11 +45,19 @@ class PaddedInputs:
     """The fixed buffers that hold the inputs of a padded forward pass.
 
     The runner keeps `slots` [S]: the batch slots that decode, then padding. `sizes` are the numbers
-    of tokens to pad to, ascending.
+    of tokens to pad to, ascending. `recurrent` is the state of recurrent layers; None: the model
+    has no such layers.
     """
 
-    def __init__(self, state: BatchState, slots: Tensor, sizes: list[int]) -> None:
+    def __init__(
+        self,
+        state: BatchState,
+        slots: Tensor,
+        sizes: list[int],
+        recurrent: RecurrentState | None = None,
+    ) -> None:
         self.state, self.slots, self.sizes = state, slots, sizes
+        self.recurrent = recurrent
         self.max_num_seqs = len(slots)
         with slots.device:
             self.token_ids = torch.zeros(sizes[-1], dtype=torch.int64)
@@ -104,6 +113,14 @@ class PaddedInputs:
         self.indices[: len(indices)] = indices
         self.indices[len(indices) :] = 0
 
+    def clear(self) -> None:
+        """Leave no tokens and no chunks in the buffers: a step of them changes nothing."""
+        self.slot_mapping.fill_(-1)
+        self.cu_seqlens_q.zero_()
+        self.cu_seqlens_k.zero_()
+        self.chunk_slots.fill_(self.state.padding_slot)
+        self.indices.zero_()  # those of a larger step may lie outside a smaller one
+
     def metadata(self, size: int, decodes: int) -> AttentionMetadata:
         """Describe the buffers' contents as a step of `size` tokens, `decodes` of them decoding."""
         state, slots = self.state, self.slots[:decodes]
@@ -116,6 +133,11 @@ class PaddedInputs:
             block_tables=state.block_tables[self.chunk_slots],
             query_tiles=tile_queries(self.cu_seqlens_q, count),
         )
+        state_rows = None
+        if self.recurrent is not None:
+            # There are no more chunks: see shape_for. Kernels have programs for each row.
+            chunk_slots = self.chunk_slots[: size // TOKENS_OF_A_CHUNK]
+            state_rows = self.recurrent.rows_of(torch.cat((slots, chunk_slots)))
         return AttentionMetadata(
             self.slot_mapping[:size],
             decodes,
@@ -123,4 +145,5 @@ class PaddedInputs:
             state.block_tables[slots],
             prefill=prefill,
             logits_indices=self.indices[: min(size, self.max_num_seqs)],
+            state_rows=state_rows,
         )

@@ -31,6 +31,7 @@ from nanovllm.backends.cuda.fused_layers import (
     fuse,
     kind_of,
 )
+from nanovllm.backends.cuda.fused_recurrent import FUSED_RECURRENT, warmup_recurrent
 from nanovllm.backends.cuda.memory_budget import MemoryBudget
 from nanovllm.backends.cuda.overlapped_decoder import (
     MIN_ROWS,
@@ -48,8 +49,10 @@ from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.layers.attention import PagedKV, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
+from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models.lfm2 import GatedConvolution
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.models.transformer import CausalLM
 
@@ -161,6 +164,9 @@ class CUDAModelRunner(ModelRunner):
             self.resampler.warmup(output)
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
             self._run_attention(layer)
+        recurrent = [layer for layer in self.model.modules() if isinstance(layer, FUSED_RECURRENT)]
+        for mixer in {type(mixer): mixer for mixer in recurrent}.values():
+            warmup_recurrent(mixer)
         mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
         for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
             mlp.warmup()
@@ -205,10 +211,11 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            # Plain attention and plain experts wait for the device, which a graph cannot hold.
+            # Plain attention, plain experts and plain recurrent layers wait for the device, which a
+            # graph cannot hold.
             is_plain = self._backend is PLAIN_BACKEND or any(
-                isinstance(module, MixtureOfExperts)
-                and not isinstance(module, FusedMixtureOfExperts)
+                isinstance(module, (MixtureOfExperts, GatedDeltaNet, GatedConvolution))
+                and not isinstance(module, (FusedMixtureOfExperts, *FUSED_RECURRENT))
                 for module in self.model.modules()
             )
             if not is_plain and not self.config.enforce_eager:
@@ -243,7 +250,8 @@ class CUDAModelRunner(ModelRunner):
         if isinstance(decoder, OverlappedDecoder):
             most = min(most, MIN_ROWS - 1)  # steps with overlapped all-reduces are no graphs
         sizes = sizes_for(decoder.layers[0], most)
-        return PaddedInputs(self.state, self._slots, sizes) if sizes else None
+        recurrent = self.recurrent if self.has_state else None
+        return PaddedInputs(self.state, self._slots, sizes, recurrent) if sizes else None
 
     def _count_bytes(self, block: int, least: int) -> int:
         return self._budget.num_bytes(block, least, self._run_largest_step, self._graph_bytes())
@@ -333,12 +341,18 @@ class CUDAModelRunner(ModelRunner):
             return self._run_padded_decode(count, shares)
         # Shared prefixes are rare: their graphs are captured when the first one comes.
         if ("decode", size, shares) not in graphs:
-            slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
-            self._slots.fill_(self.max_num_seqs)
-            self._capture_decode(size, shares)
-            self._slots.copy_(slots)
-            self._slots_hold = slots_hold
+            with self._slots_of_padding():
+                self._capture_decode(size, shares)
         return StepOutput(*(x[:count] for x in graphs.replay(("decode", size, shares))))
+
+    @contextmanager
+    def _slots_of_padding(self) -> Iterator[None]:
+        """Let no sequence decode in what runs inside the block."""
+        slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
+        self._slots.fill_(self.max_num_seqs)
+        yield
+        self._slots.copy_(slots)
+        self._slots_hold = slots_hold
 
     def _capture_decode(self, size: int, shares: bool = False) -> None:
         """Capture a decode step of `size` rows, after a dry run of it.
@@ -376,18 +390,19 @@ class CUDAModelRunner(ModelRunner):
             metadata = replace(metadata, logits_indices=F.pad(indices, (0, padding)))
             return super()._forward(token_ids, positions, metadata)
         assert self._chunk_slots is not None
-        padded.fill(token_ids, positions, metadata, self._chunk_slots, shape[0])
         # Most numbers of tokens never come: each is captured when it first comes.
         if ("forward", *shape) not in self.graphs:
-            self._capture_forward(*shape)
+            padded.clear()
+            with self._slots_of_padding():
+                self._capture_forward(*shape)
+        padded.fill(token_ids, positions, metadata, self._chunk_slots, shape[0])
         (hidden,) = self.graphs.replay(("forward", *shape))
         return hidden
 
     def _capture_forward(self, size: int, decodes: int) -> None:
         """Capture the forward pass of the padded inputs, after a dry run of it.
 
-        The dry run writes wrong values to the step's KV slots. The replay that follows overwrites
-        them with the right ones.
+        The inputs must have no tokens but padding, because the dry run changes states.
         """
         assert self.graphs is not None
         with self._dry_run():

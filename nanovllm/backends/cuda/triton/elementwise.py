@@ -220,6 +220,36 @@ def activated(gate, GELU: tl.constexpr):
     return gate / (1.0 + tl.exp(-slope))
 
 
+def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x [T, N] by sigmoid(gate) in place. gate [T, N] may have any stride between rows."""
+    tokens, width = x.shape
+    if tokens:
+        block = 1024
+        launch(
+            _multiply_by_sigmoid_kernel,
+            (tokens * triton.cdiv(width, block),),
+            *(x, gate, gate.stride(0), width, block),
+            num_warps=4,
+            **overlap(x),
+        )
+    return x
+
+
+@triton.jit
+def _multiply_by_sigmoid_kernel(
+    x, gate, gate_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_inputs(PDL)
+    parts: tl.constexpr = tl.cdiv(N, BLOCK)
+    token = (tl.program_id(0) // parts).to(tl.int64)
+    cols = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < N
+    value = tl.load(x + token * N + cols, mask=inside, other=0.0)
+    slope = tl.load(gate + token * gate_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    factor = (1.0 / (1.0 + tl.exp(-slope))).to(value.dtype).to(tl.float32)
+    tl.store(x + token * N + cols, (value.to(tl.float32) * factor).to(value.dtype), mask=inside)
+
+
 def qk_norm_rope_store(
     qkv: Tensor,
     *,
@@ -238,7 +268,7 @@ def qk_norm_rope_store(
     """Norm and rotate q and k in place, and store k and v in the cache.
 
     Args:
-        qkv: [T, (H + 2G) D].
+        qkv: [T, (H + 2G) D], with any stride between its rows.
         q_weight: [D], the weight of q's norm; None: neither q nor k is normed.
         k_weight: [D], the weight of k's norm.
         cos_sin: [positions, R]; R elements of a head are rotated. R may be 0.
