@@ -8,7 +8,6 @@ a user may lack or that are slow to import.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from os import fspath
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,11 @@ from nanovllm.backends.cpu.batch_size import enough_sequences
 from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cpu.threads import SharedCores
 from nanovllm.backends.cuda.device import resolve_device, start_cuda_driver
-from nanovllm.backends.quantised.config import Quantization, read_quantization
+from nanovllm.backends.quantised.config import (
+    Quantization,
+    check_kv_cache_scheme,
+    read_quantization,
+)
 from nanovllm.config import Config
 from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.llm_engine import LLMEngine
@@ -128,20 +131,34 @@ def build_runner(
 
 def quantization_of(config: Config, model_config: ModelConfig) -> Quantization | None:
     """Return the formats of the model's weights; None: its layers are plain."""
+    if config.kv_cache_dtype == "fp8":
+        check_kv_cache_scheme(model_config.quantization_config)
     return read_quantization(model_config.quantization_config, config.quantization)
 
 
 def choose_exchange(
     config: Config, model_config: ModelConfig
 ) -> Callable[[nn.Module], None] | None:
-    """Return what puts quantised layers in the plain ones' places, if any are quantised."""
+    """Return what puts quantised layers in the plain ones' places, if any are quantised.
+
+    It also gives attention layers what an FP8 KV cache needs, if there is one.
+    """
     quantization = quantization_of(config, model_config)
-    if quantization is None:
+    has_kv_scales = quantization is not None and quantization.has_kv_scales
+    in_fp8 = config.kv_cache_dtype == "fp8"
+    if quantization is None and not in_fp8:
         return None
+    from nanovllm.backends.quantised.kv_cache import use_fp8_kv_cache
     from nanovllm.backends.quantised.layers import use_quantised_layers
 
-    is_dummy = config.load_format == "dummy"
-    return partial(use_quantised_layers, quantization=quantization, reads_plain=is_dummy)
+    def exchange(model: Any) -> None:
+        if quantization is not None:
+            is_dummy = config.load_format == "dummy"
+            use_quantised_layers(model, quantization, reads_plain=is_dummy)
+        if in_fp8:
+            use_fp8_kv_cache(model, has_kv_scales)
+
+    return exchange
 
 
 def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Module], None] | None:

@@ -24,6 +24,7 @@ QUANTIZATIONS = {
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
 }
+KV_CACHE_DTYPES = ("auto", "fp8")
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's own
 
 
@@ -59,6 +60,13 @@ def read_quantization(name: str, given: Any) -> Any:
     if not isinstance(given, str) or given not in QUANTIZATIONS:
         raise ValueError(f"{name} is {short_repr(given)}: use None or one of {known}")
     return QUANTIZATIONS[given]
+
+
+def read_kv_cache_dtype(name: str, given: Any) -> Any:
+    """Return the format of the KV cache. vLLM's "fp8_e4m3" is "fp8"."""
+    if given == "fp8_e5m2":
+        raise ValueError(f"{name} is {given!r}: use 'fp8', which is e4m3 and rounds less")
+    return "fp8" if given == "fp8_e4m3" else given
 
 
 def read_device(name: str, given: Any) -> str:
@@ -167,6 +175,13 @@ class Config:
         'format of the weights; `None`: the checkpoint\'s; `"fp8"`: quantise a checkpoint that is '
         'not quantised; `"mxfp4"`: keep gpt-oss packed; or the `quant_method` of the checkpoint',
         read=read_quantization,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        'format of the KV cache; `"auto"`: `dtype`; `"fp8"`: half the bytes, in e4m3, with the '
+        "checkpoint's scales or 1",
+        choices=KV_CACHE_DTYPES,
+        read=read_kv_cache_dtype,
     )
     device: str = option(
         "auto",

@@ -90,7 +90,6 @@ OPTIONS = {
     "enable_sleep_mode": Foreign("leave it out, sleep needs no option", (None, True, False)),
     "generation_config": Foreign("give what you want of it in SamplingParams", (None, "vllm")),
     "guided_decoding_backend": Foreign("leave it out, there is one backend", (None, "auto")),
-    "kv_cache_dtype": Foreign("leave it out, KV is stored in dtype", (None, "auto")),
     "limit_mm_per_prompt": ONLY_TEXT,
     "max_seq_len_to_capture": Foreign(
         "leave it out, graphs serve sequences of any length", (None, 8192), same_as="max_model_len"

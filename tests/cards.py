@@ -116,22 +116,28 @@ class Compiled(NamedTuple):
         return f"{self.kernel:38} {self.case:42} sm_{self.card:<4} {numbers} {self.fault}".rstrip()
 
 
+def new_cache(page: int, groups: int, head_dim: int, dtype: torch.dtype, fp8: bool) -> KVCache:
+    """Make the KV cache of a layer."""
+    k, v = (new(64, page, groups, head_dim, dtype=torch.uint8 if fp8 else dtype) for _ in range(2))
+    return KVCache(k, v, new(2, dtype=torch.float32) if fp8 else None)
+
+
 def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Callable]]:
     """Yield cases of attention: their names, and functions that launch their kernels."""
     heads, groups = {64: (16, 2), 128: (32, 8), 256: (8, 4)}[head_dim]
     plain = AttentionOptions(0.1)
     full = AttentionOptions(0.1, softcap=50.0, sinks=new(heads, dtype=dtype), window=1024)
 
-    def paged(rows: int, page: int = 256) -> PagedKV:
-        cache = KVCache(*(new(64, page, groups, head_dim, dtype=dtype) for _ in range(2)))
+    def paged(rows: int, page: int = 256, fp8: bool = False) -> PagedKV:
+        cache = new_cache(page, groups, head_dim, dtype, fp8)
         tables, lens = (new(*shape, dtype=torch.int32) for shape in ((rows, 4096 // page), (rows,)))
         return PagedKV(cache, tables, lens)
 
-    def decode(rows, options, page=256, shared=False):
+    def decode(rows, options, page=256, shared=False, fp8=False):
         prefix = new(1, dtype=torch.int32) if shared else None
         decode_attention.decode_attention(
             new(rows, heads, head_dim, dtype=dtype),
-            paged(rows, page),
+            paged(rows, page, fp8),
             options,
             shared_prefix_len=prefix,
         )
@@ -162,6 +168,12 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
     yield "prefill page 16", partial(prefill, 512, plain, paged(1, 16))
     yield "prefill graph", partial(prefill, 512, plain, paged(1), tiled=True)
     yield "prefill all options", partial(prefill, 512, full, paged(1))
+    for rows in (1, 64, 512):
+        yield f"decode {rows} of FP8", partial(decode, rows, plain, fp8=True)
+    yield "decode 64 of FP8 all options", partial(decode, 64, full, fp8=True)
+    yield "decode 256 of FP8 shared prefix", partial(decode, 256, plain, 256, True, True)
+    yield "prefill cached FP8", partial(prefill, 512, plain, paged(1, fp8=True))
+    yield "prefill graph FP8", partial(prefill, 512, plain, paged(1, fp8=True), tiled=True)
 
 
 def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
@@ -293,9 +305,9 @@ def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         elementwise.activate_and_mul(x, gelu=True)
         elementwise.multiply_by_sigmoid(x, x)
 
-    def rotation(head_dim, normed, interleaved):
+    def rotation(head_dim, normed, interleaved, fp8=False):
         weight = new(head_dim, dtype=dtype) if normed else None
-        cache = KVCache(*(new(64, 256, 8, head_dim, dtype=dtype) for _ in range(2)))
+        cache = new_cache(256, 8, head_dim, dtype, fp8)
         elementwise.qk_norm_rope_store(
             new(8, 48 * head_dim, dtype=dtype),
             head_dim=head_dim,
@@ -323,6 +335,7 @@ def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     for head_dim in (64, 128, 256):
         yield f"decode rotation {head_dim}", partial(rotation, head_dim, True, False)
         yield f"decode rotation {head_dim} interleaved", partial(rotation, head_dim, False, True)
+        yield f"decode rotation {head_dim} FP8", partial(rotation, head_dim, True, False, True)
     for size in (2, 8):
         for direct_bytes in (1 << 20, 0):
             yield f"decode sum of {size}", partial(sums, size, direct_bytes)

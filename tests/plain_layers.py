@@ -112,7 +112,7 @@ def qk_norm_rope_store(
     rotary = kind(torch.zeros(0), 1) if cos_sin.shape[1] else NoRotaryEmbedding()
     rotary.cos_sin = cos_sin
     q, k = rotary(q, positions), rotary(k, positions)
-    attention.store_kv(k, v, cache, slot_mapping)
+    k, v = attention.store_kv(k, v, cache, slot_mapping)
     return q, k, v
 
 

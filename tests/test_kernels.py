@@ -1008,7 +1008,7 @@ def test_flash_attn_4_leaves_windows_caps_and_sinks_to_triton(options, left, mon
     monkeypatch.setattr(attention_backends, "MANY_PAIRS", 0)
     monkeypatch.setattr(flash_attention, "find_v4", lambda: True)
     monkeypatch.setattr(flash_attention, "prefill_attention_v4", lambda *_: "v4")
-    prefill = attention_backends._large_by_v4(lambda *_, out: "Triton")
+    prefill = attention_backends._large_by_v4(lambda *_, out: "Triton", only_packed=False)
     ends = torch.tensor([0, 2])
     meta = PrefillMetadata(ends, ends, 2, 2, None)
     q = torch.zeros(2, 4, 8)

@@ -143,8 +143,12 @@ def test_the_ready_line_names_the_format_and_scales_for_a_kv_cache(tmp_path, cap
     rewrite(packed, tensors_of(packed) | scales)
     with caplog.at_level("INFO", "nanovllm"):
         LLM(str(packed), device="cpu", num_kvcache_blocks=8, max_model_len=64).close()
+        options = dict(num_kvcache_blocks=8, max_model_len=64, kv_cache_dtype="fp8")
+        LLM(str(packed), device="cpu", **options).close()
+    assert "tokens in FP8 with the checkpoint's scales (" in caplog.messages[-1]
     line = next(x for x in caplog.messages if "ready in" in x)
-    assert "INT4 weights, groups of 32 (the checkpoint's scales for an FP8 KV cache are not" in line
+    assert "INT4 weights, groups of 32, float32" in line
+    assert "tokens (the checkpoint has scales for kv_cache_dtype='fp8') (" in line
     assert "0.1 M parameters" in line
 
 

@@ -86,6 +86,7 @@ class RunnerInfo:
     num_parameters: int
     kv_cache_bytes: int
     weight_format: str = ""  # of quantised weights, in words for users
+    kv_format: str = ""  # of the KV cache, in words for users; "": that of dtype
     # The state of recurrent layers: its bytes, the sequences that it has room for, and the states
     # that are kept for later prompts. All are 0 if no layer is recurrent.
     state_bytes: int = 0

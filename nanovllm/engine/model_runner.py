@@ -131,6 +131,7 @@ class ModelRunner:
         self.vocab_size = model_config.vocab_size
         self.max_blocks = -(-self.max_model_len // self.block_size)  # the most of one sequence
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+        self.kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else self.dtype
         self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
@@ -156,6 +157,7 @@ class ModelRunner:
             num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
             weight_format=self.model.weight_format,
+            kv_format=self.model.kv_format,
             state_bytes=self.recurrent.nbytes if self.has_state else 0,
             num_state_slots=self.state_rows.num_slots if self.has_state else 0,
             num_snapshots=self.state_rows.num_snapshots,
@@ -203,7 +205,7 @@ class ModelRunner:
 
     def _count_memory(self) -> tuple[int, StateRows]:
         """Count the KV blocks and the rows of state that fit into memory."""
-        block = block_bytes(self.layers_with_kv, self.block_size, self.dtype)
+        block = block_bytes(self.layers_with_kv, self.block_size, self.kv_dtype)
         row, share = self.recurrent.row_bytes, self.config.state_snapshot_share
         if given := self.config.num_kvcache_blocks:
             # As many snapshots as make the share that they have of all memory.
@@ -233,10 +235,10 @@ class ModelRunner:
 
     def _bind_cache(self, num_blocks: int) -> None:
         layers, size = self.layers_with_kv, self.block_size
-        self.kv_cache = allocate_kv_cache(layers, num_blocks, size, self.dtype, self.device)
+        self.kv_cache = allocate_kv_cache(layers, num_blocks, size, self.kv_dtype, self.device)
         self.kv_parts = parts_of_layers(self.kv_cache, layers, num_blocks, size)
         for layer, (k, v) in zip(layers, self.kv_parts):
-            layer.kv_cache = KVCache(k, v)
+            layer.kv_cache = KVCache(k, v, layer.kv_scales)
         for layer in self.attention_layers:
             if isinstance(layer, SharedKVAttention):
                 layer.kv_cache = layer.source.kv_cache

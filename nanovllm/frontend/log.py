@@ -48,6 +48,7 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
     is_folder = os.path.isdir(config.model)
     name = os.path.basename(os.path.abspath(config.model)) if is_folder else config.model
     weights = f"{info.weight_format}, " if info.weight_format else ""
+    kv_format = f" {info.kv_format}" if info.kv_format else ""
     states = ""
     if info.num_state_slots:
         states = (
@@ -57,8 +58,8 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
     logger.info(
         f"nanovllm: {name}, {parameters(info.num_parameters)}, {weights}{info.dtype} on {device}, "
         f"attention: {info.attention}, {info.num_blocks:,} KV blocks of "
-        f"{config.kvcache_block_size} tokens ({info.kv_cache_bytes / 2**30:.1f} GiB reserved, "
-        f"none used yet), {states}"
+        f"{config.kvcache_block_size} tokens{kv_format} ({info.kv_cache_bytes / 2**30:.1f} GiB "
+        f"reserved, none used yet), {states}"
         f"sequences of up to {info.max_model_len:,} tokens, ready in {seconds:.1f} s"
     )
 

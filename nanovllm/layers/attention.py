@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, current_metadata
+from nanovllm.layers.e4m3 import E4M3, to_e4m3
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear, empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -39,6 +40,26 @@ class KVCache:
 
     k: Tensor  # [blocks, block_size, G, D]
     v: Tensor  # [blocks, block_size, G, D]
+    # [2] float32, of k and of v. With scales, the cache is in FP8: k and v are uint8 codes of e4m3,
+    # and code * scale is what attention sees. None: the cache holds the numbers themselves.
+    scales: Tensor | None = None
+
+    def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return k and v as the cache holds them. e4m3 reaches to 448; what is beyond becomes 448.
+
+        A NaN stays NaN.
+        """
+        if self.scales is None:
+            return k, v
+        k, v = (to_e4m3(x.float() * (1 / scale)) for x, scale in zip((k, v), self.scales))
+        return k.view(torch.uint8), v.view(torch.uint8)
+
+    def decode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the numbers, in a dtype, that parts of the cache's k and v stand for."""
+        if self.scales is None:
+            return k, v
+        k, v = (x.view(E4M3).float() * scale for x, scale in zip((k, v), self.scales))
+        return k.to(dtype), v.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,7 @@ class SelfAttention(nn.Module):
         scale = head_dim**-0.5 if scale is None else scale
         self.options = AttentionOptions(scale, window, softcap, self.sinks)
         self.kv_cache = KVCache(torch.empty(0), torch.empty(0))
+        self.kv_scales: nn.Parameter | None = None  # those of the KVCache, if it is in FP8
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         q, k, v = self.split_heads(self.qkv_proj(x))  # [T, H, D], [T, G, D], [T, G, D]
@@ -133,7 +155,7 @@ class SelfAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v in the cache, then attend to all tokens up to each token's own."""
         metadata = current_metadata()
-        store_kv(k, v, self.kv_cache, metadata.slot_mapping)
+        k, v = store_kv(k, v, self.kv_cache, metadata.slot_mapping)
         return self.attend_stored(q, k, v, metadata)
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -173,24 +195,43 @@ class SelfAttention(nn.Module):
             group, count = self.o_proj.group, self.num_heads
             ours = slice(group.rank * count, (group.rank + 1) * count)
             yield WeightSlice(f"{path}.sinks", self.sinks, (ours,), (group.size * count,))
+        if self.kv_scales is not None:
+            for name, scale in zip(("k_scale", "v_scale"), self.kv_scales.split(1)):
+                yield WeightSlice(f"{path}.{name}", scale, (), (), convert=one_scale, default=1.0)
 
 
-def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
-    """Write k and v [T, G, D] to their KV slots. A slot of -1 is not written."""
+def one_scale(values: Tensor) -> Tensor:
+    """Return the one scale that a tensor holds."""
+    scale = values.reshape(1).float()
+    if not 0 < scale < torch.inf:
+        raise ValueError(f"is {scale.item()}, which is no scale")
+    return scale
+
+
+def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+    """Write k and v [T, G, D] to their KV slots. A slot of -1 is not written.
+
+    Returns k and v as the cache holds them. Attention sees these in every step, in that which
+    stores them, too, so that a token's result does not depend on the step that computes it.
+    """
+    dtype = k.dtype
+    k, v = cache.encode(k, v)
+    seen = cache.decode(k, v, dtype)
     if cache.k.numel() == 0:
-        return
+        return seen
     written = slot_mapping >= 0
     if not written.all():
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
     cache.k.view(-1, *k.shape[1:])[slot_mapping] = k
     cache.v.view(-1, *v.shape[1:])[slot_mapping] = v
+    return seen
 
 
 def decode_attention(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tensor:
     """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D]."""
     assert kv.context_lens is not None
     longest = int(kv.context_lens.max())
-    k, v = gather_kv(kv, longest)
+    k, v = gather_kv(kv, longest, q.dtype)
     index, ends = torch.arange(longest, device=q.device), kv.context_lens.view(-1, 1, 1, 1)
     seen = index < ends  # [B, 1, 1, L]
     if options.window is not None:
@@ -212,7 +253,7 @@ def prefill_attention(
         if isinstance(kv, PackedKV):
             k_i, v_i = kv.k[None, begin:end], kv.v[None, begin:end]
         else:
-            k_i, v_i = gather_kv(kv, len_k, slice(i, i + 1))
+            k_i, v_i = gather_kv(kv, len_k, q.dtype, slice(i, i + 1))
         if window is not None:
             # Blocks that no query sees may belong to another sequence by now.
             len_k = min(len_k, len_q - 1 + window)
@@ -228,11 +269,14 @@ def prefill_attention(
     return out
 
 
-def gather_kv(kv: PagedKV, length: int, sequences: slice = slice(None)) -> tuple[Tensor, Tensor]:
+def gather_kv(
+    kv: PagedKV, length: int, dtype: torch.dtype, sequences: slice = slice(None)
+) -> tuple[Tensor, Tensor]:
     """Gather k and v of the first `length` cached tokens of some sequences: [B, length, G, D]."""
     k, v = kv.cache.k, kv.cache.v
     blocks = kv.block_tables[sequences, : -(-length // k.shape[1])]
-    return k[blocks].flatten(1, 2)[:, :length], v[blocks].flatten(1, 2)[:, :length]
+    k, v = (x[blocks].flatten(1, 2)[:, :length] for x in (k, v))
+    return kv.cache.decode(k, v, dtype)
 
 
 def scaled_dot_product(

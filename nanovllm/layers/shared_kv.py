@@ -45,6 +45,7 @@ class SharedKVAttention(SelfAttention):
         # whose chunk has cached tokens before it, is not read.
         slots = current_metadata().slot_mapping
         k, v = (part.flatten(0, 1)[slots] for part in (self.kv_cache.k, self.kv_cache.v))
+        k, v = self.kv_cache.decode(k, v, q.dtype)
         return self.o_proj(self.attend(q, k, v).flatten(1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -85,6 +85,7 @@ class CausalLM(nn.Module):
     left_out: tuple[str, ...] = ()  # parts of checkpoints that are not run, such as a vision tower
     unread_suffixes: tuple[str, ...] = ()  # ends of names of tensors that checkpoints may have, too
     weight_format = ""  # of quantised weights, in words for users
+    kv_format = ""  # of the KV cache, in words for users; "": that of dtype
     num_parameters: int  # of this rank's part, each counted once however few bits it is held in
 
     # A subclass says `config: GraniteConfig`, which a type checker allows where this says Any.

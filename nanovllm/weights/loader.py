@@ -55,6 +55,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         # Parameters may have been made in inference mode, and a new thread does not run in it.
         @torch.inference_mode()
         def read(part: WeightSlice) -> None:
+            if part.default is not None and part.name not in checkpoint:
+                part.destination.fill_(part.default)
+                return
             path, tensor = checkpoint[part.name]
             try:
                 part.fill(tensor[part.index])
@@ -77,8 +80,9 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         parts_of.setdefault(part.name, []).append(part)
     for name, parts in parts_of.items():
         destination, shape, convert = parts[0].destination, parts[0].shape, parts[0].convert
-        if name.endswith("norm.weight"):
-            destination.fill_(1.0)
+        default = 1.0 if name.endswith("norm.weight") else parts[0].default
+        if default is not None:
+            destination.fill_(default)
             continue
         generator = torch.Generator(destination.device).manual_seed(
             zlib.crc32(f"{seed} {name}".encode())
@@ -140,7 +144,11 @@ def is_dense(x: torch.Tensor) -> bool:
 def check_checkpoint(
     model: nn.Module, slices: list[WeightSlice], checkpoint: Checkpoint, folder: str | Path
 ) -> None:
-    """Raise ValueError unless the checkpoint has the tensors of the slices, and no others."""
+    """Raise ValueError unless the checkpoint has the tensors of the slices, and no others.
+
+    It may lack those for which there is a default.
+    """
+    slices = [part for part in slices if part.default is None or part.name in checkpoint]
     needed = {part.name for part in slices}
     if missing := needed - checkpoint.keys():
         raise ValueError(

@@ -27,6 +27,8 @@ class WeightSlice:
     # Makes the values to store from those that were read. It may raise ValueError, whose message
     # follows the tensor's name. None: they are stored as they are.
     convert: Callable[[Tensor], Tensor] | None = None
+    # What to store if the checkpoint lacks the tensor. None: it must have it.
+    default: float | None = None
 
     def fill(self, values: Tensor) -> None:
         """Store the values of the checkpoint's tensor at `index`."""

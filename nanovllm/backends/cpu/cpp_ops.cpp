@@ -83,20 +83,42 @@ extern "C" void qk_norm_rope_store(
     }
 }
 
+// Decode FP8 codes (e4m3) [n].
+static void decode_codes(const uint8_t* codes, float* out, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        // Exponent and mantissa lie side by side in float, too, whose exponents are 120 higher.
+        const int32_t code = codes[i], size = code & 127;
+        union { int32_t bits; float value; } normal = {(size << 20) + (120 << 23)};
+        const float value = size < 8 ? size * 0.001953125f : normal.value;
+        out[i] = code & 128 ? -value : value;
+    }
+}
+
+// Return D numbers of a token's K or V: those of a float cache, or decoded into `space`.
+static const float* numbers(const float* token, float* space, int64_t D) { return token; }
+static const float* numbers(const uint8_t* token, float* space, int64_t D) {
+    decode_codes(token, space, D);
+    return space;
+}
+
 // Attend with `heads` queries of one sequence to its tokens [first, end). The queries share a KV head, so its memory is
 // read once for all of them. A score s becomes softcap tanh(s / softcap) unless softcap is 0. Where there are sinks, each
-// head has one more score, of a token that does not exist. DIM is the head size where it is a constant, so that loops over
+// head has one more score, of a token that does not exist. Stored is float, or uint8_t for FP8 codes; v_scale multiplies
+// the result, as the caller's scale does the scores. DIM is the head size where it is a constant, so that loops over
 // it compile to straight vector code, and 0 where the head size is known only at run time.
-template <int64_t DIM>
-static void attend(const float* query, const float* k_cache, const float* v_cache, const int32_t* table, int64_t first,
-                   int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float softcap,
-                   const float* sinks, float* out) {
+template <int64_t DIM, typename Stored>
+static void attend(const float* query, const Stored* k_cache, const Stored* v_cache, const int32_t* table, int64_t first,
+                   int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float v_scale,
+                   float softcap, const float* sinks, float* out) {
     const int64_t D = DIM ? DIM : any_dim, len = end - first;
-    auto for_each_token = [&](const float* cache, auto use) {  // calls use(t, K or V of token first + t)
+    static thread_local std::vector<float> space;
+    space.resize(D);
+    auto for_each_token = [&](const Stored* cache, auto use) {  // calls use(t, K or V of token first + t)
         for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
             const int64_t stop = std::min((start / block_size + 1) * block_size, end);
-            const float* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
-            for (int64_t t = start - first; t < stop - first; t++, token += G * D) use(t, token);
+            const Stored* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
+            for (int64_t t = start - first; t < stop - first; t++, token += G * D) use(t, numbers(token, space.data(), D));
         }
     };
     static thread_local std::vector<float> weights;
@@ -119,6 +141,7 @@ static void attend(const float* query, const float* k_cache, const float* v_cach
         }
 #pragma omp simd reduction(+ : total)
         for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
+        total /= v_scale;
 #pragma omp simd
         for (int64_t t = 0; t < len; t++) row[t] /= total;
     }
@@ -133,19 +156,32 @@ static void attend(const float* query, const float* k_cache, const float* v_cach
     });
 }
 
-// Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
-// -> out [B, H, D].
-extern "C" void decode_attention(
-    const float* q, const float* k_cache, const float* v_cache, const int32_t* lens, const int32_t* tables,
+template <typename Stored>
+static void decode_all(
+    const float* q, const Stored* k_cache, const Stored* v_cache, const int32_t* lens, const int32_t* tables,
     const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
-    int64_t block_size, int64_t window, float scale, float softcap) {
+    int64_t block_size, int64_t window, float scale, float v_scale, float softcap) {
     const int64_t heads = H / G;
     const int64_t at_once = B > 8 ? G : 1;  // one thread takes all KV heads of a sequence: they are neighbours in memory
-    const auto attend_dim = D == 64 ? attend<64> : D == 128 ? attend<128> : attend<0>;
+    const auto attend_dim = D == 64 ? attend<64, Stored> : D == 128 ? attend<128, Stored> : attend<0, Stored>;
 #pragma omp parallel for collapse(2) schedule(dynamic, at_once)
     for (int64_t b = 0; b < B; b++)
         for (int64_t g = 0; g < G; g++)
             attend_dim(q + b * q_stride + g * heads * D, k_cache + g * D, v_cache + g * D, tables + b * W,
-                       std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, softcap,
+                       std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, v_scale, softcap,
                        sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
+}
+
+// Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
+// -> out [B, H, D]. Where there are scales, of K and of V, the caches hold FP8 codes.
+extern "C" void decode_attention(
+    const float* q, const void* k_cache, const void* v_cache, const float* scales, const int32_t* lens,
+    const int32_t* tables, const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D,
+    int64_t W, int64_t block_size, int64_t window, float scale, float softcap) {
+    if (scales)
+        decode_all(q, static_cast<const uint8_t*>(k_cache), static_cast<const uint8_t*>(v_cache), lens, tables, sinks, out,
+                   B, q_stride, H, G, D, W, block_size, window, scale * scales[0], scales[1], softcap);
+    else
+        decode_all(q, static_cast<const float*>(k_cache), static_cast<const float*>(v_cache), lens, tables, sinks, out, B,
+                   q_stride, H, G, D, W, block_size, window, scale, 1.0f, softcap);
 }

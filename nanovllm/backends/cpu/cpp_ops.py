@@ -37,7 +37,7 @@ ARGUMENTS = {
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
-    "decode_attention": "pppppppnnnnnnnnff",
+    "decode_attention": "ppppppppnnnnnnnnff",
 }
 
 
@@ -155,12 +155,13 @@ def qk_norm_rope_store(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate q and k, and store k and v in the cache: qkv [T, (H + 2G) D] is overwritten.
 
-    q and k are not normed where q_weight and k_weight are None. Returns views of qkv: q [T, H, D],
-    k and v [T, G, D].
+    q and k are not normed where q_weight and k_weight are None. A cache in FP8 is left to
+    `store_kv`. Returns views of qkv: q [T, H, D], k and v [T, G, D].
     """
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
-    caches = (cache.k, cache.v) if cache.k.numel() else (None, None)
+    stores = cache.k.numel() and cache.scales is None
+    caches = (cache.k, cache.v) if stores else (None, None)
     sizes = qkv.shape[0], num_heads, num_kv_heads, head_dim
     _call(
         "qk_norm_rope_store",
@@ -186,6 +187,6 @@ def decode_attention(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tenso
         q = q.contiguous()
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
     how = options.window or 2**62, options.scale, options.softcap or 0.0
-    tensors = cache.k, cache.v, kv.context_lens, tables, options.sinks, out
+    tensors = cache.k, cache.v, cache.scales, kv.context_lens, tables, options.sinks, out
     _call("decode_attention", q.data_ptr(), *tensors, *sizes, *how)
     return out

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops
-from nanovllm.layers.attention import PackedKV, PagedKV, SelfAttention
+from nanovllm.layers.attention import PackedKV, PagedKV, SelfAttention, store_kv
 from nanovllm.layers.context import PrefillMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import RowParallelLinear, StackedLinear
@@ -197,4 +197,6 @@ class CppSelfAttention(CppDecodeAttention):
             slot_mapping=metadata.slot_mapping,
             cache=self.kv_cache,
         )
+        if self.kv_cache.scales is not None:
+            k, v = store_kv(k, v, self.kv_cache, metadata.slot_mapping)
         return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))

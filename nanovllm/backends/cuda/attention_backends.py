@@ -58,12 +58,14 @@ def select_attention_backend(
     block_size: int,
     *,
     sinks: bool = False,
+    fp8_kv: bool = False,
 ) -> AttentionBackend:
     """Choose the backend for a model. Prompt chunks and decoding may use different packages.
 
     Args:
         name: auto, flash-attn, triton or torch.
         sinks: whether the model has attention sinks.
+        fp8_kv: whether the KV cache is in FP8, which only the Triton kernels read.
     Raises:
         ValueError: if the backend of that name cannot serve.
     """
@@ -73,6 +75,12 @@ def select_attention_backend(
 
     from nanovllm.backends.cuda import flash_attention
 
+    if fp8_kv and (name == "flash-attn" or head_dim % 4):
+        raise ValueError(
+            f"kv_cache_dtype is 'fp8', attention_backend {name!r} and head_dim {head_dim}: such a "
+            "KV cache needs attention_backend='auto' or 'triton', and a multiple of 4; else use "
+            "kv_cache_dtype='auto'"
+        )
     asked = (device, dtype, head_dim, block_size, sinks)
     if name == "flash-attn":
         if reason := flash_attention.why_not_v2(*asked):
@@ -85,7 +93,7 @@ def select_attention_backend(
     # In decoding, Triton is at worst as fast as flash-attn 2, and three times as fast at one
     # sequence.
     if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
-        prefill = _large_by_v4(backend.prefill)
+        prefill = _large_by_v4(backend.prefill, fp8_kv)
         name = f"flash-attn 4 for long prefills, else {backend.name}"
         return AttentionBackend(name, prefill, backend.decode, backend.takes_tiles)
     if (
@@ -94,14 +102,29 @@ def select_attention_backend(
         and not flash_attention.why_not_v2(*asked)
     ):
         prefill = _flash_attn_2_backend().prefill
+        if fp8_kv:
+            prefill = _packed_by(prefill, backend.prefill)
         return AttentionBackend("flash-attn 2 prefill, Triton decode", prefill, backend.decode)
     return backend
 
 
-def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _packed_by(
+    packed: Callable[..., Tensor], paged: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Return a prefill function that uses `paged` where any prompt has cached tokens."""
+
+    def prefill(q, kv, metadata, options, *, out=None):
+        chosen = packed if isinstance(kv, plain.PackedKV) else paged
+        return chosen(q, kv, metadata, options, out=out)
+
+    return prefill
+
+
+def _large_by_v4(small: Callable[..., Tensor], only_packed: bool) -> Callable[..., Tensor]:
     """Return a prefill function that uses flash-attn 4 for many pairs, and `small` otherwise.
 
-    flash-attn 4 is imported when the first prefill that uses it comes.
+    flash-attn 4 is imported when the first prefill that uses it comes. `only_packed`: it cannot
+    read the KV cache.
     """
     from nanovllm.backends.cuda import flash_attention
 
@@ -109,6 +132,7 @@ def _large_by_v4(small: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # flash-attn 4 was not tried with windows, caps and sinks: `small` serves them.
         is_plain = options.window is options.softcap is options.sinks is None
         is_large = is_plain and q.shape[0] * metadata.max_seqlen_k >= MANY_PAIRS
+        is_large &= not only_packed or isinstance(kv, plain.PackedKV)
         if is_large and flash_attention.find_v4():
             large = flash_attention.prefill_attention_v4
             return written(large(q, kv, metadata, options.scale), out)

@@ -117,6 +117,7 @@ class CUDAModelRunner(ModelRunner):
             max(layer.head_dim for layer in layers),
             self.block_size,
             sinks=any(layer.sinks is not None for layer in layers),
+            fp8_kv=config.kv_cache_dtype == "fp8",
         )
         fuse(model, self._backend)
         if not all(isinstance(layer, FusedSelfAttention) for layer in layers):

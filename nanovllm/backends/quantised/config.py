@@ -102,7 +102,7 @@ class Quantization:
         first rule that matches a module counts.
     is_made_here: Whether the checkpoint is not quantised, and its weights are quantised as they are
         loaded.
-    has_kv_scales: Whether the checkpoint has scales for an FP8 KV cache, which are not used.
+    has_kv_scales: Whether the checkpoint has scales for a quantised KV cache.
     """
 
     method: str
@@ -127,10 +127,7 @@ class Quantization:
     def description(self) -> str:
         """The formats in words, for the line that an LLM logs when it is ready."""
         formats = {scheme.description for _, scheme in self.rules if scheme is not None}
-        text = " and ".join(sorted(formats))
-        if self.has_kv_scales:
-            text += " (the checkpoint's scales for an FP8 KV cache are not used)"
-        return text
+        return " and ".join(sorted(formats))
 
 
 def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
@@ -162,6 +159,24 @@ def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
         return None  # the loader dequantises it
     has_kv_scales = bool(config.get("kv_cache_scheme"))
     return Quantization(method, tuple(rules), has_kv_scales=has_kv_scales)
+
+
+def check_kv_cache_scheme(config: Any) -> None:
+    """Raise ValueError if a checkpoint's KV cache is quantised, and not to FP8.
+
+    config: The checkpoint's quantization_config, or None.
+    """
+    scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
+    if not scheme:
+        return
+    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    if not isinstance(scheme, dict) or any(
+        scheme.get(name, value) != value for name, value in expected.items()
+    ):
+        raise ValueError(
+            f"kv_cache_dtype is 'fp8', but kv_cache_scheme in config.json is {scheme!r:.200}, of "
+            "which only FP8 with a scale a tensor is run here: leave the option out"
+        )
 
 
 Rules = list[tuple[Matcher, Scheme | None]]

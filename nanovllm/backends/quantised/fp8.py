@@ -10,12 +10,11 @@ from torch import Tensor
 
 from nanovllm.backends.quantised.config import Fp8
 from nanovllm.backends.quantised.packed import PackedWeight, Piece, covering, cut, piece_of
+from nanovllm.layers.e4m3 import E4M3, LARGEST, to_e4m3
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # that e4m3 holds
 SMALLEST = 1e-12  # of what a scale is made from: rows of zeros have one, too
 
 
@@ -128,10 +127,6 @@ class Fp8Weight(PackedWeight):
 def scale_for(largest: Tensor) -> Tensor:
     """Return the scale with which e4m3 just holds the largest number."""
     return largest.clamp(min=SMALLEST) / LARGEST
-
-
-def to_e4m3(x: Tensor) -> Tensor:
-    return x.clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 def from_e4m3(codes: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ def use_quantised_layers(
     """
     model.weight_format = quantization.description
     if quantization.has_kv_scales:
+        model.kv_format = "(the checkpoint has scales for kv_cache_dtype='fp8')"
         model.unread_suffixes = (".k_scale", ".v_scale")
     for path, module in list(model.named_modules()):
         for kind, quantised, names in KINDS:

@@ -22,6 +22,7 @@ from nanovllm.checks import short_repr
 from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.layers.attention import SelfAttention
 from nanovllm.models import build_model
 from nanovllm.models.transformer import CausalLM
 from nanovllm.weights.loader import (
@@ -88,13 +89,15 @@ class NewWeights:
         if name in self._heads:
             parts = [self._heads[name][1]]
         elif not parts:
-            if name.endswith("rotary_emb.inv_freq") or left_out(self.model, [name]):
+            unread = ("rotary_emb.inv_freq", *self.model.unread_suffixes)
+            if name.endswith(unread) or left_out(self.model, [name]):
                 return
             raise ValueError(
                 f"weights has {name}, for which this model has no place: give the names of its "
                 "checkpoint"
             )
-        if tuple(tensor.shape) != parts[0].shape:
+        is_number = parts[0].shape == () and tensor.numel() == 1
+        if tuple(tensor.shape) != parts[0].shape and not is_number:
             raise ValueError(
                 f"weights has {name} of shape {tuple(tensor.shape)}, not {parts[0].shape}: shapes "
                 "must be those of the model that was loaded"
@@ -133,7 +136,8 @@ class NewWeights:
 
     def finish(self) -> None:
         """Raise ValueError unless all tensors have come, and a tied head equals the embedding."""
-        if missing := self._slices.keys() - self._seen:
+        needed = {name for name, parts in self._slices.items() if parts[0].default is None}
+        if missing := needed - self._seen:
             raise ValueError(
                 f"weights lacks {some_of(missing)}: give all tensors of the checkpoint"
             )
@@ -235,8 +239,10 @@ def to_cpu(tensor: Tensor) -> Tensor:
 
 
 def begin(runner: ModelRunner) -> None:
-    """Begin an update with an empty plain model."""
-    pending(runner).incoming = NewWeights(plain_model(runner))
+    """Begin an update with a plain model that is empty but for the scales of the KV cache."""
+    new = NewWeights(plain_model(runner))
+    keep_kv_scales(runner.model, new.model)
+    pending(runner).incoming = new
 
 
 def add(
@@ -264,6 +270,14 @@ def keep_scales(old: nn.Module, new: nn.Module) -> None:
                     "checkpoint, and sleep has dropped these: call wake_up first"
                 )
             layer.get_parameter(name).copy_(kept)
+
+
+@torch.inference_mode()
+def keep_kv_scales(old: nn.Module, new: nn.Module) -> None:
+    """Copy the scales of the KV cache, which the tensors of an update may leave out."""
+    for path, layer in new.named_modules():
+        if isinstance(layer, SelfAttention) and layer.kv_scales is not None:
+            layer.kv_scales.copy_(old.get_submodule(path).get_parameter("kv_scales"))
 
 
 def discard(runner: ModelRunner) -> None:

@@ -83,9 +83,15 @@ def restore(runner: ModelRunner) -> None:
 
 
 def forget_weights(model: nn.Module) -> None:
-    """Replace each parameter of a model by one of the same shape that has no memory."""
+    """Replace each parameter of a model by one of the same shape that has no memory.
+
+    The scales of the KV cache wait in the CPU's memory, because an update may leave them out.
+    """
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if name == "kv_scales":
+                parameter.data = to_cpu(parameter.data)
+                continue
             nothing = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             setattr(module, name, nn.Parameter(nothing, requires_grad=False))
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, launch, overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.e4m3 import PLAIN, encode, how_to_decode
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.layers.attention import KVCache
 
@@ -267,6 +268,8 @@ def qk_norm_rope_store(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Norm and rotate q and k in place, and store k and v in the cache.
 
+    A cache in FP8 rounds k and v, in place, too.
+
     Args:
         qkv: [T, (H + 2G) D], with any stride between its rows.
         q_weight: [D], the weight of q's norm; None: neither q nor k is normed.
@@ -282,12 +285,15 @@ def qk_norm_rope_store(
     num_heads = heads.shape[1] - 2 * num_kv_heads
     if heads.shape[0]:
         heads_per_program = 8
+        # A thread has fewer elements of small heads than an instruction takes.
+        is_small = cache.scales is None or head_dim < 32
+        how = PLAIN.value if is_small else how_to_decode(qkv.device)
         sizes = num_heads, num_kv_heads, head_dim, cos_sin.shape[1]
         launch(
             _qk_norm_rope_store_kernel,
             (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
-            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping, cache.k, cache.v),
-            qkv.stride(0),
+            *(qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping),
+            *(cache.k, cache.v, cache.scales, qkv.stride(0)),
             *sizes,
             interleaved,
             zero_centered,
@@ -295,6 +301,7 @@ def qk_norm_rope_store(
             triton.next_power_of_2(head_dim // 2),
             q_weight is not None,
             cache.k.numel() > 0,
+            how,
             num_warps=1,
             **overlap(qkv),
         )
@@ -314,6 +321,7 @@ def _qk_norm_rope_store_kernel(
     slots,
     k_cache,
     v_cache,
+    scales,
     token_stride,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -325,6 +333,7 @@ def _qk_norm_rope_store_kernel(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    HOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
@@ -358,18 +367,39 @@ def _qk_norm_rope_store_kernel(
         sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
         z1 = (y1 * cos - y2 * sin).to(x1.dtype)
         z2 = (y2 * cos + y1 * sin).to(x1.dtype)
-    rotates = inside & (head < H + G)
-    tl.store(at + col1, z1, mask=rotates)
-    tl.store(at + col2, z2, mask=rotates)
-    if STORE:
-        slot = tl.load(slots + token)
-        if slot >= 0:
-            k_at = k_cache + (slot * G + head - H) * D
-            tl.store(k_at + col1, z1, mask=rotates & (head >= H))
-            tl.store(k_at + col2, z2, mask=rotates & (head >= H))
-            v_at = v_cache + (slot * G + head - H - G) * D
-            tl.store(v_at + col1, x1, mask=inside & (head >= H + G))
-            tl.store(v_at + col2, x2, mask=inside & (head >= H + G))
+    if scales is None:
+        rotates = inside & (head < H + G)
+        tl.store(at + col1, z1, mask=rotates)
+        tl.store(at + col2, z2, mask=rotates)
+        if STORE:
+            slot = tl.load(slots + token)
+            if slot >= 0:
+                k_at = k_cache + (slot * G + head - H) * D
+                tl.store(k_at + col1, z1, mask=rotates & (head >= H))
+                tl.store(k_at + col2, z2, mask=rotates & (head >= H))
+                v_at = v_cache + (slot * G + head - H - G) * D
+                tl.store(v_at + col1, x1, mask=inside & (head >= H + G))
+                tl.store(v_at + col2, x2, mask=inside & (head >= H + G))
+    else:
+        tl.store(at + col1, z1, mask=inside & (head < H))
+        tl.store(at + col2, z2, mask=inside & (head < H))
+        if tl.program_id(1) * HEADS + HEADS > H:
+            is_v = head >= H + G
+            scale_kv = tl.where(is_v, tl.load(scales + 1), tl.load(scales))
+            inverse = tl.div_rn(tl.full(scale_kv.shape, 1.0, tl.float32), scale_kv)
+            r1, c1 = encode(tl.where(is_v, x1, z1).to(tl.float32) * inverse, HOW)
+            r2, c2 = encode(tl.where(is_v, x2, z2).to(tl.float32) * inverse, HOW)
+            tl.store(at + col1, (r1 * scale_kv).to(x1.dtype), mask=inside & (head >= H))
+            tl.store(at + col2, (r2 * scale_kv).to(x1.dtype), mask=inside & (head >= H))
+            if STORE:
+                slot = tl.load(slots + token)
+                if slot >= 0:
+                    k_at = k_cache + (slot * G + head - H) * D
+                    tl.store(k_at + col1, c1, mask=inside & (head >= H) & (head < H + G))
+                    tl.store(k_at + col2, c2, mask=inside & (head >= H) & (head < H + G))
+                    v_at = v_cache + (slot * G + head - H - G) * D
+                    tl.store(v_at + col1, c1, mask=inside & is_v)
+                    tl.store(v_at + col2, c2, mask=inside & is_v)
 
 
 @triton.jit

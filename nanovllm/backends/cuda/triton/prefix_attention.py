@@ -12,14 +12,14 @@ from nanovllm.backends.cuda.triton.attention_tiles import EMPTY, attend, split_s
 from nanovllm.backends.cuda.triton.dispatch import is_hopper, num_processors
 
 
-def cut_prefix(q: Tensor, groups: int) -> tuple[int, int, int, int]:
+def cut_prefix(q: Tensor, groups: int, is_fp8: bool) -> tuple[int, int, int, int]:
     """Choose the rows of a tile of queries, a KV head's tiles, a tile's programs, and their warps.
 
     The numbers take few different values, because Triton compiles a kernel for each.
     """
     rows = q.shape[0] * q.shape[1] // groups
     block_m, warps = (64, 4) if rows <= 64 else (128, 8)
-    if not is_hopper(q.device):
+    if not is_hopper(q.device) or is_fp8 and q.shape[2] > 128:
         block_m, warps = 64, 8  # larger tiles, and heads of 256 with fewer warps, would spill
     tiles = triton.cdiv(rows, block_m)
     programs = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
@@ -31,6 +31,7 @@ def prefix_kernel(
     q,
     k_cache,
     v_cache,
+    scales,
     shared,
     table,
     parts,
@@ -49,6 +50,7 @@ def prefix_kernel(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HOW: tl.constexpr,
 ):
     """Attend with a tile of queries to one split of the prefix that all sequences share.
 
@@ -76,6 +78,7 @@ def prefix_kernel(
             query,
             k_cache,
             v_cache,
+            scales,
             table,
             begin,
             end,
@@ -87,6 +90,8 @@ def prefix_kernel(
             D,
             PAGE,
             BLOCK_N,
+            HOW,
+            False,
         )
         tl.store(parts + part[:, None] * D + dim[None, :], acc / total[:, None], mask=inside)
         tl.store(part_lse + part, peak + tl.log2(total), mask=seq < batch)

@@ -1,0 +1,22 @@
+"""The KV cache in FP8: K and V as codes of e4m3, with a scale each in every layer.
+
+layers/attention.py says what is computed. Here its layers get their scales.
+"""
+
+import torch
+
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.linear import empty_parameter
+from nanovllm.layers.shared_kv import SharedKVAttention
+from nanovllm.models.transformer import CausalLM
+
+
+def use_fp8_kv_cache(model: CausalLM, has_scales: bool) -> None:
+    """Give the attention layers of a model scales for an FP8 KV cache, before weights are read.
+
+    `has_scales`: whether config.json says that the checkpoint has scales. Those it lacks are 1.
+    """
+    model.kv_format = "in FP8 with the checkpoint's scales" if has_scales else "in FP8"
+    for module in model.modules():
+        if isinstance(module, SelfAttention) and not isinstance(module, SharedKVAttention):
+            module.kv_scales = empty_parameter(2, dtype=torch.float32)
