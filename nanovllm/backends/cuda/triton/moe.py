@@ -190,9 +190,6 @@ def sort_by_expert(
     return weights, order, runs, max_tiles
 
 
-LOWEST_KEY = tl.constexpr(-(2**63))
-
-
 @triton.jit(do_not_specialize=["T", "passes"])
 def _route_kernel(
     logits,
@@ -212,7 +209,7 @@ def _route_kernel(
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     expert, pick = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
-    picked = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
+    count = tl.zeros([BLOCK_E], tl.int32)
     for i in range(passes):
         token = ((chunk * passes + i) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
         inside = (token < T) & (expert < E)
@@ -221,30 +218,24 @@ def _route_kernel(
         )
         peak = tl.max(tl.where(token < T, scores, 0.0), axis=1)[:, None]
         total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
-        # Rows of padding may be NaN (see cuda/padded_forward.py). A NaN must be no pick's score, or
-        # the pairs that are counted would not be those that are stored.
+        # Rows of padding may be NaN (see cuda/padded_forward.py). Threads find a row's arg max by
+        # exchanging values. Every comparison with NaN is false, so each thread would keep another
+        # expert. The pairs that threads count would then differ from those that they store, and the
+        # sort would lose pairs of other rows.
         scores = tl.where(scores == scores, scores, float("-inf"))
-        # A key holds a score, as an integer of the same order, and the expert: one reduction finds
-        # both. The lowest of equal experts has the greatest key.
-        bits = (scores + 0.0).to(tl.int32, bitcast=True)
-        order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        keys = (order.to(tl.int64) << 32) | (BLOCK_E - 1 - expert)
-        best_keys = tl.zeros([BLOCK_T, BLOCK_K], tl.int64)
+        best_scores = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
+        best_experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
         for k in tl.static_range(K):
-            best = tl.max(keys, axis=1)[:, None]
-            best_keys = tl.where(pick == k, best, best_keys)
-            is_best = keys == best
-            picked += (is_best & (token < T)).to(tl.int32)
-            keys = tl.where(is_best, LOWEST_KEY, keys)
-        best_experts = BLOCK_E - 1 - (best_keys & 0xFFFFFFFF).to(tl.int32)
-        order = (best_keys >> 32).to(tl.int32)
-        best_scores = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        weight = tl.where(pick < K, tl.exp(best_scores - peak), 0.0)
+            best = tl.argmax(scores, axis=1)[:, None]
+            best_scores = tl.where(pick == k, tl.max(scores, axis=1)[:, None], best_scores)
+            best_experts = tl.where(pick == k, best, best_experts)
+            count += tl.sum(((expert == best) & (token < T)).to(tl.int32), axis=0)
+            scores = tl.where(expert == best, float("-inf"), scores)
+        weight = tl.exp(best_scores - peak)
         weight /= tl.sum(weight, axis=1)[:, None] if RENORMALIZE else total
         weight = tl.where(total == total, weight, total)  # all NaN if the row has a NaN
         tl.store(weights + token * K + pick, weight, mask=(token < T) & (pick < K))
         tl.store(experts + token * K + pick, best_experts, mask=(token < T) & (pick < K))
-    count = tl.sum(picked, axis=0)
     tl.store(counts + chunk * E + tl.arange(0, BLOCK_E), count, mask=tl.arange(0, BLOCK_E) < E)
 
 
@@ -287,19 +278,13 @@ def _sort_kernel(
         place = run + before
         for i in range(passes):
             offset = tl.arange(0, BLOCK_P)
-            begin = (chunk * passes + i) * PAIRS
-            inside = (offset < PAIRS) & (begin + offset < P)
-            experts_of = tl.load(experts + begin + offset, mask=inside, other=BLOCK_E)
-            # How many pairs of this pass before a pair have its expert.
-            is_before = (experts_of[None, :] == experts_of[:, None]) & (
-                offset[None, :] < offset[:, None]
-            )
-            rank = tl.sum(is_before.to(tl.int32), axis=1)
-            mine = experts_of[:, None] == expert[None, :]
-            at = rank + tl.sum(tl.where(mine, place[None, :], 0), axis=1)
-            tl.store(order + at, begin + offset, mask=inside)
-            if passes > 1:
-                place += tl.sum(mine.to(tl.int32), axis=0)
+            pair = (chunk * passes + i) * PAIRS + offset
+            inside = (offset < PAIRS) & (pair < P)
+            mine = tl.load(experts + pair, mask=inside, other=BLOCK_E)[:, None] == expert[None, :]
+            rank = tl.cumsum(mine.to(tl.int32), axis=0)  # from 1
+            at = tl.sum(tl.where(mine, place[None, :] + rank - 1, 0), axis=1)
+            tl.store(order + at, pair, mask=inside)
+            place += tl.sum(mine.to(tl.int32), axis=0)
     else:
         tiles = (total + BLOCK_M - 1) // BLOCK_M
         first = tl.cumsum(tiles, axis=0) - tiles
