@@ -33,6 +33,8 @@ from nanovllm.backends.cuda.triton import (
     decode_attention,
     dispatch,
     elementwise,
+    fp8_inputs,
+    fp8_linear,
     gated_delta,
     linear,
     moe,
@@ -198,6 +200,39 @@ def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"decode gated {rows} {outputs}", partial(run, rows, outputs, 1024, True)
     yield "prefill gated", partial(run, 16384, 6144, 1024, True)
     yield "prefill gated gelu", partial(run, 16384, 6144, 1024, True, True)
+
+
+def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of linear layers in FP8, by blocks, by rows, and with weights alone."""
+
+    def run(rows, outputs, inputs, how, gated):
+        is_grouped = how == "group"
+        groups = inputs // 128 if is_grouped else 1
+        matrix = fp8_inputs.Fp8Matrix(
+            new(outputs, inputs, dtype=torch.float8_e4m3fn),
+            new(outputs, groups, dtype=torch.float32),
+            group=128 if is_grouped else inputs,
+            block_rows=128 if is_grouped else 1,
+            activations=how,
+        )
+        x = new(rows, inputs, dtype=dtype)
+        if gated:
+            fp8_linear.gated_linear(x, matrix, dtype)
+            if how:
+                weight = new(inputs, dtype=dtype)
+                fp8_inputs.norm_and_quantise(x, x, matrix, weight=weight, eps=1e-6)
+                product = new(rows, 2 * inputs, dtype=dtype)
+                fp8_inputs.activate_and_quantise(product, matrix)
+        else:
+            fp8_linear.linear(x, matrix, new(outputs, dtype=dtype), dtype)
+
+    for how in ("group", "token", None):
+        for rows in (1, 4, 16, 64, 128, 256, 8192):
+            kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
+            name = f"{kind} FP8 {rows} {how}"
+            for outputs, inputs in ((1024, 1024), (4096, 12288)):
+                yield f"{name} {outputs} {inputs}", partial(run, rows, outputs, inputs, how, False)
+            yield f"{name} gated", partial(run, rows, 24576, 4096, how, True)
 
 
 def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
@@ -422,7 +457,15 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     for head_dim in (64, 128, 256):
         for name, run in attention_cases(dtype, head_dim):
             yield f"{name}, heads of {head_dim}", run
-    makers = linear_cases, packed_cases, moe_cases, recurrent_cases, small_cases, sampling_cases
+    makers = (
+        linear_cases,
+        fp8_cases,
+        packed_cases,
+        moe_cases,
+        recurrent_cases,
+        small_cases,
+        sampling_cases,
+    )
     for make in makers:
         yield from make(dtype)
 

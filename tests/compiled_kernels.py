@@ -22,6 +22,8 @@ from nanovllm.backends.cuda.triton import (
     decode_gemm,
     dispatch,
     elementwise,
+    fp8_inputs,
+    fp8_linear,
     gated_delta,
     gemv,
     moe,
@@ -78,7 +80,7 @@ def report_to(found: list) -> Callable[..., None]:
             if name in constants or value is None or type(value) in (int, bool) and value == 1:
                 continue
             if isinstance(value, dispatch.TensorDescriptor):
-                names += [name] * (1 + 2 * value.base.dim())
+                names += [name] + [""] * 2 * value.base.dim()  # its shape and strides are numbers
             else:
                 names.append(name if isinstance(value, torch.Tensor) else "")
         assert options["launch_pdl"] and compiled.metadata.launch_pdl, kernel.__name__
@@ -102,6 +104,13 @@ def run_all() -> None:
     tiling = decode_gemm.Tiling(32, 2, 3)
     decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)
     decode_gemm.gated_linear(many, new(64, HIDDEN), tiling)
+    fp8 = torch.float8_e4m3fn
+    scales = new(64, HIDDEN // 128, dtype=torch.float32)
+    matrix = fp8_inputs.Fp8Matrix(new(64, HIDDEN, dtype=fp8), scales, 128, 128, "group")
+    fp8_inputs.norm_and_quantise(x, x.clone(), matrix, weight=weight, eps=1e-6)
+    chosen = fp8_linear.Tiling(64, 64, 2, warps=4, stages=3)
+    inputs = fp8_inputs.quantise(many, matrix)
+    fp8_linear.multiply(inputs, matrix, new(64), x.dtype, chosen)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
     packed_linear.few_rows_linear(x, packed, new(64))

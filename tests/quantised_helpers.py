@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 
+import pytest
 import torch
 from model_helpers import make_checkpoint
 from safetensors.torch import load_file, save_file
@@ -161,17 +162,21 @@ def awq(group):
 
 
 def compressed(kind, weights, inputs=None, static_input=None):
-    """Return a packer that asks compressed-tensors, and the quantization_config for it."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-    from compressed_tensors.quantization.utils import calculate_qparams
+    """Return a packer that asks compressed-tensors, and the quantization_config for it.
 
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
-    args, compressor = scheme.weights, BaseCompressor.get_value_from_registry(kind)
+    Only tests that pack a weight need the package. Without it, they are skipped.
+    """
 
     def pack(weight, name):
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+        from compressed_tensors.quantization.lifecycle.forward import dequantize
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+        args, compressor = scheme.weights, BaseCompressor.get_value_from_registry(kind)
         columns = weight.shape[1]
         height, width = {
             "tensor": weight.shape,

@@ -41,12 +41,14 @@ from nanovllm.backends.compile import compile_layers
 from nanovllm.backends.cpu.layers import use_cpu_layers
 from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
+from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, FusedGatedMLP, fuse
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
-from nanovllm.backends.quantised.config import Integers, Quantization
+from nanovllm.backends.quantised.config import Fp8, Integers, Quantization
 from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers
+from nanovllm.backends.quantised.packed import PackedWeight
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
@@ -206,10 +208,13 @@ def test_a_model_sped_up_for_the_cpu_computes_what_the_plain_one_does(folder):
     torch.testing.assert_close(run(fast), run(plain), rtol=1e-4, atol=1e-4)
 
 
-def load_in_int8(folder):
+INT8 = Integers("gptq", 8, group=0, has_zeros=True)
+
+
+def load_quantised(folder, scheme=INT8):
     """Load a checkpoint whose weights are quantised as they are loaded."""
-    rules = ((lambda name: True, Integers("gptq", 8, group=0, has_zeros=True)),)
-    quantization = Quantization("gptq", rules, is_made_here=True)
+    rules = ((lambda name: True, scheme),)
+    quantization = Quantization("test", rules, is_made_here=True)
     exchange = partial(use_quantised_layers, quantization=quantization)
     model = build_model(load_model_config(folder), ParallelGroup(), exchange_layers=exchange)
     load_weights(model, folder)
@@ -229,14 +234,41 @@ def assert_quantised_layers_stay(model, replace):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("folder", ["qwen3", "gemma2", "experts"], indirect=True)
 def test_quantised_layers_are_fused_like_plain_ones(folder):
-    model = load_in_int8(folder)
+    model = load_quantised(folder)
     assert_quantised_layers_stay(model, partial(fuse, backend=TRITON))
     has_experts = any(isinstance(module, Experts) for module in model.modules())
     assert (type(model.model) is FusedDecoder) == (not has_experts)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "folder, scheme",
+    [
+        ("qwen3", Fp8(16, 32, "group")),
+        ("llama-bias", Fp8(1, 0, "token")),
+        ("gemma2", Fp8(1, 0, "token")),
+        ("phi3", Fp8(1, 0, None)),
+    ],
+    indirect=["folder"],
+)
+def test_fp8_layers_are_fused_by_kernels(folder, scheme):
+    model = load_quantised(folder, scheme)
+    want = run(model)
+    fuse(model, TRITON)
+    weights = [module for module in model.modules() if isinstance(module, PackedWeight)]
+    assert {type(weight) for weight in weights} == {FusedFp8Weight}
+    found = run(model)
+    if scheme.activations is None:
+        torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    else:
+        # A sum of another order may round an input to the next number of FP8.
+        torch.testing.assert_close(found, want, rtol=0, atol=0.1 * want.std().item())
+        close = (found - want).abs() < 1e-3
+        assert close.float().mean() > 0.3, close.float().mean()
+
+
 def test_each_family_runs_quantised(folder):
-    model = load_in_int8(folder)
+    model = load_quantised(folder)
     logits = torch.stack((run(model).flatten(), run(load(folder)).flatten()))
     assert torch.corrcoef(logits)[0, 1] > 0.99 and not torch.equal(*logits)
     assert_quantised_layers_stay(model, use_cpu_layers)

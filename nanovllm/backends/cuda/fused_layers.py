@@ -18,6 +18,7 @@ from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
 from nanovllm.backends.cuda.fused_quantised import (
     FusedQuantised,
+    matrix_of,
     packed_experts,
     use_packed_kernels,
 )
@@ -35,6 +36,7 @@ from nanovllm.backends.cuda.triton.elementwise import (
     qk_norm_rope_store,
     rms_norm,
 )
+from nanovllm.backends.cuda.triton.fp8_inputs import norm_and_quantise
 from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
 from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
@@ -138,8 +140,11 @@ class FusedSensitiveLinear(FusedLinear, SensitiveLinear):
 
 
 class FusedMergedColumnParallelLinear(FusedLinear, MergedColumnParallelLinear):
-    def gated(self, x: Tensor, gelu: bool) -> Tensor:
-        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
+    def gated(self, x: Tensor, gelu: bool, reader: nn.Module | None = None) -> Tensor:
+        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K].
+
+        reader: the layer that takes the result.
+        """
         return gated_linear(x, self.weight, self.bias, gelu)
 
     def warmup_gated(self, gelu: bool) -> None:
@@ -290,10 +295,10 @@ class FusedGatedMLP(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Any) -> Tensor:
         """Compute this rank's part of the sum. The result may take the memory of x."""
-        hidden = self.gate_up_proj.gated(x, self.activation is gelu_tanh)
-        return self.down_proj.partial(hidden, out=x)
+        hidden = self.gate_up_proj.gated(x, self.activation is gelu_tanh, self.down_proj)
+        return self.down_proj.partial(hidden, out=x if isinstance(x, Tensor) else None)
 
     def warmup(self) -> None:
         """Launch the kernels that only steps with prompts launch."""
@@ -397,6 +402,11 @@ class FusedLayer(nn.Module):
         """A FusedSelfAttention, or one of FUSED_RECURRENT."""
         return getattr(self, self.mixer_name)
 
+    @property
+    def reader(self) -> nn.Module | None:
+        """The layer that alone takes the input of the mixer; None: there may be several."""
+        return self.mixer.qkv_proj if isinstance(self.mixer, FusedSelfAttention) else None
+
     def prepare(self) -> None:
         """Collect the norms. Called once, when the layer and its parts have become fused ones."""
         self.norms = tuple([getattr(self, name) if name else None for name in self.norm_names])
@@ -480,13 +490,16 @@ class FusedDecoder(Decoder):
         layers = self.fused_layers
         residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
         x = self.first_norm(layers)(residual)
-        for layer, next_norm in zip(layers, self.following_norms(layers)):
+        for layer, next_norm, next_layer in zip(
+            layers, self.following_norms(layers), [*layers[1:], None]
+        ):
             mixed = layer.mixer.mix(layer.mixer.project(x), positions)
             if layer is layers[-1] and indices is not None:
                 # No token attends to the last layer's result, so only the wanted rows are computed.
                 x, residual = self.finish_layer(layer, mixed[indices], residual[indices], next_norm)
             else:
-                x, residual = self.finish_layer(layer, mixed, residual, next_norm, out=x)
+                reader = None if next_layer is None else next_layer.reader
+                x, residual = self.finish_layer(layer, mixed, residual, next_norm, reader, out=x)
         return x
 
     def first_norm(self, layers: Sequence[FusedLayer]) -> Callable[[Tensor], Tensor]:
@@ -503,16 +516,19 @@ class FusedDecoder(Decoder):
         mixed: Tensor,
         residual: Tensor,
         next_norm: FusedRMSNorm | None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        reader: nn.Module | None = None,
+        out: Any = None,
+    ) -> tuple[Any, Tensor]:
         """Run what follows a layer's `mix`, from its result on. Returns (normed, residual).
 
-        `out` [T, hidden]: memory that intermediate results may take.
+        reader: the layer that takes the normed result.
+        out: [T, hidden], memory that intermediate results may take, if it is a tensor.
         """
         _, after_attention, before_mlp, after_mlp = layer.norms
-        x = layer.mixer.output_proj.partial(mixed, out)
-        x, residual = self.add_and_norm(x, residual, after_attention, before_mlp)
-        return self.add_and_norm(layer.mlp.partial(x), residual, after_mlp, next_norm)
+        x = layer.mixer.output_proj.partial(mixed, out if isinstance(out, Tensor) else None)
+        gate_up = layer.mlp.gate_up_proj if isinstance(layer.mlp, FusedGatedMLP) else None
+        x, residual = self.add_and_norm(x, residual, after_attention, before_mlp, gate_up)
+        return self.add_and_norm(layer.mlp.partial(x), residual, after_mlp, next_norm, reader)
 
     def add_and_norm(
         self,
@@ -520,10 +536,12 @@ class FusedDecoder(Decoder):
         residual: Tensor,
         after: FusedRMSNorm | None,
         norm: FusedRMSNorm | None,
-    ) -> tuple[Tensor, Tensor]:
+        reader: nn.Module | None = None,
+    ) -> tuple[Any, Tensor]:
         """Return (norm(total), total), where total = residual + after(sum of the ranks' x).
 
         A norm that is None changes nothing. The results may overwrite x and residual.
+        reader: the layer that takes norm(total), which may be quantised for it.
         """
         # A group of several ranks has methods that ParallelGroup lacks: see
         # tensor_parallel/collectives.py.
@@ -535,6 +553,16 @@ class FusedDecoder(Decoder):
                         x, residual, weight=norm.weight, eps=norm.eps, shared=rows
                     )
             x = group.all_reduce(x)
+        if after is None and norm is not None and (matrix := matrix_of(reader, x)) is not None:
+            rows = norm_and_quantise(
+                x,
+                residual,
+                matrix,
+                weight=norm.weight,
+                eps=norm.eps,
+                zero_centered=norm.zero_centered,
+            )
+            return rows, residual
         return add_summed_and_norm(x, residual, after, norm)
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
+from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.moe_packed import PackedExperts
 from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
@@ -20,7 +22,10 @@ from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight
 
 # The class that multiplies by kernels, for each format.
-FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {IntegerWeight: FusedIntegerWeight}
+FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {
+    Fp8Weight: FusedFp8Weight,
+    IntegerWeight: FusedIntegerWeight,
+}
 
 
 def use_packed_kernels(module: nn.Module) -> None:
@@ -30,19 +35,37 @@ def use_packed_kernels(module: nn.Module) -> None:
         module.__class__ = fused
 
 
+def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
+    """Return the matrix of the layer that inputs x [T, K] are for, if they may be quantised for it.
+
+    None: the layer wants them as they are.
+    """
+    if isinstance(reader, FusedQuantised):
+        weight = reader.packed["weight"]
+        if isinstance(weight, FusedFp8Weight):
+            return weight.reads(x)
+    return None
+
+
 class FusedQuantised:
     """A mixin that stands before the fused class of a linear layer: its weight is packed."""
 
     packed: Any  # {"weight": PackedWeight}, a ModuleDict
     bias: Tensor | None
 
-    def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def product(self, x: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Multiply x [T, K] by the weight -> [T, N], which does not take the memory of `out`."""
         return self.packed["weight"](x, bias)
 
-    def gated(self, x: Tensor, gelu: bool) -> Tensor:
-        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
+    def gated(self, x: Any, gelu: bool, reader: nn.Module | None = None) -> Any:
+        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K].
+
+        reader: the layer that takes the result, which may be quantised for it.
+        """
         weight = self.packed["weight"]
+        if isinstance(weight, FusedFp8Weight):
+            like = torch.empty(1, weight.height // 2, device="meta")
+            return weight.gated(x, self.bias, gelu, matrix_of(reader, like))
         if isinstance(weight, FusedIntegerWeight):
             return weight.gated(x, self.bias, gelu)
         return activate_and_mul(self.product(x, self.bias), gelu)

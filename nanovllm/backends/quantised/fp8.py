@@ -16,6 +16,7 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
 SMALLEST = 1e-12  # of what a scale is made from: rows of zeros have one, too
+TILE = 128  # rows of the weight that a kernel may multiply at a time
 
 
 class Fp8Weight(PackedWeight):
@@ -39,6 +40,11 @@ class Fp8Weight(PackedWeight):
         if scheme.activations == "tensor":
             self.kept = ("input_scales",)
             self.input_scales = empty_parameter(*self.lead, len(self.starts), dtype=torch.float32)
+        if scheme.rows and scheme.rows % TILE == 0:
+            pieces = [piece_of(part, weight) for part in parts]
+            edges = [edge for piece in pieces for edge in (piece.here.start, piece.rows.start)]
+            if not any(edge % scheme.rows for edge in edges):
+                self.block_rows = scheme.rows
         begin, end = self.columns.start, self.columns.stop
         if scheme.activations == "group" and self.is_split:
             if begin % self.group or (end % self.group and end < self.in_features):
@@ -119,14 +125,20 @@ class Fp8Weight(PackedWeight):
 
     def encode(self, values: Tensor, skipped: int) -> dict[str, Tensor]:
         groups = self.grouped(values)
-        scales = scale_for(groups.abs().amax(dim=-1, keepdim=True))
+        largest = groups.abs().amax(dim=-1, keepdim=True)
+        if self.block_rows > 1:
+            blocks = largest.split(self.block_rows)
+            largest = torch.cat([block.amax(0, keepdim=True).expand_as(block) for block in blocks])
+        scales = scale_for(largest)
         codes = to_e4m3(groups / scales).flatten(1)[:, skipped : skipped + self.width]
         return {"codes": codes, "scales": scales.squeeze(-1)}
 
 
 def scale_for(largest: Tensor) -> Tensor:
     """Return the scale with which e4m3 just holds the largest number."""
-    return largest.clamp(min=SMALLEST) / LARGEST
+    # On a GPU, PyTorch would multiply by the reciprocal of a Python number. That is another scale
+    # in its last bit, and inputs that lie between two numbers of FP8 would become the other one.
+    return largest.clamp(min=SMALLEST) / largest.new_full((), LARGEST)
 
 
 def from_e4m3(codes: Tensor) -> Tensor:

@@ -174,6 +174,7 @@ class PackedWeight(nn.Module):
                 values = values[0].mT
             # Several threads convert at a time, so each makes few numbers wide at once.
             rows = max(1, CHUNK // values.shape[1])
+            rows += -rows % self.block_rows
             parts = [self.encode(part.float(), skipped)[name] for part in values.split(rows)]
             return torch.cat(parts)
 
@@ -186,6 +187,8 @@ class PackedWeight(nn.Module):
                 part.name, destination, index, part.shape, convert=partial(convert, name)
             )
 
+    # Rows, counted from the first, that share their scales. Kernels rely on it.
+    block_rows = 1
     # The parameters that no plain weight says anything of: an update of the weights keeps them.
     kept: tuple[str, ...] = ()
     # The parameters that `encode` makes.

@@ -1,0 +1,75 @@
+"""Packed weights in FP8 whose products are computed by Triton kernels."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton import fp8_linear
+from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
+from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
+from nanovllm.backends.quantised.fp8 import Fp8Weight
+
+
+class FusedFp8Weight(Fp8Weight):
+    """A weight in FP8 that is multiplied by the kernels of triton/fp8_linear.py."""
+
+    def forward(
+        self, x: Tensor | Rows, bias: Tensor | None = None, expert: int | None = None
+    ) -> Tensor:
+        matrices, dtype = self.matrices(expert), self.plain.dtype
+        if isinstance(x, Rows):
+            return fp8_linear.linear(x, matrices[0], bias, dtype)
+        if not all(fp8_linear.suits(x, matrix) for matrix in matrices):
+            return super().forward(x, bias, expert)
+        largest = None
+        if self.is_split and self.scheme.activations == "token":
+            largest = self.ranks.maximum(x.abs().amax(dim=-1).float())
+        heights = [len(matrix.codes) for matrix in matrices]
+        biases = [None] * len(matrices) if bias is None else bias.split(heights)
+        parts = [
+            fp8_linear.linear(x, matrix, part, dtype, largest)
+            for matrix, part in zip(matrices, biases)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def gated(
+        self, x: Tensor | Rows, bias: Tensor | None, gelu: bool, reader: Fp8Matrix | None
+    ) -> Tensor | Rows:
+        """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K].
+
+        reader: the matrix that the result will be multiplied by, if it may be quantised for it.
+        """
+        matrix = self.matrices(None)[0]
+        if bias is None and (isinstance(x, Rows) or self.reads(x) is not None):
+            return fp8_linear.gated_linear(x, matrix, self.plain.dtype, gelu, reader)
+        return activate_and_mul(self(x, bias), gelu)
+
+    def reads(self, x: Tensor) -> Fp8Matrix | None:
+        """Return the matrix that inputs can be quantised for before `forward`; None: none."""
+        matrices = self.matrices(None)
+        needs_ranks = self.is_split and self.scheme.activations == "token"
+        is_one = len(matrices) == 1 and self.scheme.activations is not None
+        if is_one and not needs_ranks and fp8_linear.suits(x, matrices[0]):
+            return matrices[0]
+        return None
+
+    def matrices(self, expert: int | None) -> list[Fp8Matrix]:
+        """Return the matrices whose results, side by side, are the weight's.
+
+        Projections are one matrix, unless their inputs have scales of their own.
+        """
+        codes, scales = (
+            self.rows_of(parameter, slice(None), expert) for parameter in (self.codes, self.scales)
+        )
+        # A group that another rank has the first columns of is a format that no kernel knows.
+        group = 0 if self.columns.start % self.group else self.group
+        if self.num_groups == 1:
+            group = self.width
+        sizes = group, self.block_rows, self.scheme.activations
+        if self.scheme.activations != "tensor":
+            return [Fp8Matrix(codes, scales, *sizes)]
+        inputs = self.rows_of(self.input_scales, slice(None), expert)
+        ends = [*self.starts[1:], self.height]
+        return [
+            Fp8Matrix(codes[begin:end], scales[begin:end], *sizes, inputs[number])
+            for number, (begin, end) in enumerate(zip(self.starts, ends))
+        ]

@@ -1,0 +1,307 @@
+"""Inputs of linear layers in FP8 (e4m3), quantised by kernels, with what comes before if there is
+something: a norm or an activation.
+
+Their twin is `Fp8Weight.quantised_inputs`, and they make the same codes.
+
+GPUs without FP8 (before compute capability 8.9) have no type for the codes: there, bytes become
+float16 numbers by shifts, which hold them without loss, and inputs are rounded by arithmetic.
+
+Shapes: M rows, K inputs, G groups of inputs.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton.dispatch import gpu, launch, overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.elementwise import activated, normed
+
+LARGEST = tl.constexpr(448.0)  # that e4m3 holds
+SMALLEST = tl.constexpr(1e-12)  # of what a scale is made from
+# How inputs are quantised, where they do not share a scale by groups of so many columns.
+STATIC = tl.constexpr(0)  # by one scale, which is given
+PLAIN = tl.constexpr(-1)  # not at all
+
+
+class Fp8Matrix(NamedTuple):
+    """A weight in FP8, and how the inputs that it is multiplied by are quantised."""
+
+    codes: Tensor  # [N, K]
+    scales: Tensor  # [N, G], float32
+    group: int  # columns of a group
+    block_rows: int  # rows that share scales, counted from the first; 1: each has its own
+    activations: str | None  # as in the config's Fp8
+    input_scale: Tensor | None = None  # a number, for activations "tensor"
+
+    @property
+    def sharing(self) -> int:
+        """How many inputs share a scale."""
+        inputs = self.codes.shape[1]
+        sizes = {"group": self.group, "token": inputs, "tensor": STATIC.value, None: PLAIN.value}
+        return sizes[self.activations]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Inputs in FP8: number = code * scale. Some rows at the end may be padding."""
+
+    codes: Tensor  # [M, K]: FP8, or float16 where the GPU has no FP8
+    scales: Tensor | None  # [G, M] float32, G = 1 unless groups have their own; None: 1
+    count: int  # of rows that are no padding
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Tell whether the GPU converts and multiplies FP8."""
+    return gpu(device).capability >= (8, 9)
+
+
+def typed(codes: Tensor) -> Tensor:
+    """Return the codes of a weight as the GPU's kernels take them."""
+    return codes if has_fp8(codes.device) else codes.view(torch.uint8)
+
+
+@triton.jit
+def decoded(codes, dtype: tl.constexpr):
+    """Return the numbers of codes, which are FP8 or, for GPUs without it, bytes."""
+    if codes.dtype == tl.uint8:
+        # Sign, exponent and mantissa lie side by side in float16 too, where the bias is 15, not 7.
+        wide = codes.to(tl.int16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        numbers = (bits.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+    else:
+        numbers = codes.to(dtype)
+    return numbers
+
+
+@triton.jit
+def encoded(x, FP8: tl.constexpr):
+    """Round float32 to the nearest numbers of e4m3, as FP8 or, for GPUs without it, as float32."""
+    if FP8:
+        result = x.to(tl.float8e4nv)  # saturates, and keeps NaN
+    else:
+        x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of the fraction
+        # Numbers below 2^-6 become multiples of 2^-9, as float32 has them next to 24576.
+        small = (x + 24576.0) - 24576.0
+        result = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    return result
+
+
+@triton.jit
+def quotient(x, y):
+    """Divide as PyTorch does, so that no rounding to FP8 differs from the plain layer's."""
+    x, y = tl.broadcast(x, y)
+    return tl.div_rn(x, y)
+
+
+@triton.jit
+def scale_for(largest):
+    """Return the scale with which e4m3 just holds the largest number."""
+    return quotient(tl.maximum(largest, SMALLEST), tl.full(largest.shape, LARGEST, tl.float32))
+
+
+def as_rows(x: Tensor | Rows, matrix: Fp8Matrix, largest: Tensor | None = None) -> Rows:
+    """Return the inputs of a product, quantised if they are to be."""
+    if isinstance(x, Rows):
+        return x
+    return Rows(x, None, len(x)) if matrix.activations is None else quantise(x, matrix, largest)
+
+
+def quantise(x: Tensor, matrix: Fp8Matrix, largest: Tensor | None = None) -> Rows:
+    """Quantise inputs [M, K] as a matrix wants them.
+
+    largest: [M], the largest |x| of each token, where other ranks have some of its inputs.
+    """
+    return _quantise(x, matrix, x.shape[1], largest=largest)
+
+
+def activate_and_quantise(x: Tensor, matrix: Fp8Matrix, gelu: bool = False) -> Rows:
+    """Quantise silu(gates) * ups, or gelu(gates) * ups: x [M, 2 K], gates first -> [M, K]."""
+    return _quantise(x, matrix, x.shape[1] // 2, gated=True, gelu=gelu)
+
+
+def _quantise(
+    x: Tensor,
+    matrix: Fp8Matrix,
+    inputs: int,
+    *,
+    largest: Tensor | None = None,
+    gated: bool = False,
+    gelu: bool = False,
+) -> Rows:
+    rows, sharing = x.shape[0], matrix.sharing
+    result = _empty_rows(rows, inputs, sharing, x.device)
+    whole = triton.next_power_of_2(inputs)
+    block = whole if sharing == inputs else min(whole, 1024)
+    if rows:
+        launch(
+            _quantise_kernel,
+            (rows * triton.cdiv(inputs, block),),
+            *(x, result.codes, result.scales, matrix.input_scale, largest),
+            *(x.stride(0), inputs, sharing, block, gated, gelu),
+            num_warps=max(1, min(8, block // 512)),
+            **overlap(x),
+        )
+    return result
+
+
+def _empty_rows(rows: int, inputs: int, sharing: int, device: torch.device) -> Rows:
+    """Make room for inputs. cuBLASLt wants scales of a multiple of 4 rows."""
+    dtype = torch.float8_e4m3fn if has_fp8(device) else torch.float16
+    groups = triton.cdiv(inputs, sharing) if sharing > 0 else 1
+    padded = padded_rows.fn(rows)
+    codes = torch.empty(padded, inputs, dtype=dtype, device=device)
+    return Rows(codes, torch.empty(groups, padded, dtype=torch.float32, device=device), rows)
+
+
+@triton.jit
+def padded_rows(rows):
+    """Return how many rows there is room for."""
+    return rows if rows < 4 else (rows + 3) // 4 * 4
+
+
+@triton.jit
+def _quantise_kernel(
+    x,
+    codes,
+    scales,
+    input_scale,
+    largest,
+    x_stride,
+    K: tl.constexpr,
+    SHARING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    parts: tl.constexpr = tl.cdiv(K, BLOCK)
+    rows = padded_rows(tl.num_programs(0) // parts)
+    row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < K
+    wait_for_inputs(PDL)
+    value = tl.load(x + row * x_stride + cols, mask=inside, other=0.0)
+    if GATED:
+        dtype = value.dtype
+        up = tl.load(x + row * x_stride + K + cols, mask=inside, other=0.0).to(tl.float32)
+        active = activated(value.to(tl.float32), GELU).to(dtype)
+        value = (active.to(tl.float32) * up).to(dtype)
+    _store_quantised(
+        value.to(tl.float32),
+        codes,
+        scales,
+        input_scale,
+        largest,
+        row,
+        rows,
+        part,
+        K,
+        SHARING,
+        BLOCK,
+    )
+
+
+@triton.jit
+def _store_quantised(
+    value,
+    codes,
+    scales,
+    input_scale,
+    largest,
+    row,
+    rows,
+    part,
+    K: tl.constexpr,
+    SHARING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantise BLOCK columns of a row, and store their codes and scales."""
+    if SHARING == STATIC:
+        scale = tl.load(input_scale)
+        quotients = quotient(value, scale)
+        if part == 0:
+            tl.store(scales + row, scale)
+    elif SHARING == K:
+        most = tl.max(tl.abs(value), axis=0)
+        if largest is not None:
+            most = tl.load(largest + row)
+        scale = scale_for(most)
+        quotients = quotient(value, scale)
+        tl.store(scales + row, scale)
+    else:
+        groups: tl.constexpr = BLOCK // SHARING
+        value = value.reshape(groups, SHARING)
+        scale = scale_for(tl.max(tl.abs(value), axis=1))
+        quotients = quotient(value, scale[:, None]).reshape(BLOCK)
+        group = part * groups + tl.arange(0, groups)
+        tl.store(scales + group * rows + row, scale, mask=group < tl.cdiv(K, SHARING))
+    cols = part * BLOCK + tl.arange(0, BLOCK)
+    numbers = encoded(quotients, codes.dtype.element_ty == tl.float8e4nv)
+    tl.store(codes + row * K + cols, numbers.to(codes.dtype.element_ty), mask=cols < K)
+
+
+def norm_and_quantise(
+    x: Tensor,
+    residual: Tensor | None,
+    matrix: Fp8Matrix,
+    *,
+    weight: Tensor,
+    eps: float,
+    zero_centered: bool = False,
+) -> Rows:
+    """Quantise norm(residual + x), or norm(x): [M, K]. The sum overwrites `residual`.
+
+    weight: that of the norm.
+    """
+    rows, inputs = x.shape
+    result = _empty_rows(rows, inputs, matrix.sharing, x.device)
+    block = triton.next_power_of_2(inputs)
+    if rows:
+        launch(
+            _norm_and_quantise_kernel,
+            (rows,),
+            *(x, residual, weight, result.codes, result.scales, matrix.input_scale, eps),
+            *(inputs, matrix.sharing, block, residual is not None, zero_centered),
+            num_warps=max(1, min(8, block // 512)),
+            **overlap(x),
+        )
+    return result
+
+
+@triton.jit
+def _norm_and_quantise_kernel(
+    x,
+    residual,
+    weight,
+    codes,
+    scales,
+    input_scale,
+    eps,
+    K: tl.constexpr,
+    SHARING: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, rows = tl.program_id(0).to(tl.int64), padded_rows(tl.num_programs(0))
+    cols = tl.arange(0, BLOCK)
+    inside = cols < K
+    factor = tl.load(weight + cols, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + row * K + cols, mask=inside, other=0.0)
+    if ADD:
+        stream = tl.load(residual + row * K + cols, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + stream.to(tl.float32)).to(value.dtype)
+        tl.store(residual + row * K + cols, value, mask=inside)
+    value = normed(value, factor, eps, K, ZERO_CENTERED).to(tl.float32)
+    _store_quantised(value, codes, scales, input_scale, None, row, rows, 0, K, SHARING, BLOCK)

@@ -1,0 +1,152 @@
+"""The kernels of FP8 weights compute what the plain layer says, in float64.
+
+They run in Triton's interpreter on a CPU, as on a GPU without FP8, and compiled on a GPU.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from test_kernels import DEVICE, DTYPES, assert_close
+
+from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear
+from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
+from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
+from nanovllm.backends.cuda.triton.fp8_linear import Tiling
+from nanovllm.backends.quantised.fp8 import rounded, scale_for
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+# How inputs are quantised, the columns that share a scale of the weight, and the rows.
+FORMATS = {
+    "blocks": ("group", 128, 128),
+    "rows and groups": ("group", 64, 1),
+    "rows and tokens": ("token", None, 1),
+    "static": ("tensor", None, 1),
+    "weights alone, blocks": (None, 128, 128),
+    "weights alone, rows": (None, None, 1),
+}
+OUTPUTS = 272  # the last tile and the last block of scales are short
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def make_matrix(how, group, block, inputs=288):
+    codes = torch.randn(OUTPUTS, inputs, device=DEVICE).mul(100).clamp(-448, 448)
+    codes[:, 0] = 2.0**-9  # the least number of e4m3
+    count = 1 if group is None else -(-inputs // group)
+    blocks = torch.rand(-(-OUTPUTS // block), count, device=DEVICE) * 0.01 + 0.001
+    scales = blocks.repeat_interleave(block, dim=0)[:OUTPUTS].contiguous()
+    static = torch.tensor(0.01, device=DEVICE) if how == "tensor" else None
+    codes = codes.to(torch.float8_e4m3fn)
+    return Fp8Matrix(codes, scales, group or inputs, block, how, static)
+
+
+def make_inputs(rows, inputs, dtype):
+    x = torch.randn(rows, inputs, device=DEVICE)
+    x[:, :16] *= 1e-3  # small beside the rest of their group: numbers below 2^-6
+    x[-1, 64:128] = 0  # a group of zeros
+    x[0, 5] = 50  # more than a static scale covers
+    return x.to(dtype)
+
+
+def expected(x, matrix, bias=None):
+    """Compute the product in float64 as Fp8Weight's docstring says it."""
+    x = x.float()
+    if matrix.activations == "tensor":
+        x = rounded(x, matrix.input_scale)
+    elif matrix.activations is not None:
+        width = matrix.group if matrix.activations == "group" else x.shape[1]
+        parts = [rounded(p, scale_for(p.abs().amax(1, True))) for p in x.split(width, dim=1)]
+        x = torch.cat(parts, dim=1)
+    scales = matrix.scales.double().repeat_interleave(matrix.group, dim=1)
+    weight = matrix.codes.double() * scales[:, : matrix.codes.shape[1]]
+    product = x.double() @ weight.T
+    return product if bias is None else product + bias.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_linear_equals_the_plain_layers_product(name, dtype):
+    matrix = make_matrix(*FORMATS[name])
+    bias = torch.randn(OUTPUTS, device=DEVICE).to(dtype)
+    for rows in (1, 3, 20, 70):
+        x = make_inputs(rows, 288, dtype)
+        assert fp8_linear.suits(x, matrix)
+        want = expected(x, matrix, bias).to(dtype)
+        assert_close(fp8_linear.linear(x, matrix, bias, dtype), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_gated_linear_equals_the_plain_layers_product(name, gelu, dtype):
+    matrix = make_matrix(*FORMATS[name])
+    for rows in (2, 17):
+        x = make_inputs(rows, 288, dtype)
+        gates, ups = expected(x, matrix).to(dtype).float().chunk(2, dim=1)
+        active = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
+        want = (active.to(dtype).float() * ups).to(dtype)
+        assert_close(fp8_linear.gated_linear(x, matrix, dtype, gelu), want)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("name", ["blocks", "rows and groups", "static", "weights alone, rows"])
+def test_products_of_any_tiling_equal_the_plain_layers(name, splits, swap):
+    matrix = make_matrix(*FORMATS[name])
+    x = make_inputs(37, 288, torch.float16)
+    rows = fp8_inputs.Rows(x, None, len(x))
+    if matrix.activations:
+        rows = fp8_inputs.quantise(x, matrix)
+    chosen = Tiling(32, 64, splits, warps=4, stages=3, swap=swap)
+    out = fp8_linear.multiply(rows, matrix, None, torch.float16, chosen)
+    assert_close(out, expected(x, matrix).half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["blocks", "rows and tokens", "static"])
+def test_inputs_are_rounded_as_in_the_plain_layer(name, dtype):
+    """To the same codes and scales, with the activation before it, too."""
+    matrix = make_matrix(*FORMATS[name])
+    x = make_inputs(5, 2 * 288, dtype)
+    product = activate_and_mul(x.clone())
+    for rows, inputs in (
+        (fp8_inputs.quantise(x[:, :288], matrix), x[:, :288]),
+        (fp8_inputs.activate_and_quantise(x, matrix), product),
+    ):
+        scales = rows.scales.T.repeat_interleave(-(-288 // len(rows.scales)), dim=1)
+        if name == "blocks":
+            scales = rows.scales.T.repeat_interleave(128, dim=1)[:, :288]
+        identity = Fp8Matrix(
+            torch.eye(288, device=DEVICE).to(torch.float8_e4m3fn),
+            torch.ones(288, 1, device=DEVICE).expand(288, -(-288 // matrix.group)).contiguous(),
+            *matrix[2:],
+        )
+        want = expected(inputs, identity)
+        assert torch.equal((rows.codes.float() * scales)[:5].double(), want)
+
+
+def test_a_token_whose_inputs_lie_on_several_ranks_has_one_scale():
+    matrix = make_matrix(*FORMATS["rows and tokens"])
+    x = make_inputs(3, 288, torch.float32)
+    largest = torch.tensor([100.0, 200.0, 300.0], device=DEVICE)
+    scale = largest[:, None] / 448
+    weight = matrix.codes.double() * matrix.scales.double()
+    want = rounded(x, scale).double() @ weight.T
+    assert_close(fp8_linear.linear(x, matrix, None, x.dtype, largest), want.float())
+
+
+def test_formats_that_no_kernel_knows_are_told():
+    matrix = make_matrix("group", 128, 128)
+    x = make_inputs(3, 288, torch.float32)
+    assert fp8_linear.suits(x, matrix)
+    for group in (0, 16, 96):
+        assert not fp8_linear.suits(x, matrix._replace(group=group))
+    assert not fp8_linear.suits(x[:0], matrix)
+    assert not fp8_linear.suits(x, matrix._replace(codes=matrix.codes[:, :280]))
