@@ -38,6 +38,7 @@ from nanovllm.backends.cuda.triton import (
     gated_delta,
     linear,
     moe,
+    moe_packed,
     packed_linear,
     prefill_attention,
     resampler,
@@ -260,13 +261,16 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
 def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of mixtures of experts, from one token to many."""
 
-    def run(tokens, experts, top_k, width, inner, clamped=None):
+    def plain(*shape):
+        return new(*shape, dtype=dtype)
+
+    def run(tokens, experts, top_k, width, inner, clamped=None, make=plain):
         bias = (lambda size: new(experts, size, dtype=dtype)) if clamped else lambda size: None
         moe.moe(
             new(tokens, width, dtype=dtype),
             new(tokens, experts, dtype=dtype),
-            gate_up=new(experts, 2 * inner, width, dtype=dtype),
-            down=new(experts, width, inner, dtype=dtype),
+            gate_up=make(experts, 2 * inner, width),
+            down=make(experts, width, inner),
             gate_up_bias=bias(2 * inner),
             down_bias=bias(width),
             top_k=top_k,
@@ -274,10 +278,43 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             clamped=clamped,
         )
 
-    for tokens in (1, 64, 256, 4096):
+    def packed(kind, sharing=None):
+        """Make weights of gpt-oss in 4 bits, or of Qwen3-30B-A3B in FP8."""
+
+        def make(experts, outputs, inputs):
+            group = {"e4m3": 128, "e2m1": 32, "int4": 128}[kind]
+            groups = -(-inputs // group)
+            if kind == "e4m3":
+                codes = new(experts, outputs, inputs, dtype=torch.float8_e4m3fn)
+                scales = new(experts, outputs, groups, dtype=torch.float32)
+                return moe_packed.PackedExperts(kind, codes, scales, group, sharing, 128)
+            if kind == "e2m1":
+                codes = new(experts, outputs, inputs // 2, dtype=torch.uint8)
+                scales = new(experts, outputs, groups, dtype=torch.uint8)
+                return moe_packed.PackedExperts(kind, codes, scales, group)
+            codes = new(experts, outputs, inputs // 8, dtype=torch.int32)
+            zeros = new(experts, outputs, groups, dtype=torch.uint8)
+            scales = new(experts, outputs, groups, dtype=dtype)
+            return moe_packed.PackedExperts(kind, codes, scales, group, zeros=zeros)
+
+        return make
+
+    qwen, gpt_oss = (128, 8, 2048, 768), (32, 4, 2880, 2880)
+    packings = {
+        "FP8": (packed("e4m3", 128), qwen),
+        "FP8 weights": (packed("e4m3"), qwen),
+        "MXFP4": (packed("e2m1"), gpt_oss),
+        "INT4": (packed("int4"), qwen),
+    }
+    clamped = ClampedSwiGLU(1.702, 7.0)
+    for tokens in (1, 16, 64, 256, 4096):
         name = "prefill" if tokens > dispatch.MAX_ROWS else "decode"
+        for kind, (make, sizes) in packings.items():
+            limits = clamped if kind == "MXFP4" else None
+            yield f"{name} {tokens} experts in {kind}", partial(run, tokens, *sizes, limits, make)
+        if tokens == 16:
+            continue
         yield f"{name} {tokens} of 128", partial(run, tokens, 128, 8, 2048, 768)
-        clamped = ClampedSwiGLU(1.702, 7.0)
         yield f"{name} {tokens} of 32 clamped", partial(run, tokens, 32, 4, 2880, 2880, clamped)
 
 

@@ -27,6 +27,7 @@ from nanovllm.backends.cuda.triton import (
     gated_delta,
     gemv,
     moe,
+    moe_packed,
     packed_linear,
     sampler,
     short_conv,
@@ -164,6 +165,17 @@ def run_all() -> None:
         top_k=2,
         renormalize=True,
     )
+    packed = [
+        moe_packed.PackedExperts(
+            "e4m3",
+            new(8, outputs, inputs, dtype=torch.float8_e4m3fn),
+            new(8, outputs, inputs // 32, dtype=torch.float32),
+            32,
+            sharing=32,
+        )
+        for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
+    ]
+    moe.moe(x, new(rows, 8), gate_up=packed[0], down=packed[1], top_k=2, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
     sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 

@@ -69,6 +69,7 @@ def moe(
     top_k,
     renormalize,
     clamped=None,
+    added=None,
 ):
     experts, width, hidden = gate_up.shape
     layer = MixtureOfExperts(
@@ -84,7 +85,11 @@ def moe(
     weights |= dict(gate_up_bias=gate_up_bias, down_bias=down_bias)
     with_weights(layer.experts, **weights)
     layer.gate.forward = lambda _: logits
-    return layer(x)
+    out = layer(x)
+    if added is not None:
+        gates, result = added
+        out += torch.sigmoid(gates) * result
+    return out
 
 
 def qk_norm_rope_store(

@@ -276,9 +276,7 @@ def test_moe_of_what_is_no_number_stays_in_bounds():
 def test_a_row_that_is_no_number_changes_no_other_rows_experts(
     num_experts, top_k, renormalize, dtype
 ):
-    """On a GPU, the threads that compare a row's NaN disagree on which is the greatest: see
-    _route_kernel.
-    """
+    """Threads that compared NaN would disagree on which is the greatest: see _route_kernel."""
     x, logits, options = moe_inputs(21, num_experts, 32, 16, dtype)
     options |= dict(top_k=top_k, renormalize=renormalize)
     expected = triton_moe.moe(x, logits, **options)
@@ -287,7 +285,8 @@ def test_a_row_that_is_no_number_changes_no_other_rows_experts(
     result = triton_moe.moe(x, logits, **options)
     assert result[[*nan, partly]].isnan().all()
     others = [row for row in range(21) if row not in (*nan, partly)]
-    assert torch.equal(result[others], expected[others])
+    # The interpreter's sums depend on a row's place in its tile.
+    torch.testing.assert_close(result[others], expected[others], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="looks into the interpreter")
@@ -310,9 +309,9 @@ def test_no_expert_is_picked_by_comparing_nan(rows, monkeypatch):
         logits, logits, top_k=4, renormalize=True, block_m=16
     )
     assert sorted(order.tolist()) == list(range(36))
-    # Each of two programs finds its rows' peaks, then four times their best expert and its score.
-    # Only the peaks may be of NaN.
-    assert len(compared) >= 2 * (1 + 4 * 2) and sum(compared) <= 2
+    # Each of two programs finds its rows' peaks, then four times their best expert. Only the peaks
+    # may be of NaN.
+    assert len(compared) >= 2 * (1 + 4) and sum(compared) <= 2
 
 
 @pytest.mark.parametrize("width", [3, 1500])

@@ -75,9 +75,9 @@ class FusedIntegerWeight(IntegerWeight):
 
 
 def refresh_factors(model: nn.Module) -> None:
-    """Make the factors of the model's integer weights of the weights that it has now."""
+    """Make the factors that the model's integer weights have of the weights that it has now."""
     for module in model.modules():
-        if isinstance(module, FusedIntegerWeight):
+        if isinstance(module, FusedIntegerWeight) and module.factors is not None:
             module.refresh()
 
 

@@ -19,6 +19,7 @@ from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
 from nanovllm.backends.cuda.fused_quantised import (
     FusedQuantised,
     matrix_of,
+    packed_experts,
     use_packed_kernels,
 )
 from nanovllm.backends.cuda.fused_recurrent import (
@@ -38,7 +39,7 @@ from nanovllm.backends.cuda.triton.elementwise import (
 from nanovllm.backends.cuda.triton.fp8_inputs import norm_and_quantise
 from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
-from nanovllm.backends.quantised.layers import Quantised
+from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
@@ -53,7 +54,13 @@ from nanovllm.layers.linear import (
     StackedLinear,
 )
 from nanovllm.layers.mlp import GatedMLP, gelu_tanh
-from nanovllm.layers.moe import ClampedSwiGLU, Experts, MixtureOfExperts, swiglu
+from nanovllm.layers.moe import (
+    ClampedSwiGLU,
+    Experts,
+    MixtureOfExperts,
+    SharedExpertMixture,
+    swiglu,
+)
 from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.partial_rotary import (
     InterleavedRotaryEmbedding,
@@ -299,33 +306,66 @@ class FusedGatedMLP(GatedMLP):
 
 
 class FusedMixtureOfExperts(MixtureOfExperts):
-    """A mixture of experts in the kernels of triton/moe.py."""
+    """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
 
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
         """Tell whether the kernels know the experts' gating and compute as their class does."""
-        kind, gating = type(plain.experts), plain.experts.gating
-        is_known = gating is swiglu or type(gating) is ClampedSwiGLU
-        return is_known and kind.forward is Experts.forward and kind.run is Experts.run
+        experts, kind = plain.experts, type(plain.experts)
+        if isinstance(experts, QuantisedExperts):
+            runs_plainly = kind.run is QuantisedExperts.run
+            is_known = all(packed_experts(weight) for weight in experts.packed.values())
+        else:
+            runs_plainly, is_known = kind.run is Experts.run, True
+        is_known &= experts.gating is swiglu or type(experts.gating) is ClampedSwiGLU
+        return is_known and runs_plainly and kind.forward is Experts.forward
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
-        """Compute this rank's part of the sum."""
+        """Compute this rank's part of the sum. The result does not take the memory of x."""
+        return self.mix(x)
+
+    def mix(self, x: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Compute this rank's part of the experts' sum.
+
+        added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
+        """
         experts = self.experts
         gate_up_bias, down_bias = experts.biases_of_this_rank
+        weights: dict[str, Any] = dict(gate_up=experts.gate_up_proj, down=experts.down_proj)
+        if isinstance(experts, QuantisedExperts):
+            weights["gate_up"] = packed_experts(experts.packed["gate_up_proj"])
+            weights["down"] = packed_experts(experts.packed["down_proj"])
         return moe.moe(
             x,
             self.gate(x),
-            gate_up=experts.gate_up_proj,
-            down=experts.down_proj,
+            **weights,
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             top_k=self.top_k,
             renormalize=self.renormalize,
             clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
+            added=added,
         )
+
+
+class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):
+    """A mixture of experts with a shared expert, which is a fused MLP."""
+
+    shared_expert: FusedGatedMLP
+
+    @staticmethod
+    def suits(plain: MixtureOfExperts) -> bool:
+        """Tell whether the kernels know both."""
+        assert isinstance(plain, SharedExpertMixture)
+        return type(plain.shared_expert) is FusedGatedMLP and FusedMixtureOfExperts.suits(plain)
+
+    def partial(self, x: Tensor) -> Tensor:
+        shared = self.shared_expert
+        hidden = shared.gate_up_proj.gated(x, shared.activation is gelu_tanh)
+        return self.mix(x, added=(self.shared_expert_gate(x), shared.down_proj.partial(hidden)))
 
 
 class FusedLayer(nn.Module):
@@ -352,7 +392,7 @@ class FusedLayer(nn.Module):
         return (
             isinstance(mixer, (FusedSelfAttention, *FUSED_RECURRENT))
             and isinstance(mixer.output_proj, FusedRowParallelLinear)
-            and type(plain.mlp) in (FusedGatedMLP, FusedMixtureOfExperts)
+            and isinstance(plain.mlp, (FusedGatedMLP, FusedMixtureOfExperts))
             and all(isinstance(norm, FusedRMSNorm) for norm in norms)
             and len({(norm.eps, norm.zero_centered) for norm in norms}) == 1
         )
@@ -586,6 +626,7 @@ FUSED: dict[type[nn.Module], type[nn.Module]] = {
     GatedConvolution: FusedGatedConvolution,
     GatedMLP: FusedGatedMLP,
     MixtureOfExperts: FusedMixtureOfExperts,
+    SharedExpertMixture: FusedSharedExpertMixture,
     DecoderLayer: FusedDecoderLayer,
     LinearAttentionLayer: FusedLinearAttentionLayer,
     ConvolutionLayer: FusedConvolutionLayer,

@@ -15,6 +15,8 @@ from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
+from nanovllm.backends.cuda.triton.moe_packed import PackedExperts
+from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight
@@ -75,3 +77,33 @@ class FusedQuantised:
             return weight.warmup_gated(self.bias, gelu)
         device, dtype = weight.codes.device, weight.plain.dtype
         self.gated(torch.zeros(MAX_ROWS + 1, weight.width, dtype=dtype, device=device), gelu)
+
+
+def packed_experts(weight: nn.Module) -> PackedExperts | None:
+    """Describe the packed weights of experts to the kernels; None: no kernel knows their format."""
+    assert isinstance(weight, PackedWeight)
+    has_groups = weight.num_groups > 1
+    group = weight.group if has_groups else weight.width
+    if has_groups and weight.columns.start % group:
+        return None  # this rank's columns begin within a group
+    # Kernels take a power of 2 of columns at a time, of a group or of whole groups.
+    is_divisible = not has_groups or group % 64 == 0 or group & -group == group
+    if isinstance(weight, Fp4Weight) and not weight.scheme.is_nvidia:
+        is_known = weight.width % 4 == 0
+        return PackedExperts("e2m1", weight.codes, weight.scales, group) if is_known else None
+    if isinstance(weight, IntegerWeight):
+        scheme = weight.scheme
+        if scheme.bits != 4 or scheme.has_order or weight.width % 8 or not is_divisible:
+            return None
+        zeros = weight.zeros if scheme.has_zeros else None
+        return PackedExperts("int4", weight.codes, weight.scales, group, zeros=zeros)
+    if isinstance(weight, Fp8Weight):
+        how = weight.scheme.activations
+        is_shared = how == "token" and weight.is_split  # a scale of the inputs, among the ranks
+        is_divisible = not has_groups or group % 32 == 0
+        if how == "tensor" or is_shared or weight.width % 2 or not is_divisible:
+            return None
+        sharing = {"group": group, "token": weight.width, None: None}[how]
+        block_rows = getattr(weight, "block_rows", 1)  # rows that are known to share their scales
+        return PackedExperts("e4m3", weight.codes, weight.scales, group, sharing, block_rows)
+    return None

@@ -32,6 +32,11 @@ def score_factors(options: AttentionOptions) -> tuple[float, float | None]:
     return scale / softcap, softcap * LOG2_E
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Return the columns of a tile whose rows are heads: tensor cores take 16 at least."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
 @triton.jit
 def slot_of(table, token, first_slot, PAGE: tl.constexpr):
     """Return the KV slot of a sequence's token by its block table.

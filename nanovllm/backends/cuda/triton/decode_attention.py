@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.attention_tiles import (
     EMPTY,
     attend,
+    padded_head_dim,
     score_factors,
     split_span,
     with_sink,
@@ -62,7 +63,7 @@ def decode_attention(
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, kv.cache, longest, shared is not None)
     factors = score_factors(options)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = padded_head_dim(head_dim)
     how, warps, stages = PLAIN.value, 4, 2 if splits <= 8 else 3
     if scales is not None:
         block_d = max(block_d, 32)

@@ -491,3 +491,17 @@ def _decode_inputs_kernel(
         col = start + tl.arange(0, BLOCK)
         entry = tl.load(block_tables + row * W + col, mask=col < W)
         tl.store(tables + i * W + col, entry, mask=col < W)
+
+
+@triton.jit
+def gated(gate, up, alpha, limit):
+    """Compute swiglu or, if there is a limit, ClampedSwiGLU."""
+    wide = gate.to(tl.float32)
+    if limit is not None:
+        wide = tl.minimum(wide, limit)
+        wide_up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit) + 1.0
+        result = (wide / (1.0 + tl.exp(-alpha * wide)) * wide_up).to(gate.dtype)
+    else:
+        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+        result = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    return result

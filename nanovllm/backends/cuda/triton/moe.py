@@ -13,6 +13,8 @@ Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a r
 expert.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,85 +26,125 @@ from nanovllm.backends.cuda.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
+from nanovllm.backends.cuda.triton.elementwise import gated
+from nanovllm.backends.cuda.triton.moe_packed import (
+    PackedExperts,
+    SortedPairs,
+    Tile,
+    multiply_packed,
+    packed_tile,
+)
 from nanovllm.layers.moe import ClampedSwiGLU
 
 # A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
 CHUNK_TOKENS = 8
 MAX_CHUNKS = 256
-# Tiles by the number of pairs for each expert, measured on an H200: the greatest number of pairs,
-# then rows, outputs and inputs of a tile, warps and stages.
+# Tiles by the greatest number of pairs for each expert, measured on an H200.
 TILES = (
-    (4, 16, 64, 128, 2, 4),
-    (16, 32, 128, 128, 4, 3),
-    (64, 64, 128, 64, 4, 4),
-    (float("inf"), 128, 256, 64, 8, 4),
+    (4, Tile(16, 64, 128, 2, 4)),
+    (16, Tile(32, 128, 128, 4, 3)),
+    (64, Tile(64, 128, 64, 4, 4)),
+    (float("inf"), Tile(128, 256, 64, 8, 4)),
 )
 SMALL_BLOCK_N = 128  # the most outputs of a tile on a GPU without large shared memory
 # Bytes of shared memory that a program leaves to its other needs than its stages.
 OTHER_BYTES = 2048
-FLOAT32_TILE = 16, 64, 32, 4, 3  # tensor cores do not compute products of float32
+FLOAT32_TILE = Tile(16, 64, 32, 4, 3)  # tensor cores do not compute products of float32
 
 
 def moe(
     x: Tensor,
     logits: Tensor,
     *,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | PackedExperts,
+    down: Tensor | PackedExperts,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     top_k: int,
     renormalize: bool,
     clamped: ClampedSwiGLU | None = None,
+    added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
     Args:
         logits: [T, E], the router's.
-        gate_up: [E, 2 F, N].
-        down: [E, N, F].
+        gate_up: [E, 2 F, N], packed or not.
+        down: [E, N, F], packed if gate_up is.
         gate_up_bias: [E, 2 F].
         down_bias: [E, N].
         top_k: experts of a token.
         renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         clamped: the experts' gating; None: swiglu.
+        added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
     """
     out = torch.empty_like(x)
-    (num_tokens, width), (num_experts, _, expert_width) = x.shape, down.shape
+    (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[1], down.shape[-1]
     pairs = num_tokens * top_k
     if not pairs:
         return out
-    tile = next(tile for limit, *tile in TILES if pairs <= limit * num_experts)
-    block_m, block_n, most_k, warps, most_stages = (
-        FLOAT32_TILE if x.dtype == torch.float32 else tile
-    )
-    if not has_large_shared_memory(x.device):
-        block_n = min(block_n, SMALL_BLOCK_N)
-    stage_memory = gpu(x.device).shared_memory - OTHER_BYTES
-    weights, order, runs, max_tiles = sort_by_expert(
-        logits, x, top_k=top_k, renormalize=renormalize, block_m=block_m
+    if isinstance(gate_up, PackedExperts):
+        tile = packed_tile(gate_up, pairs / num_experts, x)
+    else:
+        tile = plain_tile(pairs / num_experts, x)
+    weights, *sorted_pairs = sort_by_expert(
+        logits, x, top_k=top_k, renormalize=renormalize, block_m=tile.rows
     )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
-    alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
-    for source, weight, bias, to in (
-        (x, gate_up, gate_up_bias, hidden),
-        (hidden, down, down_bias, results),
-    ):
-        block_k = min(most_k, max(16, triton.next_power_of_2(weight.shape[2])))
-        stage = (block_m + block_n) * block_k * x.element_size()
-        stages = min(most_stages, stage_memory // stage)
-        _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], block_n),)](
-            *(source, weight, bias, order, runs, to, alpha, limit),
-            *(top_k, *weight.shape[1:], weight is gate_up, block_m, block_n, block_k),
-            num_warps=warps,
-            num_stages=stages,
-            **overlap(x),
-        )
+    options: dict[str, Any] = dict(pairs=sorted_pairs, top_k=top_k, tile=tile)
+    if isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts):
+        multiply_packed(x, gate_up, gate_up_bias, hidden, clamped=clamped, follows=down, **options)
+        multiply_packed(hidden, down, down_bias, results, **options)
+    else:
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        multiply(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
+        multiply(hidden, down, down_bias, results, **options)
     _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
-        results, weights, out, width, top_k, 512, **overlap(x)
+        results, weights, *(added or (None, None)), out, width, top_k, 512, **overlap(x)
     )
     return out
+
+
+def plain_tile(pairs: float, x: Tensor) -> Tile:
+    """Choose the tile for so many pairs for each expert."""
+    if x.dtype == torch.float32:
+        return FLOAT32_TILE
+    tile = next(tile for limit, tile in TILES if pairs <= limit)
+    if not has_large_shared_memory(x.device):
+        tile = tile._replace(outputs=min(tile.outputs, SMALL_BLOCK_N))
+    return tile
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    pairs: SortedPairs,
+    top_k: int,
+    tile: Tile,
+    is_gated: bool = False,
+    clamped: ClampedSwiGLU | None = None,
+) -> None:
+    """Multiply each pair's row by its expert's weights [E, OUT, IN], into `out`.
+
+    is_gated: whether rows are those of the tokens, and results are gated and in sorted order.
+        Otherwise rows are in sorted order, and results in that of the tokens.
+    """
+    alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
+    block_k = min(tile.inputs, max(16, triton.next_power_of_2(weight.shape[2])))
+    stage = (tile.rows + tile.outputs) * block_k * x.element_size()
+    stages = min(tile.stages, (gpu(x.device).shared_memory - OTHER_BYTES) // stage)
+    order, runs, max_tiles = pairs
+    _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], tile.outputs),)](
+        *(x, weight, bias, order, runs, out, alpha, limit),
+        *(top_k, *weight.shape[1:], is_gated, tile.rows, tile.outputs, block_k),
+        num_warps=tile.warps,
+        num_stages=stages,
+        **overlap(x),
+    )
 
 
 def sort_by_expert(
@@ -314,7 +356,7 @@ def _product_kernel(
         result = total.to(out.dtype.element_ty)
         if GATED:
             gate, up = tl.split(result.reshape(BLOCK_M, BLOCK_N // 2, 2))
-            result = _gated(gate, up, alpha, limit)
+            result = gated(gate, up, alpha, limit)
             column = part * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = OUT // 2 if GATED else OUT
         out_at = out + target.to(tl.int64)[:, None] * width + column[None, :]
@@ -322,22 +364,16 @@ def _product_kernel(
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit):
-    """Compute swiglu or, if there is a limit, ClampedSwiGLU."""
-    wide = gate.to(tl.float32)
-    if limit is not None:
-        wide = tl.minimum(wide, limit)
-        wide_up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit) + 1.0
-        result = (wide / (1.0 + tl.exp(-alpha * wide)) * wide_up).to(gate.dtype)
-    else:
-        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-        result = (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
-    return result
-
-
-@triton.jit
 def _sum_kernel(
-    results, weights, out, N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    results,
+    weights,
+    gates,
+    added,
+    out,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -349,4 +385,7 @@ def _sum_kernel(
             tl.float32
         )
         total += result * tl.load(weights + token * K + k)
+    if added is not None:
+        more = tl.load(added + token * N + column, mask=inside, other=0.0).to(tl.float32)
+        total += more * tl.sigmoid(tl.load(gates + token).to(tl.float32))
     tl.store(out + token * N + column, total.to(out.dtype.element_ty), mask=inside)

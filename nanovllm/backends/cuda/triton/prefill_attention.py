@@ -19,6 +19,7 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
     for_codes,
     from_tiles,
     load_tiles,
+    padded_head_dim,
     score_factors,
     score_tile,
     slot_of,
@@ -101,7 +102,7 @@ def prefill_attention(
     tensors = q, k, v, scales, k_tiles, v_tiles, out, options.sinks
     cu_seqlens = metadata.cu_seqlens_q, metadata.cu_seqlens_k
     table_stride = tables.stride(0) if tables is not None else 0
-    sizes = (head_dim, triton.next_power_of_2(head_dim), page, BLOCK_M, block_n)
+    sizes = (head_dim, padded_head_dim(head_dim), page, BLOCK_M, block_n)
     how = PLAIN.value if scales is None else how_to_decode(q.device)
     launch(
         _prefill_kernel,

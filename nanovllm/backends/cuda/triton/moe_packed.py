@@ -1,0 +1,461 @@
+"""The products of a mixture of experts whose weights are packed: FP8, MXFP4 or INT4.
+
+Their twins are `Fp8Weight`, `Fp4Weight` and `IntegerWeight` in backends/quantised. A program
+multiplies some rows of an expert's weights by a tile of tokens. The weights are the left operand of
+the tensor cores, which may come from registers. So codes are decoded there, right where the tensor
+cores take them, and no decoded weight is ever written to memory.
+
+A tensor core takes pairs of numbers that are neighbours in a register. Codes are read as words of
+16 bits, each of which holds PARTS codes. Decoding code i of two words gives such a pair. So a
+product is the sum of PARTS products: that of the words' first codes and the columns 0, PARTS,
+2 PARTS... of the inputs, that of their second codes and the columns after those, and so on. Inputs
+are reordered for it once: [rows, columns] becomes [rows, PARTS, columns / PARTS].
+
+- FP8, with inputs in FP8: tensor cores multiply the codes, PARTS is 1. Hopper's tensor cores add up
+  products of FP8 in few bits, so the sum of each BLOCK of columns is added to a total in float32,
+  multiplied by the scales of weights and inputs.
+- FP8 otherwise, or on a GPU without it: PARTS is 2. Codes become numbers of the inputs' dtype,
+  which holds them without loss. Sums are multiplied by the scales.
+- MXFP4 and INT4: PARTS is 4. The decoded numbers are multiplied by their scales.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton.decoding import E2M1_UNIT, decoded, factor_of, offset_of
+from nanovllm.backends.cuda.triton.dispatch import (
+    gpu,
+    has_large_shared_memory,
+    num_processors,
+    overlap,
+    wait_for_inputs,
+)
+from nanovllm.backends.cuda.triton.elementwise import gated
+from nanovllm.layers.moe import ClampedSwiGLU
+
+LARGEST = tl.constexpr(448.0)  # that e4m3 holds
+SMALLEST = tl.constexpr(1e-12)  # of what a scale is made from
+
+
+class PackedExperts(NamedTuple):
+    """The weights of all experts for one product: numbers [E, OUT, IN] in few bits."""
+
+    kind: str  # "e4m3", "e2m1" or "int4"
+    codes: Tensor  # [E, OUT, bytes or words of a row]
+    scales: Tensor  # [E, OUT, groups of columns]
+    group: int  # columns that share a scale
+    # How many inputs share a scale, where they are quantised to FP8. None: they are not.
+    sharing: int | None = None
+    block_rows: int = 1  # rows that share scales, counted from the first
+    zeros: Tensor | None = None  # [E, OUT, groups], uint8: the code of 0; None: 8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The outputs and inputs of an expert."""
+        codes_per_item = {"e4m3": 1, "e2m1": 2, "int4": 8}[self.kind]
+        return self.codes.shape[1], self.codes.shape[2] * codes_per_item
+
+    @property
+    def parts(self) -> int:
+        """How many codes a word of 16 bits has; 1: tensor cores take the codes as they are."""
+        if self.kind != "e4m3":
+            return 4
+        return 1 if self.sharing and has_fp8(self.codes.device) else 2
+
+    @property
+    def words(self) -> Tensor:
+        """The codes as the kernels take them."""
+        return self.codes if self.parts == 1 else self.codes.view(torch.int16)
+
+
+class Rows(NamedTuple):
+    """Inputs as a product takes them."""
+
+    numbers: Tensor  # [rows, PARTS, IN / PARTS]: FP8, or the dtype of the inputs
+    scales: Tensor | None  # [rows, groups] float32, if the inputs are quantised
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Tell whether the GPU converts and multiplies FP8."""
+    return gpu(device).capability >= (8, 9)
+
+
+def prepare(x: Tensor, weight: PackedExperts) -> Rows:
+    """Quantise and reorder inputs [rows, IN] as a product with the weight takes them."""
+    count, width = x.shape
+    parts, sharing = weight.parts, weight.sharing
+    dtype = torch.float8_e4m3fn if parts == 1 else x.dtype
+    numbers = torch.empty(count, parts, width // parts, dtype=dtype, device=x.device)
+    groups = triton.cdiv(width, sharing or width)
+    scales = None
+    if sharing:
+        scales = torch.empty(count, groups, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(sharing or width)
+    _prepare_kernel[(count,)](
+        *(x, numbers, scales, width, parts, sharing or width, groups),
+        *(triton.next_power_of_2(groups), block),
+        **overlap(x),
+    )
+    return Rows(numbers, scales)
+
+
+@triton.jit
+def _prepare_kernel(
+    x,
+    numbers,
+    scales,
+    IN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARING: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    group, inside = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK)
+    column = group[:, None] * SHARING + inside[None, :]
+    mask = (inside < SHARING)[None, :] & (column < IN)
+    value = tl.load(x + row * IN + column, mask=mask, other=0.0)
+    if scales is not None:
+        value = value.to(tl.float32)
+        largest = tl.max(tl.abs(value), axis=1)
+        scale = _quotient(tl.maximum(largest, SMALLEST), tl.full([BLOCK_G], LARGEST, tl.float32))
+        # A maximum may pass over NaN, and values that are NaN stay NaN.
+        tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+        value = _encoded(_quotient(value, scale[:, None]), numbers.dtype.element_ty)
+    place = column if PARTS == 1 else column % PARTS * (IN // PARTS) + column // PARTS
+    tl.store(numbers + row * IN + place, value, mask=mask)
+
+
+@triton.jit
+def _quotient(x, y):
+    """Divide as PyTorch does, so that no rounding to FP8 differs from the plain layer's."""
+    x, y = tl.broadcast(x, y)
+    return tl.div_rn(x, y)
+
+
+@triton.jit
+def _encoded(x, dtype: tl.constexpr):
+    """Round float32 to the nearest numbers of e4m3, as FP8 or in a wider type."""
+    if dtype == tl.float8e4nv:
+        return x.to(tl.float8e4nv)  # saturates, and keeps NaN
+    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # keeps three bits of the fraction
+    # Numbers below 2^-6 become multiples of 2^-9, as float32 has them next to 24576.
+    small = (x + 24576.0) - 24576.0
+    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True)).to(dtype)
+
+
+# The order, runs and max_tiles of sort_by_expert.
+SortedPairs = Sequence[Any]
+
+
+class Tile(NamedTuple):
+    """How a product is cut into programs."""
+
+    rows: int  # pairs of token and expert
+    outputs: int
+    inputs: int  # that a step takes
+    warps: int
+    stages: int
+
+
+# Tiles by kind and by the greatest number of pairs for each expert, measured on an H200.
+TILES = {
+    "e4m3": (
+        (1, Tile(16, 64, 128, 4, 6)),
+        (8, Tile(16, 128, 128, 4, 4)),
+        (32, Tile(32, 128, 128, 4, 3)),
+        (float("inf"), Tile(64, 128, 128, 4, 3)),
+    ),
+    "e2m1": (
+        (1, Tile(16, 64, 256, 4, 6)),
+        (8, Tile(16, 64, 256, 4, 3)),
+        (16, Tile(32, 128, 256, 4, 3)),
+        (64, Tile(64, 128, 128, 4, 3)),
+        (float("inf"), Tile(128, 128, 128, 4, 3)),
+    ),
+    "int4": (
+        (1, Tile(16, 64, 256, 4, 4)),
+        (8, Tile(16, 64, 256, 4, 3)),
+        (32, Tile(32, 128, 256, 4, 4)),
+        (float("inf"), Tile(128, 128, 128, 4, 3)),
+    ),
+}
+SMALL_TILE = Tile(64, 128, 128, 8, 4)  # the most on a GPU without large shared memory
+OTHER_BYTES = 4096  # of shared memory that a program leaves to its other needs than its stages
+LEAST = 32  # words that a step takes, as tensor cores take so many codes of FP8
+FLOAT32_TILE = Tile(16, 32, 64, 4, 2)  # tensor cores do not compute products of float32
+
+
+def packed_tile(weight: PackedExperts, pairs: float, x: Tensor) -> Tile:
+    """Choose the tile for so many pairs for each expert."""
+    if x.dtype == torch.float32:
+        return FLOAT32_TILE
+    tile = next(tile for limit, tile in TILES[weight.kind] if pairs <= limit)
+    if not has_large_shared_memory(x.device):
+        tile = Tile(*map(min, tile, SMALL_TILE))
+        if tile.rows == SMALL_TILE.rows:
+            tile = tile._replace(warps=SMALL_TILE.warps)
+    return tile
+
+
+def multiply_packed(
+    x: Tensor,
+    weight: PackedExperts,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    pairs: SortedPairs,
+    top_k: int,
+    tile: Tile,
+    follows: PackedExperts | None = None,
+    clamped: ClampedSwiGLU | None = None,
+) -> None:
+    """Multiply each pair's row by its expert's weights, into `out`.
+
+    follows: the weights of the second product, in the first. Then rows are those of the tokens, and
+        results are gated and in sorted order. Otherwise rows are in sorted order, and results in
+        that of the tokens.
+    """
+    is_gated = follows is not None
+    # The first product writes its results in the order in which the second takes them.
+    parts_of_out = follows.parts if follows is not None and not follows.sharing else 1
+    order, runs, max_tiles = pairs
+    outputs, inputs = weight.shape
+    results = outputs // 2 if is_gated else outputs
+    parts, group, sharing = weight.parts, weight.group, weight.sharing
+    rows = Rows(x, None) if not is_gated and not sharing else prepare(x, weight)
+    words = min(tile.inputs // parts, max(LEAST, triton.next_power_of_2(inputs // parts)))
+    # A step's columns are a part of a group, or whole groups if the numbers have the scales.
+    for size in (group, sharing):
+        is_power = size is not None and size & -size == size
+        if size and size < inputs and not (is_power and weight.kind != "e4m3"):
+            words = min(words, (size & -size) // parts)
+    # There shall be enough programs to keep the device busy.
+    block_n, enough = tile.outputs, 2 * num_processors(out.device)
+    while block_n > 32 and max_tiles * triton.cdiv(outputs, block_n) < enough:
+        block_n //= 2
+    block = block_n // 2 if is_gated else block_n
+    uniform = weight.block_rows % block == 0 and results % weight.block_rows == 0
+    # The tensor cores' left operand has 64 rows or more, their right one as few as 8. And a thread
+    # has many columns of a sum, of few rows: few scales, if the columns' are the same.
+    swapped = parts > 1 or tile.rows < 64
+    code_bytes, number_bytes = weight.words.element_size(), rows.numbers.element_size()
+    stage = words * (block_n * code_bytes + tile.rows * parts * number_bytes)
+    stages = max(1, min(tile.stages, (gpu(out.device).shared_memory - OTHER_BYTES) // stage))
+    alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
+    _packed_product_kernel[(max_tiles * triton.cdiv(results, block),)](
+        *(rows.numbers, rows.scales, weight.words, weight.scales, weight.zeros, bias),
+        *(order, runs, out, alpha, limit),
+        *(top_k, outputs, inputs, weight.kind, parts, group, weight.scales.shape[-1]),
+        *(sharing or 0, is_gated, parts_of_out, uniform, swapped, tile.rows, block_n, words),
+        num_warps=tile.warps if block_n >= 64 else 4,
+        num_stages=stages,
+        **overlap(out),
+    )
+
+
+@triton.jit
+def _packed_product_kernel(
+    x,
+    x_scales,
+    codes,
+    scales,
+    zeros,
+    bias,
+    order,
+    runs,
+    out,
+    alpha,
+    limit,
+    K: tl.constexpr,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    KIND: tl.constexpr,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHARING: tl.constexpr,
+    GATED: tl.constexpr,
+    PARTS_OF_OUT: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    SWAPPED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply BLOCK_N rows of an expert's weights by a tile of BLOCK_M pairs.
+
+    With GATED, the first half of an expert's rows are gates, the second half ups. A program takes
+    as many of both, and writes their gated product.
+    """
+    wait_for_inputs(PDL)
+    RESULTS: tl.constexpr = OUT // 2 if GATED else OUT
+    BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # results of a program
+    WORDS: tl.constexpr = IN // PARTS
+    # Neighbouring programs share their tokens, or else their expert, so that shared data are read
+    # from memory once.
+    tile, part = (
+        tl.program_id(0) // tl.cdiv(RESULTS, BLOCK),
+        tl.program_id(0) % tl.cdiv(RESULTS, BLOCK),
+    )
+    if tile < tl.load(runs):
+        runs += (1 + tile) * 3
+        expert, first, end = tl.load(runs).to(tl.int64), tl.load(runs + 1), tl.load(runs + 2)
+        place = first + tl.arange(0, BLOCK_M)
+        inside = place < end
+        pair = tl.load(order + place, mask=inside, other=0)
+        source, target = ((pair // K) if GATED else place).to(tl.int64), place if GATED else pair
+        n = tl.arange(0, BLOCK_N)
+        # Eight gates come before their eight ups: then one thread holds a gate and its up.
+        result = part * BLOCK + (n // 16 * 8 + n % 8 if GATED else n)
+        result = tl.minimum(result, RESULTS - 1)
+        row = expert * OUT + result + (n // 8 % 2 * RESULTS if GATED else 0)
+        # A block of rows has the same scales, of which one is read.
+        first_row = expert * OUT + part * BLOCK
+        scale_at = scales + (first_row if UNIFORM else row) * GROUPS
+        HAS_ZEROS: tl.constexpr = zeros is not None
+        if HAS_ZEROS:
+            zero_at = zeros + row * GROUPS
+        X_GROUPS: tl.constexpr = (IN + SHARING - 1) // SHARING if SHARING > 0 else 1
+        if SHARING > 0:
+            x_scale_at = x_scales + source * X_GROUPS
+        word = tl.arange(0, BLOCK_W)
+        at = codes + row[:, None] * WORDS + word[None, :]
+        x_at = x + source[None, :] * IN + word[:, None]
+        total = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
+        # Scales are loaded before they are needed: those of numbers two steps, others one.
+        if KIND != "e4m3":
+            scale = _load_groups(scale_at, 0, PARTS, GROUP, GROUPS, BLOCK_W)
+            factor = factor_of(scale, KIND, x.dtype.element_ty)
+            scale = _load_groups(scale_at, BLOCK_W, PARTS, GROUP, GROUPS, BLOCK_W)
+            if HAS_ZEROS:
+                zero = _load_groups(zero_at, 0, PARTS, GROUP, GROUPS, BLOCK_W)
+                offset = offset_of(zero, x.dtype.element_ty)
+                zero = _load_groups(zero_at, BLOCK_W, PARTS, GROUP, GROUPS, BLOCK_W)
+        else:
+            scale = _scales_of_rows(scale_at, 0, GATED, UNIFORM, RESULTS * GROUPS, BLOCK_N)
+            if SHARING > 0:
+                x_scale = tl.load(x_scale_at, mask=inside, other=0.0)
+        for start in range(0, WORDS, BLOCK_W):
+            in_row = word < WORDS - start
+            if WORDS % BLOCK_W == 0:
+                words = tl.load(at)
+            else:
+                words = tl.load(at, mask=in_row[None, :], other=0)
+            factors, offsets = None, None
+            if KIND == "int4" and not HAS_ZEROS:
+                offsets = offset_of(tl.full([1, BLOCK_W], 8, tl.int32), x.dtype.element_ty)
+            if KIND != "e4m3":
+                factors = _spread(factor, BLOCK_W)
+                factor = factor_of(scale, KIND, x.dtype.element_ty)
+                following = start + 2 * BLOCK_W
+                scale = _load_groups(scale_at, following, PARTS, GROUP, GROUPS, BLOCK_W)
+                if HAS_ZEROS:
+                    offsets = _spread(offset, BLOCK_W)
+                    offset = offset_of(zero, x.dtype.element_ty)
+                    zero = _load_groups(zero_at, following, PARTS, GROUP, GROUPS, BLOCK_W)
+                sum = total
+            else:
+                sum = tl.zeros_like(total)
+            for i in tl.static_range(PARTS):
+                numbers = tl.load(
+                    x_at + i * WORDS, mask=in_row[:, None] & inside[None, :], other=0.0
+                )
+                weights = decoded(words, factors, offsets, i, KIND, PARTS, x.dtype.element_ty)
+                if SWAPPED:
+                    sum = tl.dot(weights, numbers, sum, input_precision="ieee")
+                else:
+                    sum = tl.dot(numbers.T, weights.T, sum, input_precision="ieee")
+            if KIND == "e4m3":
+                column = tl.minimum(start + BLOCK_W, WORDS - 1) * PARTS
+                if X_GROUPS > 1:
+                    sum *= x_scale[None, :] if SWAPPED else x_scale[:, None]
+                    x_scale = tl.load(x_scale_at + column // SHARING, mask=inside, other=0.0)
+                if GROUPS > 1:
+                    sum *= scale[:, None] if SWAPPED else scale[None, :]
+                    scale = _scales_of_rows(
+                        scale_at, column // GROUP, GATED, UNIFORM, RESULTS * GROUPS, BLOCK_N
+                    )
+                total += sum
+            else:
+                total = sum
+            at += BLOCK_W
+            x_at += BLOCK_W
+        if X_GROUPS == 1 and SHARING > 0:
+            total *= x_scale[None, :] if SWAPPED else x_scale[:, None]
+        if GROUPS == 1 and KIND == "e4m3":
+            total *= scale[:, None] if SWAPPED else scale[None, :]
+        if not SWAPPED:
+            total = total.T
+        if KIND == "e2m1" and x.dtype.element_ty == tl.bfloat16:
+            total *= 1 / E2M1_UNIT
+        if bias is not None:
+            total += tl.load(bias + row).to(tl.float32)[:, None]
+        value = total.to(out.dtype.element_ty)
+        if GATED:
+            pairs = value.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
+            gate, up = tl.split(pairs)
+            value = gated(gate, up, alpha, limit).reshape(BLOCK, BLOCK_M)
+        result = part * BLOCK + tl.arange(0, BLOCK)
+        at = result % PARTS_OF_OUT * (RESULTS // PARTS_OF_OUT) + result // PARTS_OF_OUT
+        out_at = out + target.to(tl.int64)[None, :] * RESULTS + at[:, None]
+        tl.store(out_at, value, mask=inside[None, :] & (result < RESULTS)[:, None])
+
+
+@triton.jit
+def _scales_of_rows(
+    at,
+    group,
+    GATED: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    UPS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Load the scales of a group of columns: at [rows] -> [rows].
+
+    UNIFORM: the rows share their scales, those of gates and those of ups: `at` is one address.
+    UPS: how far the scales of ups are from those of gates.
+    """
+    if not UNIFORM:
+        return tl.load(at + group)
+    scale = tl.load(at + group)
+    if GATED:
+        is_up = tl.arange(0, BLOCK_N) // 8 % 2 == 1
+        return tl.where(is_up, tl.load(at + group + UPS), scale)
+    return tl.full([BLOCK_N], 1.0, tl.float32) * scale
+
+
+@triton.jit
+def _load_groups(
+    at,
+    start,
+    PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Load what the groups of BLOCK_W words have: at [rows] -> [rows, groups]."""
+    # If there is but one group, it may be shorter than a step.
+    COUNT: tl.constexpr = 1 if GROUPS == 1 else (BLOCK_W * PARTS + GROUP - 1) // GROUP
+    group = (0 if GROUPS == 1 else start * PARTS // GROUP) + tl.arange(0, COUNT)
+    return tl.load(at[:, None] + group[None, :], mask=(group < GROUPS)[None, :], other=0)
+
+
+@triton.jit
+def _spread(values, BLOCK_W: tl.constexpr):
+    """Give each word the value of its group: [rows, groups] -> [rows, BLOCK_W]."""
+    ROWS: tl.constexpr = values.shape[0]
+    COUNT: tl.constexpr = values.shape[1]
+    spread = tl.broadcast_to(values[:, :, None], (ROWS, COUNT, BLOCK_W // COUNT))
+    return spread.reshape(ROWS, BLOCK_W)

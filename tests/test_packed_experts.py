@@ -1,0 +1,240 @@
+"""The kernels of experts with packed weights, against plain layers: in Triton's interpreter on a
+CPU, and compiled, in bfloat16 too, on a GPU.
+"""
+
+import copy
+from collections import defaultdict
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from quantised_helpers import make_pair
+from test_quantised import EXPERTS, FORMATS, logits_of
+from test_quantised import load as load_packed
+
+from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.fused_layers import (
+    FusedDecoder,
+    FusedMixtureOfExperts,
+    FusedSharedExpertMixture,
+    fuse,
+)
+from nanovllm.backends.cuda.fused_quantised import packed_experts
+from nanovllm.backends.cuda.triton import moe as triton_moe
+from nanovllm.backends.cuda.triton import moe_packed
+from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
+from nanovllm.backends.quantised.config import Fp4, Fp8, Integers
+from nanovllm.backends.quantised.fp8 import from_e4m3, to_e4m3
+from nanovllm.backends.quantised.layers import QuantisedExperts, exchange, name_of_weight
+from nanovllm.layers.moe import ClampedSwiGLU, MixtureOfExperts, SharedExpertMixture, swiglu
+from nanovllm.layers.parallel import ParallelGroup
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+DTYPES = [torch.float32, torch.float16] + [
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+] * HAS_GPU
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
+
+ALONE = {
+    "mxfp4": Fp4(is_nvidia=False),
+    "fp8-rows": Fp8(1, 0, None),
+    "fp8-blocks": Fp8(16, 32, None),
+    "fp8-tensor": Fp8(0, 0, None),
+    "int4": Integers("gptq", 4, 32, has_zeros=False),
+    "int4-zeros": Integers("gptq", 4, 64, has_zeros=True),
+    "int4-small-groups": Integers("gptq", 4, 8, has_zeros=True),
+    "int4-rows": Integers("gptq", 4, 0, has_zeros=True),
+}
+WITH_INPUTS = {
+    "fp8-blocks-and-groups": Fp8(16, 32, "group"),
+    "fp8-short-blocks": Fp8(48, 96, "group"),
+    "fp8-rows-and-tokens": Fp8(1, 0, "token"),
+}
+UNKNOWN = {
+    "nvfp4": Fp4(is_nvidia=True),
+    "int8": Integers("gptq", 8, 32, has_zeros=True),
+    "desc-act": Integers("gptq", 4, 32, has_zeros=True, has_order=True),
+    "fp8-static": Fp8(0, 0, "tensor"),
+    "fp8-odd-blocks": Fp8(16, 24, "group"),
+}
+
+
+def mixture_of(scheme, dtype, *, gating=swiglu, bias=False, sizes=(64, 96, 4, 2), shared_size=None):
+    """Make a mixture of random experts.
+
+    scheme: The format of the experts; None: they are not quantised.
+    sizes: The hidden and the experts' width, the number of experts, and of those of a token.
+    shared_size: The width of a shared expert, if there is one.
+    """
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            sizes = *sizes, ParallelGroup()
+            if shared_size is None:
+                mixture = MixtureOfExperts(*sizes, renormalize=True, bias=bias, gating=gating)
+            else:
+                mixture = SharedExpertMixture(*sizes, renormalize=True, shared_size=shared_size)
+            experts, weights = mixture.experts, defaultdict(list)
+            for part in experts.weight_slices("experts"):
+                weights[name_of_weight(experts, part)].append(part)
+            if scheme is not None:
+                exchange(experts, QuantisedExperts, weights, scheme, reads_plain=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    mixture.to_empty(device=DEVICE).requires_grad_(False)
+    for name, parameter in mixture.named_parameters():
+        if "packed" not in name:
+            width = 1 if parameter.dim() == 1 else parameter.shape[-1]
+            parameter.normal_().div_(width**0.5)
+    values = {}
+    for part in experts.weight_slices("experts"):
+        value = values.setdefault(part.name, torch.randn(part.shape) / part.shape[1] ** 0.5)
+        part.fill(value[part.index])
+    return mixture
+
+
+def fused(mixture, kind=FusedMixtureOfExperts):
+    """Return a copy that computes in kernels."""
+    assert kind.suits(mixture)
+    mixture = copy.deepcopy(mixture)
+    mixture.__class__ = kind
+    return mixture
+
+
+def dequantised(mixture):
+    """Return a copy in float64, whose experts have the numbers that the packed weights mean."""
+    experts = mixture.experts
+    plain = MixtureOfExperts(
+        *(experts.down_proj.shape[1], experts.intermediate_size, len(experts.down_proj)),
+        *(mixture.top_k, ParallelGroup()),
+        renormalize=True,
+        bias=experts.gate_up_bias is not None,
+        gating=experts.gating,
+    )
+    plain = plain.to(DEVICE, torch.float64).requires_grad_(False)
+    plain.gate = copy.deepcopy(mixture.gate)
+    for name, weight in experts.packed.items():
+        for expert, numbers in enumerate(getattr(plain.experts, name)):
+            for number, rows in weight.chunks:
+                numbers[rows] = weight.dequantise(rows, number, expert).double()
+    for name in ("gate_up_bias", "down_bias"):
+        if getattr(experts, name) is not None:
+            getattr(plain.experts, name).copy_(getattr(experts, name))
+    return plain
+
+
+def relative_error(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("name", ALONE)
+def test_packed_experts_equal_a_float64_product_of_their_numbers(name, tokens, dtype):
+    mixture = mixture_of(ALONE[name], dtype)
+    x = torch.randn(tokens, 64, device=DEVICE).to(dtype)
+    reference = dequantised(mixture)
+    reference.gate.forward = lambda _: mixture.gate(x)
+    error = relative_error(fused(mixture)(x), reference(x.double()))
+    assert error < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(64, 96, 4, 2), (72, 40, 3, 3), (360, 200, 2, 1)])
+def test_mxfp4_with_biases_and_clamps_equals_a_float64_product(sizes, dtype):
+    """Widths may end within a group, or within the words that a step takes."""
+    mixture = mixture_of(
+        ALONE["mxfp4"], dtype, gating=ClampedSwiGLU(1.7, 0.5), bias=True, sizes=sizes
+    )
+    x = torch.randn(9, sizes[0], device=DEVICE).to(dtype)
+    reference = dequantised(mixture)
+    reference.gate.forward = lambda _: mixture.gate(x)
+    assert relative_error(fused(mixture)(x), reference(x.double())) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("name", WITH_INPUTS)
+def test_experts_with_inputs_in_fp8_equal_the_plain_ones(name, tokens, dtype):
+    mixture = mixture_of(WITH_INPUTS[name], dtype, sizes=(192, 96, 4, 2))
+    x = torch.randn(tokens, 192, device=DEVICE).to(dtype)
+    # A few hidden numbers that lie between two numbers of FP8 may become the other one.
+    assert relative_error(fused(mixture)(x), mixture(x)) < max(TOLERANCE[dtype], 5e-3)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_experts_in_formats_that_no_kernel_knows_stay_plain(name):
+    assert not FusedMixtureOfExperts.suits(mixture_of(UNKNOWN[name], torch.float32))
+
+
+TILES = [(kind, tile) for kind, tiles in moe_packed.TILES.items() for _, tile in tiles]
+
+
+@pytest.mark.parametrize("kind, tile", TILES)
+def test_every_tile_of_packed_experts_gives_the_same(kind, tile, monkeypatch):
+    scheme = {"e4m3": Fp8(16, 64, None), "e2m1": ALONE["mxfp4"], "int4": ALONE["int4"]}[kind]
+    mixture = mixture_of(scheme, torch.float16, sizes=(192, 96, 4, 2))
+    x = torch.randn(40, 192, device=DEVICE).half()
+    monkeypatch.setattr(triton_moe, "packed_tile", lambda *_: tile)
+    assert relative_error(fused(mixture)(x), mixture(x)) < TOLERANCE[torch.float16]
+
+
+def test_inputs_are_quantised_as_the_plain_layer_does():
+    weight = mixture_of(Fp8(16, 32, "group"), torch.float32).experts.packed["gate_up_proj"]
+    x = torch.randn(50, 64, device=DEVICE) * torch.logspace(-6, 3, 50, device=DEVICE)[:, None]
+    x[3] = 0
+    rows = moe_packed.prepare(x, packed_experts(weight))
+    numbers = rows.numbers.float().transpose(1, 2).flatten(1)
+    mine = numbers.unflatten(1, (-1, 32)) * rows.scales.unsqueeze(-1)
+    assert torch.equal(mine.flatten(1), weight.quantised_inputs(x))
+
+
+def test_rounding_without_fp8_gives_the_nearest_numbers():
+    """On GPUs without FP8, and in the interpreter, arithmetic rounds inputs."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = from_e4m3(codes).double()
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    x = torch.cat((numbers, middles, middles * (1 - 1e-6), middles * (1 + 1e-6))).float()
+    x = torch.cat((x, -x, torch.tensor([448.0, 1e-20]))).to(DEVICE)
+    # A row whose largest number is 448 has a scale of 1.
+    x = torch.cat((x, x.new_full((-len(x) % 32,), 448.0))).view(-1, 32)
+    x[:, 0] = 448.0
+    scheme = mixture_of(Fp8(16, 32, "group"), torch.float32, sizes=(32, 32, 1, 1))
+    weight = packed_experts(scheme.experts.packed["gate_up_proj"])
+    rows = moe_packed.prepare(x, weight)
+    assert (rows.scales == 1).all()
+    assert torch.equal(rows.numbers.float().transpose(1, 2).flatten(1), from_e4m3(to_e4m3(x)))
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8-blocks"])
+def test_a_model_with_packed_experts_is_fused_and_computes_the_same(name, tmp_path):
+    pack, config, inputs = FORMATS[name]
+    if "ignore" in config:
+        config = config | {"ignore": ["lm_head", "re:.*mlp.gate$"]}
+    _, packed = make_pair(tmp_path, EXPERTS, pack, config | {"modules_to_not_convert": []})
+    plain, model = load_packed(packed), load_packed(packed)
+    fuse(model, TRITON)
+    assert type(model.model) is FusedDecoder
+    assert all(type(layer.mlp) is FusedMixtureOfExperts for layer in model.model.layers)
+    tolerance = dict(rtol=0, atol=0.5) if inputs else dict(rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits_of(model), logits_of(plain), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", [None, Fp8(16, 32, "group"), ALONE["int4"]])
+def test_a_mixture_with_a_shared_expert_equals_the_plain_one(scheme, dtype):
+    mixture = mixture_of(scheme, dtype, shared_size=48)
+    x = torch.randn(7, 64, device=DEVICE).to(dtype)
+    expected = mixture(x)
+    fuse(torch.nn.ModuleList([mixture]), TRITON)
+    assert type(mixture) is FusedSharedExpertMixture
+    error = 5e-3 if scheme == Fp8(16, 32, "group") else 0
+    assert relative_error(mixture(x), expected) < max(TOLERANCE[dtype], error)
