@@ -473,10 +473,14 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
 def stand_in_for(card: int, do: Callable[..., Any]) -> None:
     """Let the code choose as on a card, and call do(kernel, args, options) at each launch."""
     number = list(CARDS).index(card)
+
+    def gpu(device: torch.device) -> dispatch.GPU:
+        return CARDS[card]
+
     for module in list(sys.modules.values()):  # those that import `gpu` by name, too
         if getattr(module, "gpu", None) is dispatch.gpu and module is not dispatch:
-            module.gpu = lambda device: CARDS[card]
-    dispatch.gpu = lambda device: CARDS[card]
+            module.gpu = gpu
+    dispatch.gpu = gpu  # the same function, so that the next card finds those modules again
     dispatch.TAKES_ALL_ARGUMENTS = False  # `launch` would keep what it launched
     JITFunction.__getitem__ = lambda kernel, grid: partial(launch, do, kernel, grid)
     driver.set_active(

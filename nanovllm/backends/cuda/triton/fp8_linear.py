@@ -20,6 +20,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
     arrivals,
     gpu,
+    has_large_shared_memory,
     is_hopper,
     launch,
     num_processors,
@@ -124,11 +125,9 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
     """Choose how to cut a product into programs, as measured for the shapes of 8B on an H200."""
     rows, (outputs, inputs) = len(x.codes), matrix.codes.shape
     processors = num_processors(matrix.codes.device)
-    if rows <= 16:
-        block_m, block_n = 16, 128
-    else:
-        is_wide = outputs > 8192 or rows > 128 or rows > 64 and inputs > 8192
-        block_m, block_n = 64, 128 if is_wide else 64
+    block_m = 16 if rows <= 16 else 64
+    is_wide = rows <= 16 or rows > 128 or outputs > 8192 or rows > 64 and inputs > 8192
+    block_n = 128 if is_wide and has_large_shared_memory(matrix.codes.device) else 64
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
     splits = 1
     # A program of few columns ends early. More programs than fit would wait for others.
