@@ -127,14 +127,15 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
     processors = num_processors(matrix.codes.device)
     block_m = 16 if rows <= 16 else 64
     is_wide = rows <= 16 or rows > 128 or outputs > 8192 or rows > 64 and inputs > 8192
-    block_n = 128 if is_wide and has_large_shared_memory(matrix.codes.device) else 64
+    has_room = has_large_shared_memory(matrix.codes.device)
+    block_n = 128 if is_wide and has_room else 64
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
     splits = 1
     # A program of few columns ends early. More programs than fit would wait for others.
     while splits < 4 and tiles * splits <= processors and inputs > splits * 16 * 128:
         splits *= 2
-    stages = 3 if rows > 64 and tiles > 2 * processors else 4
-    return Tiling(block_m, block_n, splits, 4, stages, swap=rows <= 16)
+    stages = 3 if rows > 64 and tiles > 2 * processors or not has_room else 4
+    return Tiling(block_m, block_n, splits, 4, stages, swap=rows <= 16 and has_room)
 
 
 def multiply(
@@ -171,7 +172,8 @@ def multiply(
         x.scales is not None and x.scales.shape[0] > 1,
         is_uniform,
         *(t.block_m, t.block_n, block_k, t.splits, t.swap, t.prefetch),
-        gpu(out.device).capability >= (9, 0),  # which have a tensor memory accelerator
+        # Others lack the tensor memory accelerator, or spill where they use it.
+        has_large_shared_memory(out.device) and gpu(out.device).capability >= (9, 0),
         num_warps=t.warps,
         num_stages=t.stages,
         maxnreg=t.registers,
