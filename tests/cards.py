@@ -227,11 +227,10 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             fp8_linear.linear(x, matrix, new(outputs, dtype=dtype), dtype)
 
     for how in ("group", "token", None):
-        for rows in (1, 4, 16, 64, 128, 256, 8192):
+        for rows in (1, 16, 64, 256, 8192):
             kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
             name = f"{kind} FP8 {rows} {how}"
-            for outputs, inputs in ((1024, 1024), (4096, 12288)):
-                yield f"{name} {outputs} {inputs}", partial(run, rows, outputs, inputs, how, False)
+            yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, how, False)
             yield f"{name} gated", partial(run, rows, 24576, 4096, how, True)
 
 
@@ -248,13 +247,11 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         else:
             packed_linear.linear(x, weight, new(outputs, dtype=dtype))
 
-    for rows in (1, 4, 16, 64, 128, 256, 8192):
+    for rows in (1, 16, 64, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
-        for group, bits in ((128, 4), (32, 4), (128, 8)):
+        for group, bits in ((128, 4), (128, 8)):
             name = f"{kind} INT{bits} {rows} by {group}"
-            for outputs, inputs in ((1024, 1024), (4096, 12288)):
-                shape = rows, outputs, inputs, group, bits
-                yield f"{name} {outputs} {inputs}", partial(run, *shape, False)
+            yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, group, bits, False)
             yield f"{name} gated", partial(run, rows, 24576, 4096, group, bits, True)
 
 
