@@ -52,7 +52,7 @@ def read_quantization(name: str, given: Any) -> Any:
     if given is None or given is False:
         return None
     known = ", ".join(map(repr, QUANTIZATIONS))
-    if given == "int8":
+    if isinstance(given, str) and given == "int8":
         raise ValueError(
             f"{name} is 'int8': use 'fp8', which takes as many bytes, or give a checkpoint with "
             "INT8 weights in the format of GPTQ or compressed-tensors"
@@ -64,6 +64,8 @@ def read_quantization(name: str, given: Any) -> Any:
 
 def read_kv_cache_dtype(name: str, given: Any) -> Any:
     """Return the format of the KV cache. vLLM's "fp8_e4m3" is "fp8"."""
+    if not isinstance(given, str):
+        return given
     if given == "fp8_e5m2":
         raise ValueError(f"{name} is {given!r}: use 'fp8', which is e4m3 and rounds less")
     return "fp8" if given == "fp8_e4m3" else given

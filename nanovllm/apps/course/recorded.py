@@ -1,4 +1,4 @@
-"""What a GPU recorded for chapters 9, 10 and 12: see recording.py, which measures it."""
+"""The recorded runs of a GPU for chapters 9, 10 and 12. recording.py measures them."""
 
 import json
 from functools import cache

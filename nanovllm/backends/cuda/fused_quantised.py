@@ -104,6 +104,5 @@ def packed_experts(weight: nn.Module) -> PackedExperts | None:
         if how == "tensor" or is_shared or weight.width % 2 or not is_divisible:
             return None
         sharing = {"group": group, "token": weight.width, None: None}[how]
-        block_rows = getattr(weight, "block_rows", 1)  # rows that are known to share their scales
-        return PackedExperts("e4m3", weight.codes, weight.scales, group, sharing, block_rows)
+        return PackedExperts("e4m3", weight.codes, weight.scales, group, sharing, weight.block_rows)
     return None

@@ -15,7 +15,7 @@ from nanovllm.apps.course.solution.model import Model
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors lie in the same memory, as a tensor and a view of it do."""
+    """Tell whether two tensors lie in the same memory, as a tensor and a view of it do."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 

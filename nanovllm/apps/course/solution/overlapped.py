@@ -19,7 +19,7 @@ HOLE = -1  # stands in a sequence for a token that is not known yet
 
 
 class Part(NamedTuple):
-    """What a step computes of one sequence."""
+    """The part of a step that computes one sequence."""
 
     seq: Sequence
     chunk: Chunk

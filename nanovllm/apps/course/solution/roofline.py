@@ -18,7 +18,7 @@ class Shape(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a device can do at best."""
+    """The greatest rates of a device."""
 
     bandwidth: float  # bytes of memory that it reads in a second
     flops: float  # operations (multiplications and additions) in a second

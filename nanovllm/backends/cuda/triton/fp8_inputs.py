@@ -39,7 +39,7 @@ class Fp8Matrix(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """How many inputs share a scale."""
+        """The number of inputs that share a scale."""
         inputs = self.codes.shape[1]
         sizes = {"group": self.group, "token": inputs, "tensor": STATIC.value, None: PLAIN.value}
         return sizes[self.activations]

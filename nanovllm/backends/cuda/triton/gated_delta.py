@@ -48,7 +48,7 @@ SIZES = (
 
 
 class DeltaInputs(NamedTuple):
-    """What the delta rule takes from a layer's projections, and the layer's own parameters.
+    """The inputs of the delta rule: a layer's projections, and its own parameters.
 
     The rows of tensors may have any stride.
     """
@@ -197,7 +197,7 @@ def gated_norm(o, gate, weight, eps, square_sum, D: tl.constexpr):
 
 
 class Solution(NamedTuple):
-    """What each block contributes by itself: u = U - W S, and the products of q and k."""
+    """The contributions of each block by itself: u = U - W S, and the products of q and k."""
 
     u: Tensor  # [T, H, Dv] float32
     w: Tensor  # [T, H, Dk]; with w_low, or in float32

@@ -36,10 +36,8 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.elementwise import gated
+from nanovllm.backends.cuda.triton.fp8_inputs import encoded, has_fp8, quotient, scale_for
 from nanovllm.layers.moe import ClampedSwiGLU
-
-LARGEST = tl.constexpr(448.0)  # that e4m3 holds
-SMALLEST = tl.constexpr(1e-12)  # of what a scale is made from
 
 
 class PackedExperts(NamedTuple):
@@ -62,7 +60,7 @@ class PackedExperts(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """How many codes a word of 16 bits has; 1: tensor cores take the codes as they are."""
+        """The number of codes in a word of 16 bits; 1: tensor cores take the codes as they are."""
         if self.kind != "e4m3":
             return 4
         return 1 if self.sharing and has_fp8(self.codes.device) else 2
@@ -78,11 +76,6 @@ class Rows(NamedTuple):
 
     numbers: Tensor  # [rows, PARTS, IN / PARTS]: FP8, or the dtype of the inputs
     scales: Tensor | None  # [rows, groups] float32, if the inputs are quantised
-
-
-def has_fp8(device: torch.device) -> bool:
-    """Tell whether the GPU converts and multiplies FP8."""
-    return gpu(device).capability >= (8, 9)
 
 
 def prepare(x: Tensor, weight: PackedExperts) -> Rows:
@@ -125,33 +118,13 @@ def _prepare_kernel(
     value = tl.load(x + row * IN + column, mask=mask, other=0.0)
     if scales is not None:
         value = value.to(tl.float32)
-        largest = tl.max(tl.abs(value), axis=1)
-        scale = _quotient(tl.maximum(largest, SMALLEST), tl.full([BLOCK_G], LARGEST, tl.float32))
+        scale = scale_for(tl.max(tl.abs(value), axis=1))
         # A maximum may pass over NaN, and values that are NaN stay NaN.
         tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
-        value = _encoded(_quotient(value, scale[:, None]), numbers.dtype.element_ty)
+        value = encoded(quotient(value, scale[:, None]), numbers.dtype.element_ty == tl.float8e4nv)
+        value = value.to(numbers.dtype.element_ty)
     place = column if PARTS == 1 else column % PARTS * (IN // PARTS) + column // PARTS
     tl.store(numbers + row * IN + place, value, mask=mask)
-
-
-@triton.jit
-def _quotient(x, y):
-    """Divide as PyTorch does, so that no rounding to FP8 differs from the plain layer's."""
-    x, y = tl.broadcast(x, y)
-    return tl.div_rn(x, y)
-
-
-@triton.jit
-def _encoded(x, dtype: tl.constexpr):
-    """Round float32 to the nearest numbers of e4m3, as FP8 or in a wider type."""
-    if dtype == tl.float8e4nv:
-        return x.to(tl.float8e4nv)  # saturates, and keeps NaN
-    x = tl.where(x > LARGEST, LARGEST, tl.where(x < -LARGEST, -LARGEST, x))
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # keeps three bits of the fraction
-    # Numbers below 2^-6 become multiples of 2^-9, as float32 has them next to 24576.
-    small = (x + 24576.0) - 24576.0
-    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True)).to(dtype)
 
 
 # The order, runs and max_tiles of sort_by_expert.
