@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 from process_helpers import fresh_process
 
 from nanovllm import LLM
+from nanovllm.backends.cpu.threads import usable_cores
 
 # Time says nothing on a machine that others use too.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -61,6 +62,23 @@ def pytest_enter_pdb():
 def pytest_unconfigure():
     """A thread that hangs does not keep the process from ending."""
     faulthandler.dump_traceback_later(HANGS_SECONDS, exit=True, file=sys.__stderr__)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Take `-n auto` as a process for each core that has 3 GB of memory, or one if there is a GPU."""
+    if torch.cuda.is_available():
+        return 1  # whose memory an LLM takes whole
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(usable_cores(), int(memory // 3e9)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each process a run of files, since tests of a file share what is slow to make."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):
