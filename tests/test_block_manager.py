@@ -185,7 +185,9 @@ TestBlockManager.settings = settings(max_examples=150, stateful_step_count=25)
 @pytest.mark.parametrize("bits", [0, 2])
 def test_colliding_hashes_change_nothing(monkeypatch, bits):
     weaken_hashes(monkeypatch, bits)
-    run_state_machine_as_test(BlockManagerMachine, settings=TestBlockManager.settings)
+    run_state_machine_as_test(
+        BlockManagerMachine, settings=settings(TestBlockManager.settings, max_examples=60)
+    )
 
 
 def hold(blocks: BlockManager, tokens: list[int]) -> list[int]:
@@ -198,8 +200,7 @@ def hold(blocks: BlockManager, tokens: list[int]) -> list[int]:
     return table
 
 
-@pytest.mark.parametrize("seed", ["0", "1", "random"])
-def test_the_content_hash_is_that_of_its_definition_in_every_process(seed):
+def test_the_content_hash_is_that_of_its_definition_in_every_process():
     """xxh3_64 of a block's token ids, 32 bits each, seeded with the hash of the block before it."""
     expected, tokens = 0, [*range(10), 2**31 - 1, 7]
     for begin in range(0, 12, 4):
@@ -213,10 +214,14 @@ for begin, block in zip(range(0, 12, 4), blocks.allocate(3)):
     prefix = blocks.register(block, prefix, tokens[begin : begin + 4])
 print(prefix.hash)
 """
-    environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(answer.stdout) == expected
+    blocks, prefix = BlockManager(8, 4), NO_PREFIX  # here Python's own hashes have another seed
+    for begin, block in zip(range(0, 12, 4), blocks.allocate(3)):
+        prefix = blocks.register(block, prefix, tokens[begin : begin + 4])
+    assert prefix.hash == expected
 
 
 def test_a_block_is_found_by_its_hash_and_by_nothing_else(monkeypatch):

@@ -100,24 +100,21 @@ def broken_checkpoint(request, checkpoint, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bad_weight_is_an_error_and_no_empty_text(broken_checkpoint, make_llm, ranks):
+    llm = make_llm(broken_checkpoint, tensor_parallel_size=ranks)
+    message = r"^request \d+ \(prompt \[1, 7\]\): .*weights$"
+    for options in (
         dict(temperature=0.0),
         dict(temperature=1.0),
         dict(top_k=3, logprobs=2),
         dict(temperature=0.0, repetition_penalty=1.5),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_bad_weight_is_an_error_and_no_empty_text(broken_checkpoint, make_llm, options, ranks):
-    llm = make_llm(broken_checkpoint, tensor_parallel_size=ranks)
-    params = SamplingParams(**options, max_tokens=4, ignore_eos=True, seed=1)
-    with pytest.raises(FloatingPointError, match=r"^request \d+ \(prompt \[1, 7\]\): .*weights$"):
-        llm.generate([[1, 7]], params, use_tqdm=False)
-    assert_empty(llm)
-    bad, good = llm.generate([[1, 7], [1, 2]], [params, greedy(1)], use_tqdm=False)
-    assert (bad["finish_reason"], bad["token_ids"], bad["text"]) == ("error", [], "")
-    assert len(good["token_ids"]) == 1 and "error" not in good
-    assert_empty(llm)
+    ):
+        params = SamplingParams(**options, max_tokens=4, ignore_eos=True, seed=1)
+        with pytest.raises(FloatingPointError, match=message):
+            llm.generate([[1, 7]], params, use_tqdm=False)
+        assert_empty(llm)
+        bad, good = llm.generate([[1, 7], [1, 2]], [params, greedy(1)], use_tqdm=False)
+        assert (bad["finish_reason"], bad["token_ids"], bad["text"]) == ("error", [], "")
+        assert len(good["token_ids"]) == 1 and "error" not in good
+        assert_empty(llm)

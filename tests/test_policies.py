@@ -5,8 +5,9 @@ others start them by one rule. A user may choose, or bring a policy.
 import os
 
 import pytest
+from effort import tries
 from engine_helpers import PROMPTS, Checkpoint, assert_empty, greedy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_device import VOCABULARY, output_alone
 from test_scheduler import Server, make_request, make_scheduler, streams
@@ -65,7 +66,7 @@ def test_starting_beside_running_sequences_waits_for_a_group_of_free_slots():
 def waiting_when_the_first_of_6_start(prompt_of, later_prompt_of) -> int:
     """64 sequences end one by one: how many of 6 others wait on when the first of these start."""
     server = make_server(
-        group_tokens=20, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=4000
+        group_tokens=20, num_blocks=1200, max_num_seqs=64, max_num_batched_tokens=4000
     )
     for id in range(64):
         server.add(id, prompt_of(id), 5 + id, interactive=True)
@@ -96,7 +97,7 @@ def test_a_group_counts_no_tokens_that_are_cached():
 
 def lengths_and_decodes(lengths: list[int], min_running: int = 8, interactive: bool = False):
     """After which step each sequence ended, and how many sequences decoded in each step."""
-    server = make_server(min_running, num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256)
+    server = make_server(min_running, num_blocks=1200, max_num_seqs=64, max_num_batched_tokens=256)
     sequences = [
         server.add(id, [id % VOCABULARY], length, interactive=interactive)
         for id, length in enumerate(lengths)
@@ -137,7 +138,7 @@ def test_all_slots_are_taken_when_more_sequences_wait():
 
 
 def test_all_completions_of_a_request_count():
-    server = make_server(num_blocks=4000, max_num_seqs=64, max_num_batched_tokens=256)
+    server = make_server(num_blocks=1200, max_num_seqs=64, max_num_batched_tokens=256)
     for id in range(24):  # as many tokens as 38 sequences hold over the longest one's steps
         server.add(id, [id % VOCABULARY], 30 - id, completions=3)
     server.run()
@@ -163,7 +164,7 @@ def test_common_blocks_are_counted(tables, count):
     assert count_common_blocks(tables) == count
 
 
-@settings(max_examples=200)
+@tries(80)
 @given(streams(), st.booleans())
 def test_the_shared_prefix_is_known_in_every_step(stream, throughput):
     """Though it is counted only when other sequences decode than in the step before."""

@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Collection
+from itertools import product
 from pathlib import Path
 from typing import Any, get_origin
 
 import pytest
 from browser_helpers import browse, needs_chromium
+from effort import spread
 from engine_helpers import PROMPTS, VOCAB, assert_empty, assert_greedy, greedy
 from test_bench import run, use_work
 
@@ -101,9 +103,12 @@ def bar_all_after_fifteen(output, logits):
     return logits - math.inf if len(output) > 15 else logits
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("model", ["gqa-2", "mistral-window"])
+@spread(
+    {
+        "model, overlap": list(product(["gqa-2", "mistral-window"], [False, True])),
+        "seed": range(3),
+    }
+)
 def test_the_events_replay_to_the_blocks_of_every_step(
     make_llm, get_checkpoint, tmp_path, model, seed, overlap
 ):
@@ -159,17 +164,27 @@ def test_a_replay_refuses_what_cannot_have_happened(make_llm, tmp_path):
 
 
 def trace_of(make_llm, tmp_path: Path, **options) -> list[Event]:
-    """A run with shared prefixes, preemptions and several completions, closed; its events."""
-    path = tmp_path / "run.jsonl"
-    llm = make_llm(trace=path, **TIGHT | options)
-    rng = random.Random(5)
-    beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
-    requests = [random_request(rng, beginnings) for _ in range(30)]
-    llm.generate([r[0] for r in requests], [r[1] for r in requests], use_tqdm=False)
-    llm.abort(llm.add_request(*requests[0]))
-    (tmp_path / "metrics.json").write_text(json.dumps(llm.metrics()["total"]))
-    llm.close()
-    return read_jsonl(path)
+    """A run with shared prefixes, preemptions and several completions, closed; its events.
+
+    A run with the same options as another one is not repeated: its files are written again.
+    """
+    names, key = ("run.jsonl", "metrics.json"), tuple(options.items())
+    if key not in RUNS:
+        llm = make_llm(trace=tmp_path / names[0], **TIGHT | options)
+        rng = random.Random(5)
+        beginnings = [[rng.randrange(VOCAB) for _ in range(60)] for _ in range(3)]
+        requests = [random_request(rng, beginnings) for _ in range(30)]
+        llm.generate([r[0] for r in requests], [r[1] for r in requests], use_tqdm=False)
+        llm.abort(llm.add_request(*requests[0]))
+        (tmp_path / names[1]).write_text(json.dumps(llm.metrics()["total"]))
+        llm.close()
+        RUNS[key] = [(tmp_path / name).read_text() for name in names]
+    for name, text in zip(names, RUNS[key]):
+        (tmp_path / name).write_text(text)
+    return read_jsonl(tmp_path / names[0])
+
+
+RUNS: dict[tuple, list[str]] = {}  # by options, the files of `trace_of`
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
