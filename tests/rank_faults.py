@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.backends.tensor_parallel import worker
 from nanovllm.backends.tensor_parallel.answers import Done, pack_answer
-from nanovllm.engine.batch import RunnerInfo, StepResult
+from nanovllm.engine.batch import RunnerInfo
 from nanovllm.engine.model_runner import ModelRunner, SampledTokens
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def set_fault(monkeypatch, rank: int, where: str, action: str) -> None:
     """Let `rank` fail at its first `where`, "start", "prefill" or "decode".
 
-    `action`: "kill" itself, "raise" a RuntimeError, "raise EOFError", or "hang".
+    `action`: "kill" itself, "raise EOFError", or "hang".
     """
     monkeypatch.setenv("RANK_FAULT", json.dumps([rank, where, action]))
     monkeypatch.setattr("nanovllm.build.build_runner", FaultyRunner)
@@ -47,8 +47,6 @@ class FaultyRunner(ModelRunner):
             return
         if self.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.action == "raise":
-            raise RuntimeError("the planted error")
         if self.action == "raise EOFError":
             raise EOFError("the planted end")
         time.sleep(1000)
@@ -105,8 +103,6 @@ class LyingRunner(EchoRunner):
         lie, path = json.loads(os.environ["RANK_LIE"])
         answers = {
             "a pickle": pickle.dumps(LeavesAFile(path)),
-            "nothing": b"",
-            "half an answer": pack_answer(Done(1, StepResult([1, 2])))[:-1],
             "another result": pack_answer(Done(1, np.zeros((1, 3), np.float32))),
         }
         if self.group.rank == (lie != "another result"):

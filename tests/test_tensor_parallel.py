@@ -25,13 +25,10 @@ from model_helpers import make_checkpoint
 from process_helpers import SECONDS, alarms, in_thread, started
 from rank_faults import EchoRunner, LyingRunner, StarvedRunner, set_fault
 from transformers import (
-    Gemma3TextConfig,
     GptOssConfig,
-    LlamaConfig,
     Olmo2Config,
     Phi3Config,
     Qwen3Config,
-    Qwen3MoeConfig,
 )
 
 import nanovllm
@@ -198,16 +195,8 @@ def test_prompts_and_continuations_have_the_scores_of_one_rank(llms, size):
 @pytest.mark.parametrize(
     "config",
     [
-        Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
-        LlamaConfig(**SMALL, rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)),
         Phi3Config(**SMALL | dict(hidden_size=128), pad_token_id=0),
         Olmo2Config(**SMALL | dict(head_dim=8), pad_token_id=0),
-        Gemma3TextConfig(
-            **SMALL,
-            pad_token_id=0,
-            sliding_window=20,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
         GptOssConfig(
             **SMALL | dict(intermediate_size=30),
             num_local_experts=5,
@@ -216,7 +205,7 @@ def test_prompts_and_continuations_have_the_scores_of_one_rank(llms, size):
             swiglu_limit=0.5,
         ),
     ],
-    ids=["qwen3-moe", "llama", "phi3", "olmo2", "gemma3", "gpt-oss"],
+    ids=["phi3", "olmo2", "gpt-oss"],
 )
 def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
     make_checkpoint(tmp_path, config)
@@ -276,15 +265,6 @@ def test_preemption_and_replicated_heads_do_not_change_output(folder, tmp_path):
     with LLM(tmp_path, **{**OPTIONS, "num_kvcache_blocks": 20}, tensor_parallel_size=4) as four:
         assert run(four, prompts, max_tokens=40, temperature=0) == expected
         assert four.engine.scheduler.num_preemptions > 0
-
-
-EXPERTS = dict(
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    norm_topk_prob=True,
-    mlp_only_layers=[0],
-)
 
 
 def test_llms_in_one_process_do_not_meet(llms):
@@ -443,8 +423,6 @@ def test_fields_of_another_number_type_or_shape_are_no_answer(fields):
     "lie, message",
     [
         ("a pickle", "rank 1 of 2 sent a malformed answer"),
-        ("nothing", "rank 1 of 2 sent a malformed answer"),
-        ("half an answer", "rank 1 of 2 sent a malformed answer"),
         ("another result", "rank 0 answered a ndarray, not a StepResult"),
     ],
 )
@@ -524,10 +502,9 @@ def test_what_is_wrong_with_a_checkpoint_is_said_as_on_one_rank(tmp_path):
         (
             1,
             "decode",
-            "raise",
-            r"rank 1 of 2 raised:(.|\n)*in fail_at(.|\n)*RuntimeError: the planted error",
+            "raise EOFError",
+            r"rank 1 of 2 raised:(.|\n)*in fail_at(.|\n)*EOFError: the planted end",
         ),
-        (1, "decode", "raise EOFError", r"rank 1 of 2 raised:(.|\n)*EOFError: the planted end"),
         (1, "prefill", "hang", r"gave no sign for 3 s; .* raise step_timeout"),
     ],
 )
