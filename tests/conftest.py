@@ -21,6 +21,7 @@ import pytest
 from call_helpers import Plain, check_empty, make_folder
 from engine_helpers import FAMILIES, MODELS, Checkpoint, save_checkpoint
 from hypothesis import HealthCheck, settings
+from interpreter_helpers import speed_up_the_interpreter
 from process_helpers import fresh_process
 
 from nanovllm import LLM
@@ -29,6 +30,8 @@ from nanovllm.backends.cpu.threads import usable_cores
 # Time says nothing on a machine that others use too.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    speed_up_the_interpreter()
 torch.set_num_threads(1)  # the models are so small that more threads only wait for each other
 
 
@@ -66,7 +69,7 @@ def pytest_unconfigure():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Take `-n auto` as a process for each core that has 3 GB of memory, or one if there is a GPU."""
+    """Take `-n auto` as a process for each core that has 3 GB of memory, or one on a GPU."""
     if torch.cuda.is_available():
         return 1  # whose memory an LLM takes whole
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from effort import spread
 from test_kernels import DEVICE, DTYPES, assert_close
 
 from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear
@@ -70,8 +71,7 @@ def expected(x, matrix, bias=None):
     return product if bias is None else product + bias.double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
+@spread({"name": list(FORMATS), "dtype": DTYPES})
 def test_linear_equals_the_plain_layers_product(name, dtype):
     matrix = make_matrix(*FORMATS[name])
     bias = torch.randn(OUTPUTS, device=DEVICE).to(dtype)
@@ -82,9 +82,7 @@ def test_linear_equals_the_plain_layers_product(name, dtype):
         assert_close(fp8_linear.linear(x, matrix, bias, dtype), want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("name", FORMATS)
+@spread({"name": list(FORMATS), "dtype": DTYPES[::-1], "gelu": [False, True]})
 def test_gated_linear_equals_the_plain_layers_product(name, gelu, dtype):
     matrix = make_matrix(*FORMATS[name])
     for rows in (2, 17):
@@ -96,8 +94,12 @@ def test_gated_linear_equals_the_plain_layers_product(name, gelu, dtype):
 
 
 @pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("name", ["blocks", "rows and groups", "static", "weights alone, rows"])
+@spread(
+    {
+        "name": ["blocks", "rows and groups", "static", "weights alone, rows"],
+        "splits": [4, 1],
+    }
+)
 def test_products_of_any_tiling_equal_the_plain_layers(name, splits, swap):
     matrix = make_matrix(*FORMATS[name])
     x = make_inputs(37, 288, torch.float16)

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from effort import spread
 from quantised_helpers import make_pair
 from test_quantised import EXPERTS, FORMATS, logits_of
 from test_quantised import load as load_packed
@@ -135,9 +136,8 @@ def relative_error(actual, expected):
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("name", ALONE)
+@spread({"name": list(ALONE), "dtype": DTYPES})
 def test_packed_experts_equal_a_float64_product_of_their_numbers(name, tokens, dtype):
     mixture = mixture_of(ALONE[name], dtype)
     x = torch.randn(tokens, 64, device=DEVICE).to(dtype)
@@ -147,8 +147,7 @@ def test_packed_experts_equal_a_float64_product_of_their_numbers(name, tokens, d
     assert error < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(64, 96, 4, 2), (72, 40, 3, 3), (360, 200, 2, 1)])
+@spread({"sizes": [(64, 96, 4, 2), (72, 40, 3, 3), (360, 200, 2, 1)], "dtype": DTYPES[::-1]})
 def test_mxfp4_with_biases_and_clamps_equals_a_float64_product(sizes, dtype):
     """Widths may end within a group, or within the words that a step takes."""
     mixture = mixture_of(
@@ -160,9 +159,8 @@ def test_mxfp4_with_biases_and_clamps_equals_a_float64_product(sizes, dtype):
     assert relative_error(fused(mixture)(x), reference(x.double())) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 20])
-@pytest.mark.parametrize("name", WITH_INPUTS)
+@spread({"name": list(WITH_INPUTS), "dtype": DTYPES})
 def test_experts_with_inputs_in_fp8_equal_the_plain_ones(name, tokens, dtype):
     mixture = mixture_of(WITH_INPUTS[name], dtype, sizes=(192, 96, 4, 2))
     x = torch.randn(tokens, 192, device=DEVICE).to(dtype)
@@ -228,8 +226,7 @@ def test_a_model_with_packed_experts_is_fused_and_computes_the_same(name, tmp_pa
     torch.testing.assert_close(logits_of(model), logits_of(plain), **tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("scheme", [None, Fp8(16, 32, "group"), ALONE["int4"]])
+@spread({"scheme": [None, Fp8(16, 32, "group"), ALONE["int4"]], "dtype": DTYPES})
 def test_a_mixture_with_a_shared_expert_equals_the_plain_one(scheme, dtype):
     mixture = mixture_of(scheme, dtype, shared_size=48)
     x = torch.randn(7, 64, device=DEVICE).to(dtype)

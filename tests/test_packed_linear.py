@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from effort import spread
+
 from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors, Tiling
 from nanovllm.backends.quantised.packed import pack
@@ -17,6 +19,7 @@ DEVICE = "cuda" if HAS_GPU else "cpu"
 DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)] * HAS_GPU
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # Outputs, inputs, columns of a group: also no multiples of a tile or of a run of words.
+BITS = [(4, True), (4, False), (8, True), (8, False)]
 SHAPES = [(48, 256, 128), (40, 192, 32), (24, 384, 64), (36, 520, 520), (34, 2304, 256)]
 
 
@@ -61,7 +64,7 @@ def case(rows, shape, dtype, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits, zeros", [(4, True), (4, False), (8, True), (8, False)])
+@pytest.mark.parametrize("bits, zeros", BITS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dequantise_yields_the_numbers_of_the_plain_layer(shape, bits, zeros, dtype):
     weight, numbers = make(*shape, bits=bits, zeros=zeros, dtype=dtype)
@@ -69,9 +72,8 @@ def test_dequantise_yields_the_numbers_of_the_plain_layer(shape, bits, zeros, dt
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits, zeros", [(4, True), (4, False), (8, True), (8, False)])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 3])
+@spread({"shape": SHAPES, "rows": [1, 3]})
+@pytest.mark.parametrize("bits, zeros", BITS)
 def test_few_rows_equal_their_product_in_float64(rows, shape, bits, zeros, dtype):
     x, weight, bias, expected = case(rows, shape, dtype, bits=bits, zeros=zeros)
     assert_close(packed_linear.few_rows_linear(x, weight, bias), expected)
@@ -81,9 +83,8 @@ def test_few_rows_equal_their_product_in_float64(rows, shape, bits, zeros, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits, zeros", [(4, True), (4, False), (8, True), (8, False)])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows, splits", [(1, 1), (20, 1), (20, 3)])
+@spread({"shape": SHAPES, "rows, splits": [(20, 3), (20, 1), (1, 1)]})
+@pytest.mark.parametrize("bits, zeros", BITS)
 def test_rows_of_a_decode_step_equal_their_product_in_float64(
     rows, splits, shape, bits, zeros, dtype
 ):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import plain_layers as plain
+from effort import spread
 
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
@@ -184,12 +185,16 @@ def test_the_delta_rule_of_tokens_equals_its_twin(slice_dim, dims, heads, dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths, tiled", LENGTHS, ids=str)
-@pytest.mark.parametrize("heads, dims", [(HEADS[2], DIMS[0]), (HEADS[1], DIMS[-1])], ids=str)
-@pytest.mark.parametrize("spread", [1.0, 8.0])  # decays from none to such that exp underflows
-def test_the_delta_rule_of_chunks_equals_its_twin(heads, dims, lengths, tiled, spread, dtype):
+@spread(
+    {
+        "lengths, tiled": LENGTHS,
+        "heads, dims": [(HEADS[2], DIMS[0]), (HEADS[1], DIMS[-1])],
+    }
+)
+@pytest.mark.parametrize("width", [1.0, 8.0])  # decays from none to such that exp underflows
+def test_the_delta_rule_of_chunks_equals_its_twin(heads, dims, lengths, tiled, width, dtype):
     rows = [3, 0, 7][: len(lengths)]
-    layer = Layer(heads, dims, DECODES + sum(lengths), dtype, spread)
+    layer = Layer(heads, dims, DECODES + sum(lengths), dtype, width)
     begin, of, blocks = step_of(lengths, rows, tiled)
     layer.run("delta_rule_chunks", of, blocks, begin=begin)
     assert_near(layer.out, layer.expected, ERROR[dtype])
