@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -39,9 +40,19 @@ VOCAB = 263
 PROMPTS = random_prompts(14, seed=4) + [[7, 8, 9, 10] * 8, [7, 8, 9, 10] * 8]
 
 
+TWO_RANKS = dict(overlap=True, tensor_parallel_size=2, device="cpu")
+
+
 @pytest.fixture(scope="module")
 def llm(folder):
     with make_llm(folder, overlap=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    """An LLM that tests share, since its processes take seconds to start."""
+    with make_llm(folder, **TWO_RANKS) as llm:
         yield llm
 
 
@@ -145,14 +156,18 @@ NOTHING = dict(logit_bias=None, allowed_token_ids=None, bad_words=None, logits_p
         dict(overlap=True, max_num_batched_tokens=16),  # prompts in chunks, forks after the last
         dict(overlap=True, num_kvcache_blocks=7, max_num_batched_tokens=24),
         dict(overlap=False, num_kvcache_blocks=6, enable_prefix_caching=False, max_num_seqs=3),
-        dict(overlap=True, tensor_parallel_size=2, device="cpu"),
+        TWO_RANKS,
         dict(tensor_parallel_size=2, num_kvcache_blocks=7, device="cpu"),
     ],
     ids=lambda options: "-".join(options),
 )
-def test_every_row_gets_the_tokens_of_the_plain_loop(folder, expected, options):
+def test_every_row_gets_the_tokens_of_the_plain_loop(folder, expected, options, request):
     """Constrained or not, greedy or not, alone or one of several completions of a prompt."""
-    with make_llm(folder, **options) as llm:
+    if options is TWO_RANKS:
+        llm = nullcontext(request.getfixturevalue("two_ranks"))
+    else:
+        llm = make_llm(folder, **options)
+    with llm as llm:
         outputs = generate(llm, PROMPTS, mixed_params())
         if options.get("num_kvcache_blocks"):
             assert llm.engine.scheduler.num_preemptions > 0
@@ -247,7 +262,7 @@ def expected_walk(plain, prompt, params, completion):
         dict(overlap=True),
         dict(overlap=False, max_num_batched_tokens=16),
         dict(overlap=True, num_kvcache_blocks=6, max_num_batched_tokens=24),
-        dict(overlap=True, tensor_parallel_size=2, device="cpu"),
+        TWO_RANKS,
     ],
     ids=lambda options: "-".join(options),
 )
@@ -326,9 +341,12 @@ def test_a_request_that_is_aborted_between_two_steps_leaves_the_others_their_con
 
 # Users' functions
 
+either_llm = pytest.mark.parametrize("name", ["llm", "two_ranks"])
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_function_gets_the_output_and_the_models_logits_once_a_token(folder, plain, ranks):
+
+@either_llm
+def test_a_function_gets_the_output_and_the_models_logits_once_a_token(name, plain, request):
+    llm = request.getfixturevalue(name)
     seen = []
 
     def watch(output, logits):
@@ -336,15 +354,13 @@ def test_a_function_gets_the_output_and_the_models_logits_once_a_token(folder, p
         logits[(len(output) * 7) % 250] = 1e4
         return logits
 
-    options = dict(tensor_parallel_size=2, device="cpu") if ranks == 2 else {}
-    with make_llm(folder, overlap=True, **options) as llm:
-        params = SamplingParams(
-            max_tokens=5, temperature=0, logits_processors=[watch], logit_bias={9: 4.0}
-        )
-        others = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
-        outputs = generate(llm, [[1, 2], [3]], [params, others])
-        # What ranks said of steps that were then constrained is not kept.
-        assert not getattr(llm.engine.runner, "_results", None)
+    params = SamplingParams(
+        max_tokens=5, temperature=0, logits_processors=[watch], logit_bias={9: 4.0}
+    )
+    others = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    outputs = generate(llm, [[1, 2], [3]], [params, others])
+    # What ranks said of steps that were then constrained is not kept.
+    assert not getattr(llm.engine.runner, "_results", None)
     forced = [0, 7, 14, 21, 28]
     assert outputs[0]["token_ids"] == forced
     assert outputs[1]["token_ids"] == plain.greedy([3], 9)
@@ -355,25 +371,25 @@ def test_a_function_gets_the_output_and_the_models_logits_once_a_token(folder, p
         assert logits.dtype == torch.float32 and torch.allclose(logits, own, atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_function_that_fails_fails_the_call_and_leaves_the_llm_usable(folder, plain, ranks):
+@either_llm
+def test_a_function_that_fails_fails_the_call_and_leaves_the_llm_usable(name, plain, request):
+    llm = request.getfixturevalue(name)
+
     def fail(output, logits):
         raise KeyError("mine")
 
-    options = dict(tensor_parallel_size=2, device="cpu") if ranks == 2 else {}
-    with make_llm(folder, overlap=True, **options) as llm:
-        for function, error, words in [
-            (fail, KeyError, "mine"),
-            (lambda output, logits: None, TypeError, r"logits_processors\[0\] returned None: retu"),
-            (lambda output, logits: logits[:7], TypeError, r"returned \(7,\): return a tensor"),
-            (lambda output, logits: logits > 0, TypeError, "returned torch.bool: return a tens"),
-        ]:
-            params = SamplingParams(max_tokens=5, logits_processors=[function])
-            with pytest.raises(error, match=words):
-                generate(llm, [[1, 2], [3]], [params, SamplingParams()])
-            check_empty(llm)
-            greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-            assert generate(llm, [[3]], greedy)[0]["token_ids"] == plain.greedy([3], 6)
+    for function, error, words in [
+        (fail, KeyError, "mine"),
+        (lambda output, logits: None, TypeError, r"logits_processors\[0\] returned None: retu"),
+        (lambda output, logits: logits[:7], TypeError, r"returned \(7,\): return a tensor"),
+        (lambda output, logits: logits > 0, TypeError, "returned torch.bool: return a tens"),
+    ]:
+        params = SamplingParams(max_tokens=5, logits_processors=[function])
+        with pytest.raises(error, match=words):
+            generate(llm, [[1, 2], [3]], [params, SamplingParams()])
+        check_empty(llm)
+        greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        assert generate(llm, [[3]], greedy)[0]["token_ids"] == plain.greedy([3], 6)
 
 
 # Where nothing is left to be sampled

@@ -48,7 +48,6 @@ def run_with_pauses(llm: LLM, requests: list, seed: int) -> list[dict]:
     "size, overlap, caching",
     [
         *[(1, *both) for both in product([False, True], repeat=2)],
-        (2, False, True),
         (2, True, False),
     ],
 )
