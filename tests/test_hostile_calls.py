@@ -127,7 +127,7 @@ calls = st.one_of(
 )
 
 
-@tries(60)
+@tries(35)
 @given(options, st.lists(calls, min_size=1, max_size=4))
 def test_any_calls_bring_the_plain_answers_or_a_named_error(folder, plain, options, calls):
     with LLM(folder, device="cpu", **options) as llm:

@@ -109,7 +109,7 @@ def check_texts(llm: LLM, folder: Path, outputs: list[dict]) -> str:
     return ""
 
 
-@tries(50)
+@tries(30)
 @given(changes())
 def test_a_damaged_folder_is_refused_or_runs_as_transformers_runs_it(
     fresh, whole, tmp_path_factory, changes

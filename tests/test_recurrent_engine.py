@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from effort import spread
 from engine_helpers import (
     FAMILIES,
     PROMPTS,
@@ -54,8 +55,7 @@ def test_conversations_go_on_from_the_states_where_their_answers_end(
     assert counts(llm)["used"] >= 12
 
 
-@overlapped
-@pytest.mark.parametrize("share", [0.0, 0.12, 0.5])
+@spread({"share": [0.0, 0.12, 0.5], "overlap": [True, False]})
 def test_few_or_many_snapshots_change_no_token(get_checkpoint, make_llm, share, overlap):
     checkpoint = get_checkpoint("qwen3-next")
     options = dict(num_kvcache_blocks=20, state_snapshot_share=share, overlap=overlap)

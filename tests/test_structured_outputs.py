@@ -14,6 +14,7 @@ import torch
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance", reason='pip install -e ".[structured]"')
 
+from effort import EFFORT
 from engine_helpers import assert_empty
 from schemas import SCHEMAS, random_schemas
 from transformers import AutoModelForCausalLM
@@ -59,16 +60,17 @@ def llm():
 
 
 def test_every_output_parses_and_validates(llm):
-    """300 random schemas at once, at several temperatures."""
-    given = random_schemas(300)
-    assert len(given) == 300
+    """Of random schemas at once, at several temperatures."""
+    count = 100 * EFFORT
+    given = random_schemas(count)
+    assert len(given) == count
     params = [
         form(structured_outputs=dict(json=schema), seed=i, temperature=(0, 0.7, 1, 3)[i % 4])
         for i, schema in enumerate(given)
     ]
-    outputs = llm.generate(["x = "] * 300, params, use_tqdm=False)
+    outputs = llm.generate(["x = "] * count, params, use_tqdm=False)
     complete = [check_json(*pair) for pair in zip(outputs, given)]
-    assert sum(complete) >= 270  # the others are cut
+    assert sum(complete) >= 0.9 * count  # the others are cut
 
 
 FORMS = [dict(json=schema) for schema in SCHEMAS.values()]
@@ -118,9 +120,8 @@ def expected(llm):
     "options",
     [
         dict(overlap=True, max_num_seqs=8, enable_prefix_caching=False, kernels="plain"),
-        dict(overlap=True, max_num_batched_tokens=24, max_num_seqs=12),  # in chunks
-        dict(num_kvcache_blocks=24),  # some are preempted
-        dict(overlap=True, num_kvcache_blocks=24),
+        dict(max_num_batched_tokens=24, max_num_seqs=12),  # in chunks
+        dict(overlap=True, num_kvcache_blocks=24),  # some are preempted
         dict(overlap=True, tensor_parallel_size=2),
     ],
     ids=str,
