@@ -158,6 +158,30 @@ def test_new_weights_and_sleep_leave_no_old_state(get_checkpoint, make_llm, tmp_
     assert_greedy(llm, other)
 
 
+def test_states_in_bfloat16_take_half_the_bytes_and_change_little(get_checkpoint, make_llm):
+    checkpoint, states = get_checkpoint("qwen3-next"), {}
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for dtype in ("auto", "bfloat16"):
+        # In chunks, after each of which a state is rounded.
+        options = dict(max_num_batched_tokens=9, max_num_seqs=9, mamba_ssm_cache_dtype=dtype)
+        llm = make_llm(checkpoint.folder, **options)
+        layers = [layer.state for layer in llm.engine.runner.recurrent.layers]
+        states[dtype] = {state.dtype: state[0].nbytes for state in layers if state.dim() == 4}
+        convolutions = {state.dtype for state in layers if state.dim() == 3}
+        assert convolutions == {torch.float32}, "they have the dtype of the model"
+        errors = []
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False)):
+            expected = checkpoint.logprobs(prompt)
+            found = [next(iter(values.items())) for values in output["prompt_logprobs"][1:]]
+            errors += [abs(float(expected[i, t]) - value) for i, (t, value) in enumerate(found)]
+        mean = sum(errors) / len(errors)
+        assert mean < 1e-4 if dtype == "auto" else 1e-4 < mean < 0.02
+    assert states == {
+        "auto": {torch.float32: 4 * 8 * 6 * 4},
+        "bfloat16": {torch.bfloat16: 4 * 8 * 6 * 2},
+    }
+
+
 @pytest.mark.parametrize("model", ["qwen3-next", "lfm2"])
 def test_two_ranks_give_the_tokens_of_one(get_checkpoint, make_llm, model):
     """Each rank has its heads' or channels' states. In qwen3-next, both hold the only key head."""
