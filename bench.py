@@ -13,7 +13,8 @@
     python bench.py --host                          host time per step, without a device
 
 A model is a folder, a hub id, "tiny" (the trained model in the package), or a shape: qwen3-0.6b,
-qwen3-1.7b, qwen3-8b, qwen3-32b or qwen3-30b-a3b. A shape gets random weights and needs no download.
+qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-0.8b, qwen3.5-9b or qwen3.5-35b-a3b. A shape
+gets random weights and needs no download.
 The reported times are the first and the best of --repeat runs. Options of the LLM that no flag sets
 keep their defaults.
 """
@@ -144,7 +145,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
             seconds.append(run_once(engine, work, name, repeat, args.repeat))
         best, tokens = min(seconds), workload.num_output_tokens(work)
         rates = [rate * args.tensor_parallel_size for rate in limits or ()]
-        limit = roofline(args.model, work, name, *rates, args.quantization) if rates else None
+        formats = args.quantization, options.get("mamba_ssm_cache_dtype", "auto")
+        limit = roofline(args.model, work, name, *rates, *formats) if rates else None
         row = common | dict(
             workload=name,
             requests=len(work),

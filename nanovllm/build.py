@@ -8,6 +8,7 @@ a user may lack or that are slow to import.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from os import fspath
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from nanovllm.frontend.tokenizer import Tokenizer, load_tokenizer
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import find_model, load_model_config
 from nanovllm.models.model_config import ModelConfig
+from nanovllm.models.qwen3_5 import Qwen3_5Config
 from nanovllm.weights.hub import resolve_model_folder
 from nanovllm.weights.loader import check_num_layers
 from nanovllm.weights.model_files import load_eos_ids
@@ -54,7 +56,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
     recorder = None if config.trace is None else Recorder(fspath(config.trace))
     folder = resolve_model_folder(config.model)
     start_cuda_driver(config.device)
-    model_config = load_model_config(folder)
+    model_config = set_state_dtype(load_model_config(folder), config)
     quantization_of(config, model_config)  # raises ValueError for a format that does not run here
     if config.load_format == "auto":
         check_num_layers(model_config.num_hidden_layers, folder, find_model(model_config))
@@ -86,6 +88,17 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
         runner.close()
         raise
     return engine, tokenizer
+
+
+def set_state_dtype(model_config: ModelConfig, config: Config) -> ModelConfig:
+    """Return the model's configuration with the dtype of states that the user asks for, if any.
+
+    A model without such states has no dtype of them.
+    """
+    dtype = config.mamba_ssm_cache_dtype
+    if dtype == "auto" or not isinstance(model_config, Qwen3_5Config):
+        return model_config
+    return replace(model_config, mamba_ssm_dtype=dtype)
 
 
 def build_runners(config: Config, model_config: ModelConfig, folder: str | Path) -> Any:

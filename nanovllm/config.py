@@ -25,6 +25,7 @@ QUANTIZATIONS = {
     "awq_marlin": "awq",
 }
 KV_CACHE_DTYPES = ("auto", "fp8")
+STATE_DTYPES = ("auto", "float32", "bfloat16")
 OTHER_NAMES = {"half": "float16", "float": "float32"}  # PyTorch's own
 
 
@@ -184,6 +185,13 @@ class Config:
         "checkpoint's scales or 1",
         choices=KV_CACHE_DTYPES,
         read=read_kv_cache_dtype,
+    )
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        'dtype of the states of Gated DeltaNet; `"auto"`: the `mamba_ssm_dtype` of config.json; or '
+        '`"float32"`; or `"bfloat16"`, half the bytes, less precise',
+        choices=STATE_DTYPES,
+        read=read_dtype,
     )
     device: str = option(
         "auto",

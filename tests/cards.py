@@ -321,7 +321,7 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     ends, tiles = new(5, dtype=torch.int32), new(8, 2, dtype=torch.int32)
     in_graph = Blocks(ends, tiles, 8, 1)
 
-    def delta(tokens, key_heads, heads, size, blocks=None):
+    def delta(tokens, key_heads, heads, size, blocks=None, state_dtype=torch.float32):
         norm = dict(z=new(tokens, heads * size, dtype=dtype), norm_weight=new(size, dtype=dtype))
         inputs = DeltaInputs(
             new(tokens, (2 * key_heads + heads) * size, dtype=dtype),
@@ -330,7 +330,7 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             key_heads,
             size,
         )
-        state = new(9, heads, size, size, dtype=torch.float32)
+        state = new(9, heads, size, size, dtype=state_dtype)
         options: dict[str, Any] = dict(eps=1e-6, out=new(tokens, heads * size, dtype=dtype)) | norm
         if blocks is None:
             gated_delta.delta_rule_token(inputs, state, ints, **options)
@@ -357,6 +357,10 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"decode delta rule {tokens}", partial(delta, tokens, 16, 32, 128)
     for name, blocks in (("", in_graph._replace(tiles=None)), (" graph", in_graph)):
         yield f"prefill delta rule{name}", partial(delta, 4, 16, 32, 128, blocks)
+    if dtype == torch.bfloat16:
+        for name, blocks in (("decode", None), ("prefill", in_graph)):
+            case = partial(delta, 4, 16, 32, 128, blocks, torch.bfloat16)
+            yield f"{name} delta rule, states in bfloat16", case
     for width, gated in ((4, False), (3, True)):
         yield f"decode convolution {width}", partial(convolution, width, gated)
         yield f"prefill convolution {width}", partial(convolution, width, gated, in_graph)

@@ -128,13 +128,24 @@ def rounded_to_integers(weight, bits, group):
     return codes.flatten(1), scales, zeros, plain
 
 
-def gptq(bits, group, *, less_one=True, ordered=False):
+def rounded_symmetrically(weight, bits, group):
+    """Round to integers as `rounded_to_integers` does, with zero points in the middle."""
+    grouped, zero = weight.unflatten(1, (-1, group)), 2 ** (bits - 1)
+    scales = (grouped.abs().amax(dim=-1) / (zero - 1)).half().float()
+    codes = (grouped / scales[..., None]).round().clamp(-zero, zero - 1)
+    plain = (codes * scales[..., None]).flatten(1)
+    return codes.flatten(1) + zero, scales, torch.full_like(scales, zero), plain
+
+
+def gptq(bits, group, *, less_one=True, ordered=False, symmetric=False):
+    rounded = rounded_symmetrically if symmetric else rounded_to_integers
+
     def pack(weight, name):
         count = weight.shape[1] if group == -1 else group
         order = torch.arange(weight.shape[1])
         if ordered:  # groups consist of columns from anywhere
             order = torch.randperm(len(order), generator=torch.Generator().manual_seed(len(name)))
-        codes, scales, zeros, plain = rounded_to_integers(weight[:, order], bits, count)
+        codes, scales, zeros, plain = rounded(weight[:, order], bits, count)
         back = order.argsort()
         codes, plain = codes[:, back], plain[:, back]
         per_word = range(32 // bits)

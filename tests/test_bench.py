@@ -13,12 +13,14 @@ import torch
 
 from nanovllm import LLM, TINY_MODEL
 from nanovllm.apps.bench import checks, engines, host, policies, report
-from nanovllm.apps.bench.roofline import roofline
-from nanovllm.apps.bench.shapes import VOCAB, model_folder
+from nanovllm.apps.bench.roofline import bytes_of_states, parameters_beside_experts, roofline
+from nanovllm.apps.bench.shapes import SHAPES, VOCAB, model_folder
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 from nanovllm.config import Config
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.models import build_model, load_model_config
 
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
@@ -59,6 +61,9 @@ LIMITS = {
         bench=17.38, latency=0.730, prefill=2.08, shared=2.19, long=10.85, many=5.52
     ),
     "qwen3-8b": dict(bench=10.26, latency=1.81, prefill=4.81, shared=1.29, long=8.83, many=5.45),
+    "qwen3.5-0.8b": dict(bench=2.10, latency=0.185, prefill=0.357, shared=0.404),
+    "qwen3.5-9b": dict(bench=10.4, latency=1.91, prefill=4.66, shared=1.91),
+    "qwen3.5-35b-a3b": dict(bench=19.9, latency=0.719, prefill=1.71, shared=3.26),
 }
 
 
@@ -155,13 +160,42 @@ def test_a_model_of_unknown_shape_has_no_roofline(work):
     assert roofline("tiny", work["latency"], "latency", 1.0, 1.0) is None
 
 
-def test_a_shape_with_experts_is_the_model_of_its_name():
-    folder, dummy = model_folder("qwen3-30b-a3b")
-    with torch.device("meta"):
+@pytest.mark.parametrize(
+    "name, total",
+    [
+        ("qwen3-8b", 8.19e9),
+        ("qwen3-30b-a3b", 30.5e9),
+        ("qwen3.5-0.8b", 0.752e9),
+        ("qwen3.5-9b", 8.95e9),
+        ("qwen3.5-35b-a3b", 34.66e9),
+    ],
+)
+def test_a_shape_is_the_model_of_its_name_and_the_roofline_counts_its_parameters(name, total):
+    folder, dummy = model_folder(name)
+    with tensors_default_to(torch.bfloat16, torch.device("meta")):
         model = build_model(load_model_config(folder), ParallelGroup())
-    assert dummy and sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(
-        30.5e9, rel=0.01
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert dummy and count == pytest.approx(total, rel=0.005)
+    shape = SHAPES[name]
+    counted = parameters_beside_experts(shape) + (2 - shape.tied) * shape.vocab * shape.hidden
+    counted += shape.layers * 3 * shape.hidden * shape.intermediate * shape.experts
+    assert counted == pytest.approx(count, rel=1e-3)  # without norms and the gates' parameters
+    layers = [layer for layer in model.modules() if isinstance(layer, RecurrentLayer)]
+    assert sum(layer.state_bytes for layer in layers) == bytes_of_states(shape)
+
+
+def test_a_decode_step_of_256_sequences_of_9b_moves_26_gb_of_states(work):
+    shape = SHAPES["qwen3.5-9b"]
+    read_and_written = 2 * 256 * bytes_of_states(shape)
+    assert read_and_written == pytest.approx(26.4e9, rel=0.01)  # 25.8 of S, 0.6 of convolutions
+    halved = 2 * 256 * bytes_of_states(shape, "bfloat16")
+    assert read_and_written - halved == pytest.approx(25.8e9 / 2, rel=0.01)
+    ours, theirs = (
+        roofline("qwen3.5-9b", work["bench"], "bench", 4.3e12, 790e12, None, dtype)
+        for dtype in ("auto", "bfloat16")
     )
+    steps = sum(n - 1 for _, n in work["bench"]) / 256
+    assert ours - theirs == pytest.approx(steps * (read_and_written - halved) / 4.3e12)
 
 
 def test_a_start_counts_the_import_of_its_own_engine_alone(monkeypatch):

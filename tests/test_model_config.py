@@ -7,7 +7,14 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 import pytest
 import torch
 from test_models import FAMILIES, SMALL
-from transformers import Gemma3Config, Mistral3Config
+from transformers import (
+    Gemma3Config,
+    Gemma4TextConfig,
+    Mistral3Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3NextConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.layers.rope_scaling import rope_frequencies
@@ -109,6 +116,138 @@ def test_a_text_model_is_read_from_within_a_model_that_sees():
     assert_same(replace(ours, dtype=None), Gemma3Config.from_dict(values).text_config)
     assert ours.tie_word_embeddings
     assert not read_model_config(values | dict(tie_word_embeddings=False)).tie_word_embeddings
+
+
+# What the config.json of each published Qwen3.5 and 3.6 says of its text model, read or not.
+OF_QWEN3_5 = dict(
+    attention_bias=False,
+    attention_dropout=0.0,
+    attn_output_gate=True,
+    bos_token_id=248044,
+    dtype="bfloat16",
+    eos_token_id=248044,
+    full_attention_interval=4,
+    head_dim=256,
+    hidden_act="silu",
+    initializer_range=0.02,
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_value_head_dim=128,
+    mamba_ssm_dtype="float32",
+    max_position_embeddings=262144,
+    mlp_only_layers=[],
+    mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False,
+    partial_rotary_factor=0.25,
+    rms_norm_eps=1e-06,
+    rope_parameters=dict(
+        mrope_interleaved=True,
+        mrope_section=[11, 11, 10],
+        partial_rotary_factor=0.25,
+        rope_theta=10000000,
+        rope_type="default",
+    ),
+    use_cache=True,
+    vocab_size=248320,
+)
+
+
+def qwen3_5(kind, *, tied=False, hidden, layers, heads, kv_heads, value_heads, **values):
+    """The config.json of a published Qwen3.5, which also sees."""
+    text = OF_QWEN3_5 | dict(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        linear_num_value_heads=value_heads,
+        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        model_type=f"{kind.model_type}_text",
+        **values,
+    )
+    name = kind.__name__.removesuffix("Config")
+    return dict(
+        architectures=[f"{name}ForConditionalGeneration"],
+        language_model_only=False,
+        model_type=kind.model_type,
+        text_config=text,
+        tie_word_embeddings=tied,
+        transformers_version="5.8.0",
+        vision_config=dict(depth=27, hidden_size=1152, out_hidden_size=hidden),
+    )
+
+
+OF_27B = dict(hidden=5120, layers=64, heads=24, kv_heads=4, value_heads=48, intermediate_size=17408)
+OF_35B = dict(hidden=2048, layers=40, heads=16, kv_heads=2, value_heads=32, num_experts=256)
+OF_35B |= dict(num_experts_per_tok=8, moe_intermediate_size=512)
+OF_35B |= dict(shared_expert_intermediate_size=512, router_aux_loss_coef=0.001)
+OF_0_8B = dict(hidden=1024, layers=24, heads=8, kv_heads=2, value_heads=16, intermediate_size=3584)
+OF_397B = dict(hidden=4096, layers=60, heads=32, kv_heads=2, value_heads=64, num_experts=512)
+OF_397B |= dict(num_experts_per_tok=10, moe_intermediate_size=1024)
+OF_397B |= dict(shared_expert_intermediate_size=1024)
+PUBLISHED = {
+    "3.5-0.8B": (Qwen3_5Config, qwen3_5(Qwen3_5Config, tied=True, **OF_0_8B)),
+    "3.6-27B": (Qwen3_5Config, qwen3_5(Qwen3_5Config, output_gate_type="swish", **OF_27B)),
+    "3.5-35B-A3B": (Qwen3_5MoeConfig, qwen3_5(Qwen3_5MoeConfig, **OF_35B)),
+    "3.5-397B-A17B": (Qwen3_5MoeConfig, qwen3_5(Qwen3_5MoeConfig, **OF_397B)),
+    "3-Next-80B-A3B": (
+        Qwen3NextConfig,
+        OF_QWEN3_5
+        | dict(
+            architectures=["Qwen3NextForCausalLM"],
+            model_type="qwen3_next",
+            hidden_size=2048,
+            intermediate_size=5120,
+            num_hidden_layers=48,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            linear_num_value_heads=32,
+            num_experts=512,
+            num_experts_per_tok=10,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+            decoder_sparse_step=1,
+            norm_topk_prob=True,
+            rope_parameters=None,
+            rope_scaling=None,
+            rope_theta=10000000,
+            vocab_size=151936,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_of_published_qwen3_5_are_read_as_transformers_reads_them(name):
+    kind, values = PUBLISHED[name]
+    ours, theirs = read_model_config(values), kind.from_dict(values)
+    is_tied = values.get("tie_word_embeddings", False)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings == is_tied
+    theirs = theirs.get_text_config()
+    as_theirs = dict(tie_word_embeddings=theirs.tie_word_embeddings, dtype=theirs.dtype)
+    assert_same(replace(ours, **as_theirs), theirs)
+    assert ours.dtype == "bfloat16" and ours.architecture == values["architectures"][0]
+    text = values.get("text_config", values)
+    assert ours.linear_num_value_heads == text["linear_num_value_heads"]
+    # `layer_types` says what full_attention_interval says without it.
+    text = {key: value for key, value in text.items() if key != "layer_types"}
+    without = values | (dict(text_config=text) if "text_config" in values else text)
+    without = {key: value for key, value in without.items() if key != "layer_types"}
+    assert read_model_config(without) == ours
+    assert ours.layer_types[:4] == ("linear_attention",) * 3 + ("full_attention",)
+
+
+def test_gemma_4_says_the_sizes_of_layers_without_a_window_in_two_ways():
+    """As published checkpoints do, and as newer transformers write them."""
+    published = values_of(Gemma4TextConfig, global_head_dim=512, num_global_key_value_heads=1)
+    published |= dict(attention_k_eq_v=True, head_dim=256)
+    ours, theirs = read_model_config(published), Gemma4TextConfig.from_dict(published)
+    written = theirs.to_dict() | dict(architectures=published["architectures"])
+    again = read_model_config(written)
+    for kind in BOTH:
+        assert ours.head_dim_of(kind) == again.head_dim_of(kind)
+        assert ours.kv_heads_of(kind) == again.kv_heads_of(kind)
+    assert (ours.head_dim_of(BOTH[0]), ours.kv_heads_of(BOTH[0])) == (512, 1)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "ministral3", None])

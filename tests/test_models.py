@@ -8,6 +8,7 @@ import plain_layers as plain
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint, read_config
+from quantised_helpers import rewrite
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -490,6 +491,25 @@ def test_a_qwen3_5_that_sees_runs_on_text(name, fused, tmp_path, caplog):
     assert "model.visual, mtp left out" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["3.5", "3.6"])
+def test_a_checkpoint_may_hold_gates_and_their_norm_more_precisely_than_the_rest(dtype, tmp_path):
+    reference = make_checkpoint(tmp_path, CONFIGS["qwen3_5_text-listed"])
+    precise = ("A_log", "linear_attn.norm.weight")
+    tensors = {
+        name: x.to(dtype if name.endswith(precise) else torch.bfloat16)
+        for name, x in reference.state_dict().items()
+    }
+    rewrite(tmp_path, tensors)
+    reference.load_state_dict(tensors)
+    tokens = torch.randint(101, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = Driver(load(tmp_path), 1, 32).step({}, {0: tokens})
+    torch.testing.assert_close(logits, expected_logits(reference, tokens), rtol=0, atol=1e-4)
+    with tensors_default_to(torch.bfloat16, torch.device("cpu")):
+        layer = load(tmp_path).model.layers[0].linear_attn
+    name = "model.layers.0.linear_attn.A_log"
+    assert torch.equal(layer.A_log, tensors[name].float())
+
+
 @pytest.mark.parametrize("name", SEEING)
 def test_a_model_that_sees_runs_on_text_and_says_what_is_left_out(name, tmp_path, caplog):
     config = SEEING[name]
@@ -792,6 +812,10 @@ def test_a_base_beside_the_rope_settings_is_checked_too(theta):
         (Gemma2Config, dict(use_bidirectional_attention=1), "use_bidirectional_attention is 1: "),
         (Glm4Config, dict(hidden_act="gelu"), "hidden_act is 'gelu': Glm4ForCausalLM has 'silu'"),
         (Olmo2Config, dict(rope_parameters=dict(partial_rotary_factor=0.5)), "only 1.0 is implem"),
+        (Qwen3_5TextConfig, dict(output_gate_type="sigmoid"), "output_gate_type is 'sigmoid': Qwe"),
+        (Qwen3_5TextConfig, dict(attn_output_gate=False), "attn_output_gate is False"),
+        (Qwen3NextConfig, dict(linear_num_key_heads=3), "heads is 32, linear_num_key_heads is 3"),
+        (Qwen3_5MoeTextConfig, dict(linear_conv_kernel_dim=1), "linear_conv_kernel_dim is 1: it m"),
     ],
     ids=str,
 )

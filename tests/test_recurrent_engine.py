@@ -1,6 +1,7 @@
 """Models with recurrent layers on the whole engine: states are kept, copied, evicted and split."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +15,20 @@ from engine_helpers import (
     greedy,
     save_checkpoint,
 )
-from hypothesis import given
-from hypothesis import strategies as st
+from test_pause import run_with_pauses
 
 from nanovllm import SamplingParams
+from nanovllm.apps.bench.shapes import model_folder
+from nanovllm.config import Config
+from nanovllm.engine import model_runner
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.kv_cache import divide_memory
 from nanovllm.engine.recurrent_state import RecurrentState
 from nanovllm.engine.snapshots import StateRows
+from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.recurrent import RecurrentLayer
+from nanovllm.models import build_model, load_model_config
 
 overlapped = pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
 
@@ -72,6 +79,56 @@ def test_few_or_many_snapshots_change_no_token(get_checkpoint, make_llm, share, 
     assert (found["used"] > 0) == bool(share)
 
 
+@overlapped
+def test_a_stop_that_is_seen_a_step_late_spoils_no_snapshot(get_checkpoint, make_llm, overlap):
+    """With overlap, a step has run beyond the stop. What is kept is the state after that step."""
+    checkpoint = get_checkpoint("qwen3.5")
+    llm = make_llm(checkpoint.folder, overlap=overlap)
+    prompts, params, answers = PROMPTS[4:8], [], []
+    for place, prompt in enumerate(prompts, start=3):
+        answer = checkpoint.expected(prompt, 24)
+        answers.append(answer[: answer.index(answer[place]) + 1])
+        stop = dict(temperature=0.0, max_tokens=24, stop_token_ids=[answer[place]])
+        params.append(SamplingParams(**stop, ignore_eos=True))
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == answers
+    longer = [[*prompt, *answer, 7] for prompt, answer in zip(prompts, answers)]
+    outputs = llm.generate(longer, greedy(9), use_tqdm=False)
+    for prompt, output in zip(longer, outputs):
+        assert output["token_ids"] == checkpoint.expected(prompt, 9)
+        assert output["num_cached_tokens"] == len(prompt) - (1 if overlap else 2)
+    assert_empty(llm)
+
+
+def test_a_preempted_sequence_goes_on_from_its_last_snapshot(get_checkpoint, make_llm):
+    """That is one on its way. Of what it held at its end, others take a block at least."""
+    checkpoint = get_checkpoint("qwen3.5-moe")
+    common, computed = PROMPTS[7][:48], {}
+    prompts = [[*common, first, *PROMPTS[6][:9]] for first in range(4)]
+    for share in (0.0, 0.5):
+        options = dict(num_kvcache_blocks=10, state_snapshot_share=share, overlap=True)
+        llm = make_llm(checkpoint.folder, max_num_seqs=4, **options)
+        assert_greedy(llm, checkpoint, prompts, max_tokens=24)
+        preempted = llm.engine.scheduler.num_preemptions
+        assert preempted > 0
+        assert counts(llm)["used"] == (3 + preempted if share else 0)
+        computed[share] = llm.engine.num_prefill_tokens
+    assert computed[0.5] < 48 + 4 * 10 + preempted * 35 < computed[0.0]
+
+
+@overlapped
+def test_pauses_change_no_token(get_checkpoint, make_llm, overlap):
+    checkpoint = get_checkpoint("qwen3-next")
+    sizes = dict(num_kvcache_blocks=8, max_num_seqs=3, max_num_batched_tokens=24, max_model_len=128)
+    llm = make_llm(checkpoint.folder, **sizes, state_snapshot_share=0.4, overlap=overlap)
+    outputs = run_with_pauses(llm, [(prompt, greedy(24)) for prompt in PROMPTS], seed=0)
+    assert [output["token_ids"] for output in outputs] == [
+        checkpoint.expected(prompt, 24) for prompt in PROMPTS
+    ]
+    assert llm.engine.scheduler.num_preemptions > 0
+    assert_empty(llm)
+
+
 def test_completions_of_a_prompt_start_from_the_state_before_its_last_token(
     get_checkpoint, make_llm
 ):
@@ -101,6 +158,30 @@ def test_new_weights_and_sleep_leave_no_old_state(get_checkpoint, make_llm, tmp_
     assert_greedy(llm, other)
 
 
+def test_states_in_bfloat16_take_half_the_bytes_and_change_little(get_checkpoint, make_llm):
+    checkpoint, states = get_checkpoint("qwen3-next"), {}
+    params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    for dtype in ("auto", "bfloat16"):
+        # In chunks, after each of which a state is rounded.
+        options = dict(max_num_batched_tokens=9, max_num_seqs=9, mamba_ssm_cache_dtype=dtype)
+        llm = make_llm(checkpoint.folder, **options)
+        layers = [layer.state for layer in llm.engine.runner.recurrent.layers]
+        states[dtype] = {state.dtype: state[0].nbytes for state in layers if state.dim() == 4}
+        convolutions = {state.dtype for state in layers if state.dim() == 3}
+        assert convolutions == {torch.float32}, "they have the dtype of the model"
+        errors = []
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False)):
+            expected = checkpoint.logprobs(prompt)
+            found = [next(iter(values.items())) for values in output["prompt_logprobs"][1:]]
+            errors += [abs(float(expected[i, t]) - value) for i, (t, value) in enumerate(found)]
+        mean = sum(errors) / len(errors)
+        assert mean < 1e-4 if dtype == "auto" else 1e-4 < mean < 0.02
+    assert states == {
+        "auto": {torch.float32: 4 * 8 * 6 * 4},
+        "bfloat16": {torch.bfloat16: 4 * 8 * 6 * 2},
+    }
+
+
 @pytest.mark.parametrize("model", ["qwen3-next", "lfm2"])
 def test_two_ranks_give_the_tokens_of_one(get_checkpoint, make_llm, model):
     """Each rank has its heads' or channels' states. In qwen3-next, both hold the only key head."""
@@ -112,21 +193,73 @@ def test_two_ranks_give_the_tokens_of_one(get_checkpoint, make_llm, model):
     assert counts(llm)["used"] > 0 and llm.engine.scheduler.num_preemptions > 0
 
 
-class Remembering(RecurrentLayer):
-    pass
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
-def test_rows_are_copied_as_if_one_after_the_other(copies):
-    state = RecurrentState([Remembering((3,), torch.float32)], torch.device("cpu"))
+def test_rows_of_layers_of_all_kinds_are_copied_one_after_the_other():
+    kinds = [((3,), torch.float32), ((2, 2), torch.bfloat16), ((3,), torch.float32)]
+    state = RecurrentState([RecurrentLayer(*kind) for kind in kinds], torch.device("cpu"))
     state.allocate(StateRows(2, 2))
-    (layer,) = state.layers
-    layer.state[:] = torch.arange(6.0).unsqueeze(1)
-    want = list(range(6))
-    for source, copy in copies:
-        want[copy] = want[source]
-    state.copy(copies, torch.from_numpy)
-    assert layer.state[:, 0].tolist() == want
+    assert state.nbytes == 6 * state.row_bytes == 6 * (2 * 3 * 4 + 4 * 2)
+    for number, layer in enumerate(state.layers):
+        assert layer.state.shape == (6, *layer.state_shape) and layer.state.is_contiguous()
+        layer.state[:] = 10 * number + torch.arange(6.0).view(6, *[1] * len(layer.state_shape))
+    state.copy([(1, 4), (4, 0), (2, 1), (5, 5), (0, 2)])
+    for number, layer in enumerate(state.layers):
+        rows = layer.state.flatten(1) - 10 * number
+        assert rows.tolist() == [[row] * rows.shape[1] for row in (1, 2, 1, 3, 1, 5)]
+
+
+def test_an_llm_without_room_for_all_states_runs_fewer_sequences(
+    get_checkpoint, make_llm, monkeypatch
+):
+    checkpoint = get_checkpoint("qwen3.5")
+    monkeypatch.setattr(model_runner, "bytes_in_ram", lambda ranks: 200_000)
+    llm = make_llm(checkpoint.folder, num_kvcache_blocks=None)
+    info = llm.engine.runner.info
+    assert 1 < info.num_state_slots < len(PROMPTS) and info.num_snapshots > 0
+    assert 180_000 < info.state_bytes + info.kv_cache_bytes <= 200_000
+    assert_greedy(llm, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "total, slots", [(141, range(512, 513)), (80, range(300, 512)), (24, range(2, 40))]
+)
+def test_states_of_a_9b_are_divided_by_the_memory_of_a_gpu(monkeypatch, total, slots):
+    """No option is set, and no error raised: 512 states take 26 GB."""
+    pytest.importorskip("triton")
+    from nanovllm.backends.cuda import memory_budget
+    from nanovllm.backends.cuda.runner import CUDAModelRunner
+
+    gb, weights, graphs = 10**9, 17.9e9, 2**30
+    peak = int(weights + 1.5e9)  # with the activations of the largest step
+    block = 256 * 8 * 2 * 4 * 256 * 2  # of 8 layers' K and V, 4 heads of 256; one during that step
+    cuda = SimpleNamespace(
+        memory_allocated=lambda device: 0,
+        memory_reserved=lambda device: int(weights),
+        max_memory_allocated=lambda device: peak + block,
+        max_memory_reserved=lambda device: peak,
+        mem_get_info=lambda device: (int(total * gb - weights), total * gb),
+        empty_cache=lambda: None,
+        synchronize=lambda device: None,
+        reset_peak_memory_stats=lambda device: None,
+    )
+    monkeypatch.setattr(memory_budget, "torch", SimpleNamespace(cuda=cuda))
+    with tensors_default_to(torch.bfloat16, torch.device("meta")):
+        folder, _ = model_folder("qwen3.5-9b")
+        model = build_model(load_model_config(folder), ParallelGroup(), 4096)
+    runner = object.__new__(CUDAModelRunner)
+    runner.config, runner.group = Config("m"), ParallelGroup()
+    runner.max_num_seqs, runner.block_size, runner.max_blocks = 512, 256, 16
+    runner.kv_dtype = torch.bfloat16
+    layers = [one for one in model.modules() if isinstance(one, RecurrentLayer)]
+    runner.recurrent = RecurrentState(layers, torch.device("meta"))
+    runner.layers_with_kv = [one for one in model.modules() if isinstance(one, SelfAttention)]
+    runner._run_largest_step, runner._graph_bytes = lambda: None, lambda: graphs
+    runner._budget = memory_budget.MemoryBudget(torch.device("cuda"), 0.9)
+    num_blocks, rows = runner._count_memory()
+    row = runner.recurrent.row_bytes
+    assert 512 * row == pytest.approx(26.4e9, rel=0.01)  # 25.8 GB of S alone
+    assert rows.num_slots in slots and rows.num_snapshots > 0 and num_blocks >= 16
+    room = 0.9 * total * gb - peak - graphs
+    assert room - block - row < num_blocks * block + rows.total * row <= room
 
 
 def test_fewer_sequences_run_where_their_states_do_not_fit():

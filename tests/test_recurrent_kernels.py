@@ -27,6 +27,7 @@ ERROR = {torch.float32: 5e-5, torch.bfloat16: 6e-3}
 STATE_ERROR = {torch.float32: 5e-5, torch.bfloat16: 1e-4}
 # Tokens of chunks, and whether they lie in a padded step.
 LENGTHS = [([1], False), ([2, 1, 65], True), ([64, 128, 3], False), ([7, 193, 1], True)]
+HALVES = [torch.bfloat16 if HAS_GPU else torch.float16]  # the interpreter lacks bfloat16
 ROWS = 9  # of state; the rows of sequences lie among rows that nobody may touch
 PADDING = 8
 DECODES = 2  # tokens before chunks
@@ -130,7 +131,7 @@ class Layer:
     float64.
     """
 
-    def __init__(self, heads, dims, tokens, dtype, spread=1.0):
+    def __init__(self, heads, dims, tokens, dtype, spread=1.0, state_dtype=torch.float32):
         key_heads, count = heads
         key_dim, value_dim = dims
         channels = 2 * key_heads * key_dim + count * value_dim
@@ -139,7 +140,7 @@ class Layer:
         gates = randn(count) * 2 - 1, randn(count)
         self.inputs = DeltaInputs(qkv, ba, *gates, key_heads, key_dim)
         self.exact = self.inputs._replace(qkv=qkv.double(), ba=self.exact_ba())
-        self.state = randn(ROWS, count, key_dim, value_dim)
+        self.state = randn(ROWS, count, key_dim, value_dim, dtype=state_dtype)
         self.out = strided(new(tokens, count * value_dim, dtype))
         self.before, self.want = self.state.clone(), self.state.double()
         self.expected = self.out.double()
@@ -200,6 +201,25 @@ def test_the_delta_rule_of_chunks_equals_its_twin(heads, dims, lengths, tiled, w
     assert_near(layer.out, layer.expected, ERROR[dtype])
     assert torch.equal(layer.out[:DECODES].double(), layer.expected[:DECODES])
     layer.check(rows, STATE_ERROR[dtype])
+
+
+@pytest.mark.parametrize("state_dtype", HALVES)
+@pytest.mark.parametrize("is_chunk", [False, True])
+def test_states_of_half_the_bytes_are_rounded_once_a_step(is_chunk, state_dtype):
+    layer = Layer((1, 3), (16, 32), DECODES + 70, torch.float32, state_dtype=state_dtype)
+    begin, of, blocks = step_of([70], [4], False)
+    if is_chunk:
+        layer.run("delta_rule_chunks", of, blocks, begin=begin)
+    else:
+        layer.inputs, layer.exact = layer.inputs.rows(slice(1)), layer.exact.rows(slice(1))
+        layer.out, layer.expected, layer.z = layer.out[:1], layer.expected[:1], layer.z[:1]
+        layer.run("delta_rule_token", torch.tensor([4], device=DEVICE))
+    assert_near(layer.out, layer.expected, ERROR[torch.float32])
+    assert layer.state.dtype == state_dtype
+    spacing = 2.0 * torch.finfo(state_dtype).eps * layer.want[4].abs()
+    assert ((layer.state[4].double() - layer.want[4]).abs() < spacing / 2 + 1e-5).all()
+    kept = others_of([4])
+    assert torch.equal(layer.state[kept], layer.before[kept])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -252,7 +252,7 @@ class ModelRunner:
         if batch.block_copies:
             self._copy_blocks(batch.block_copies)
         if batch.state_copies:
-            self.recurrent.copy(batch.state_copies, self._upload)
+            self.recurrent.copy(batch.state_copies)
         if batch.prefills:
             output = self._mixed_step(slots, batch.prefills)
         else:

@@ -3,9 +3,8 @@
 engine/snapshots.py says what the rows are for.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,9 @@ class RecurrentState:
         self.layers = list(layers)
         self.device = device
         self.rows = StateRows(0, 0)
+        # The states of all layers of a kind: [layers, rows, *state_shape]. So one operation copies
+        # a row of all of them.
+        self._memory: list[Tensor] = []
 
     @property
     def row_bytes(self) -> int:
@@ -29,19 +31,26 @@ class RecurrentState:
     @property
     def nbytes(self) -> int:
         """The number of bytes of all rows."""
-        return sum(layer.state.nbytes for layer in self.layers)
+        return sum(memory.nbytes for memory in self._memory)
 
     def allocate(self, rows: StateRows) -> None:
         """Allocate rows in each layer, filled with zeros."""
         self.release()
         self.rows = rows
+        kinds: dict[tuple, list[RecurrentLayer]] = {}
         for layer in self.layers:
-            shape = (rows.total, *layer.state_shape)
-            layer.state = torch.zeros(shape, dtype=layer.state_dtype, device=self.device)
+            kinds.setdefault((layer.state_shape, layer.state_dtype), []).append(layer)
+        for (shape, dtype), layers in kinds.items():
+            size = (len(layers), rows.total, *shape)
+            memory = torch.zeros(size, dtype=dtype, device=self.device)
+            self._memory.append(memory)
+            for layer, part in zip(layers, memory):
+                layer.state = part
 
     def release(self) -> None:
         """Give back the memory of all rows."""
         self.rows = StateRows(0, 0)
+        self._memory.clear()
         for layer in self.layers:
             layer.state = torch.empty(0)
 
@@ -49,27 +58,8 @@ class RecurrentState:
         """Return the rows of batch slots [N] int64. Slots of padding have higher numbers."""
         return slots.clamp(max=self.rows.padding)
 
-    def copy(
-        self, copies: Sequence[tuple[int, int]], upload: Callable[[np.ndarray], Tensor]
-    ) -> None:
-        """Copy rows, given as pairs (source, destination), as if one after the other.
-
-        upload: copies an array to the device.
-        """
-        for independent in split_at_hazards(copies):
-            source, destination = upload(np.array(independent, dtype=np.int64).T.copy())
-            for layer in self.layers:
-                layer.state[destination] = layer.state[source]
-
-
-def split_at_hazards(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split copies into runs. The copies of a run may read all their sources before they write."""
-    runs: list[list[tuple[int, int]]] = []
-    written: set[int] = set()
-    for source, destination in copies:
-        if not runs or source in written or destination in written:
-            runs.append([])
-            written.clear()
-        runs[-1].append((source, destination))
-        written.add(destination)
-    return runs
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy rows, given as pairs (source, destination), one after the other."""
+        for source, destination in copies:
+            for memory in self._memory:
+                memory[:, destination] = memory[:, source]

@@ -8,7 +8,8 @@ query q, key k and value v, gate g <= 0 and strength beta changes and reads the 
     o = S^T q
 
 `delta_rule_token` computes this for one token of each sequence, `delta_rule_chunks` for prompts, a
-block of tokens at a time. Both compute in float32.
+block of tokens at a time. Both compute in float32. A state that is kept in bfloat16 is rounded
+after each token that decodes, and after each chunk of a prompt.
 
 Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), G key heads, H value
 heads, key size Dk, value size Dv, R rows of state. H / G consecutive value heads share a key head.
@@ -154,9 +155,10 @@ class GatedDeltaNet(RecurrentLayer):
         conv_width: int,
         eps: float,
         grouped: bool = False,  # the checkpoint's projections are two tensors, by key head
+        state_dtype: torch.dtype = torch.float32,
     ):
         heads = DeltaHeads.of_rank(num_key_heads, num_value_heads, key_dim, value_dim, group)
-        super().__init__((heads.num_value_heads, key_dim, value_dim), torch.float32)
+        super().__init__((heads.num_value_heads, key_dim, value_dim), state_dtype)
         self.heads = heads
         qkvz, ba = heads.grouped_projections() if grouped else heads.projections()
         self.in_proj_qkvz = StackedLinear(hidden_size, qkvz, bias=False)

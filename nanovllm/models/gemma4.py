@@ -132,7 +132,9 @@ class Gemma4Config(ModelConfig):
     def _check_heads(self) -> None:
         given = self.per_layer_config
         if given is not None:
-            full = {str(i) for i, kind in enumerate(self.layer_types) if kind == "full_attention"}
+            full = {i for i, kind in enumerate(self.layer_types) if kind == "full_attention"}
+            # transformers writes "05" where there are ten layers or more.
+            layers = {int(key) if key.isdecimal() else -1 for key in given}
             sizes = list(given.values())
             is_known = all(
                 isinstance(one, dict)
@@ -141,7 +143,7 @@ class Gemma4Config(ModelConfig):
                 and all(type(size) is int and size > 0 for size in one.values())
                 for one in sizes
             )
-            if not is_known or given.keys() not in (full, set()):
+            if not is_known or layers not in (full, set()):
                 raise ValueError(
                     f"config.json: per_layer_config is {given}: only head_dim and "
                     "num_key_value_heads may differ, and only in the layers without a window, in "

@@ -11,6 +11,7 @@ It differs from a Qwen3 in these points:
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from nanovllm.layers.gated_attention import GatedSelfAttention
@@ -42,6 +43,11 @@ class Qwen3_5Config(ModelConfig):
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
+    mamba_ssm_dtype: str | None = "float32"  # of the states of Gated DeltaNet; null is float32
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.mamba_ssm_dtype == "bfloat16" else torch.float32
 
     def check(self) -> None:
         super().check()
@@ -55,6 +61,11 @@ class Qwen3_5Config(ModelConfig):
             raise ValueError(
                 f"config.json: linear_conv_kernel_dim is {self.linear_conv_kernel_dim}: it must be "
                 "2 or more"
+            )
+        if self.mamba_ssm_dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(
+                f"config.json: mamba_ssm_dtype is {self.mamba_ssm_dtype!r}: it must be 'float32' "
+                "or 'bfloat16'"
             )
         if not self.attn_output_gate or self.output_gate_type not in (None, "swish", "silu"):
             raise ValueError(
@@ -83,6 +94,7 @@ class Qwen3_5ForCausalLM(CausalLM):
                 conv_width=config.linear_conv_kernel_dim,
                 eps=config.rms_norm_eps,
                 grouped=self.grouped_projections,
+                state_dtype=config.state_dtype,
             )
             return LinearAttentionLayer(config, linear, mlp, self.norm)
         attention = build_attention(

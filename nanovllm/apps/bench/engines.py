@@ -14,6 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.apps.bench.shapes import model_folder
 from nanovllm.apps.bench.workloads import Work
 from nanovllm.frontend.log import uncounted_import_seconds
+from nanovllm.weights.model_files import read_config_json
 
 SHOW_PROGRESS = sys.stderr.isatty()  # whether the engines show their progress bars
 
@@ -53,6 +54,8 @@ class VllmEngine:
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
         import vllm
 
+        if random_weights and "vision_config" in read_config_json(model):
+            options["language_model_only"] = True
         self.llm = vllm.LLM(
             model,
             load_format="dummy" if random_weights else "auto",

@@ -2,11 +2,12 @@
 
 import torch
 
-from nanovllm.apps.bench.shapes import SHAPES, VOCAB
+from nanovllm.apps.bench.shapes import CONV_WIDTH, LINEAR_DIM, SHAPES, Shape
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 
 MAX_RUNNING = 512  # sequences in one step
 BF16 = 2  # bytes per element of keys and values, and of weights that are not quantised
+STATE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # per element of Gated DeltaNet's states
 # Bytes per weight of layers; in 4 bits, each group of 128 has a scale of 2 bytes and a zero point.
 BYTES = {None: BF16, "fp8": 1.0, "gptq": 0.5 + 2.5 / 128, "awq": 0.5 + 2.5 / 128}
 
@@ -18,6 +19,7 @@ def roofline(
     bandwidth: float,
     flops: float,
     quantization: str | None = None,
+    state_dtype: str = "auto",
 ) -> float | None:
     """Return a lower bound on the seconds of a workload, at the rates of all GPUs together.
 
@@ -25,9 +27,10 @@ def roofline(
 
     - Bytes of decode steps, plus operations of prompts: each step reads the weights once and the K
       and V of each running sequence once; it reads the K and V of a common prefix once for all
-      sequences. Each prompt token takes two operations per parameter.
-    - All operations: two per parameter for prompt tokens and for generated tokens, plus the head
-      and the attention within prompts.
+      sequences. It reads and writes the state of each sequence. Each prompt token takes two
+      operations per parameter, and six per element of a state (see state_ops).
+    - All operations: two per parameter for prompt tokens and for generated tokens, plus the head,
+      the attention within prompts, and the states.
 
     A step reads as many experts as its tokens would choose at random, and a token computes only
     with its own experts. Returns None for models of unknown shape and workloads of several rounds.
@@ -36,19 +39,17 @@ def roofline(
         bandwidth: bytes per second.
         flops: operations per second of products in bfloat16. Those in FP8 count as twice as fast.
         quantization: the format of the layers' weights; embedding and head are in bfloat16.
+        state_dtype: the dtype of Gated DeltaNet's states, as the option mamba_ssm_cache_dtype says.
     """
     workload = WORKLOADS[name]
     if model not in SHAPES or workload.rounds > 1 or quantization not in BYTES:
         return None
     shape = SHAPES[model]
 
-    # Parameters.
     expert = shape.layers * 3 * shape.hidden * shape.intermediate
-    attention = 2 * shape.hidden * (shape.heads + shape.kv_heads) * shape.head_dim
-    router = shape.hidden * shape.experts if shape.experts > 1 else 0
-    others = shape.layers * (attention + router)
+    others = parameters_beside_experts(shape)
     body = others + shape.experts_per_token * expert  # parameters used per token
-    head = VOCAB * shape.hidden
+    head = shape.vocab * shape.hidden
 
     # Every prompt but the first finds the common prefix in the prefix cache.
     spared = workload.common_prefix
@@ -66,15 +67,45 @@ def roofline(
         weights_read += layers * BYTES[quantization] + head * BF16
     kv_read = sum(sum(range(prompt + 1, prompt + n)) for prompt, n in zip(prompts, outputs))
     kv_read -= spared * sum(n - 1 for n in outputs[1:])
-    kv_bytes = shape.layers * shape.kv_heads * shape.head_dim * 2 * BF16  # bytes of one token
+    kv_size = shape.attention_layers * shape.kv_heads * shape.head_dim * 2  # of one token
+    states_moved = 2 * sum(n - 1 for n in outputs)
 
     if quantization == "fp8":
         flops *= 2
-    prompt_ops = 2 * body * prompt_tokens
-    attention_ops = 4 * shape.layers * shape.heads * shape.head_dim * pairs
-    all_ops = prompt_ops + 2 * (body + head) * sum(outputs) + attention_ops
-    bytes_read = kv_read * kv_bytes + weights_read
-    return max(bytes_read / bandwidth + prompt_ops / flops, all_ops / flops)
+    # A token decays a state, compares it with k, adds k u^T to it, and multiplies it by q.
+    state_ops = 6 * shape.recurrent_layers * shape.state_size
+    prompt_ops = (2 * body + state_ops) * prompt_tokens
+    attention_ops = 4 * shape.attention_layers * shape.heads * shape.head_dim * pairs
+    all_ops = prompt_ops + (2 * (body + head) + state_ops) * sum(outputs) + attention_ops
+    bytes_read = kv_read * kv_size * BF16 + weights_read
+    bytes_moved = bytes_read + states_moved * bytes_of_states(shape, state_dtype)
+    return max(bytes_moved / bandwidth + prompt_ops / flops, all_ops / flops)
+
+
+def parameters_beside_experts(shape: Shape) -> int:
+    """Count the parameters of all layers, without their MLPs or the experts of a mixture."""
+    hidden, width = shape.hidden, shape.heads * shape.head_dim
+    attention = 2 * hidden * (width + shape.kv_heads * shape.head_dim)
+    mixture = hidden * shape.experts if shape.experts > 1 else 0  # the router
+    if shape.value_heads:
+        attention += hidden * width  # the gates
+        if shape.experts > 1:
+            mixture += hidden * (3 * shape.intermediate + 1)  # the shared expert, and its gate
+    values = shape.value_heads * LINEAR_DIM
+    # q, k and v, their convolution, z and the output, and b and a.
+    recurrent = shape.channels * (hidden + CONV_WIDTH)
+    recurrent += hidden * (2 * values + 2 * shape.value_heads)
+    return (
+        shape.attention_layers * attention
+        + shape.recurrent_layers * recurrent
+        + shape.layers * mixture
+    )
+
+
+def bytes_of_states(shape: Shape, state_dtype: str = "auto") -> int:
+    """Count the bytes of a sequence's states: those of Gated DeltaNet, and of its convolution."""
+    convolution = shape.channels * (CONV_WIDTH - 1) * BF16
+    return shape.recurrent_layers * (shape.state_size * STATE_BYTES[state_dtype] + convolution)
 
 
 def rows_of_steps(outputs: list[int]) -> list[int]:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from nanovllm import TINY_MODEL
 
-VOCAB = 151936
+VOCAB, VOCAB_3_5 = 151936, 248320
 
 
 class Shape(NamedTuple):
-    """The sizes of a Qwen3 model."""
+    """The sizes of a Qwen3; with `value_heads`, of a Qwen3.5."""
 
     hidden: int
     layers: int
@@ -23,7 +23,35 @@ class Shape(NamedTuple):
     experts: int = 1
     experts_per_token: int = 1
     tied: bool = False  # whether the head shares the weights of the embedding
+    # Of Gated DeltaNet, which three of four layers have instead of attention; 0: none has it.
+    value_heads: int = 0
 
+    @property
+    def vocab(self) -> int:
+        return VOCAB_3_5 if self.value_heads else VOCAB
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers // 4 if self.value_heads else self.layers
+
+    @property
+    def recurrent_layers(self) -> int:
+        return self.layers - self.attention_layers
+
+    @property
+    def channels(self) -> int:
+        """The width of q, k and v together in Gated DeltaNet."""
+        return (2 * KEY_HEADS + self.value_heads) * LINEAR_DIM
+
+    @property
+    def state_size(self) -> int:
+        """The number of elements in the state of a Gated DeltaNet, without its convolution."""
+        return self.value_heads * LINEAR_DIM**2
+
+
+# Of Gated DeltaNet in each Qwen3.5: heads of keys, the size of a key and of a value, and how many
+# tokens the convolution sees.
+KEY_HEADS, LINEAR_DIM, CONV_WIDTH = 16, 128, 4
 
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, tied=True),
@@ -31,6 +59,11 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
     "qwen3-32b": Shape(5120, 64, 64, 8, 128, 25600),
     "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, experts=128, experts_per_token=8),
+    "qwen3.5-0.8b": Shape(1024, 24, 8, 2, 256, 3584, tied=True, value_heads=16),
+    "qwen3.5-9b": Shape(4096, 32, 16, 4, 256, 12288, value_heads=32),
+    "qwen3.5-35b-a3b": Shape(
+        2048, 40, 16, 2, 256, 512, experts=256, experts_per_token=8, value_heads=32
+    ),
 }
 
 
@@ -66,7 +99,7 @@ def model_config(shape: Shape) -> dict:
     config = dict(
         architectures=["Qwen3ForCausalLM"],
         model_type="qwen3",
-        vocab_size=VOCAB,
+        vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
@@ -97,4 +130,70 @@ def model_config(shape: Shape) -> dict:
             decoder_sparse_step=1,
             mlp_only_layers=[],
         )
-    return config
+    return qwen3_5_config(shape, config) if shape.value_heads else config
+
+
+def qwen3_5_config(shape: Shape, config: dict) -> dict:
+    """Make the config.json of a Qwen3.5 from that of a Qwen3 with the same sizes.
+
+    The text model stands within a model that sees, as in published checkpoints: vLLM knows no
+    other form. The vision part is as small as can be.
+    """
+    of_qwen3 = {"architectures", "rope_theta", "use_sliding_window", "sliding_window"}
+    of_qwen3 |= {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "torch_dtype"}
+    kind, name = "qwen3_5", "Qwen3_5ForConditionalGeneration"
+    text = {key: value for key, value in config.items() if key not in of_qwen3}
+    if shape.experts > 1:
+        kind, name = "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"
+        text |= dict(shared_expert_intermediate_size=shape.intermediate)
+        del text["intermediate_size"]
+    layers = ["linear_attention"] * 3 + ["full_attention"]
+    text |= dict(
+        model_type=f"{kind}_text",
+        dtype="bfloat16",
+        max_position_embeddings=262144,
+        attn_output_gate=True,
+        full_attention_interval=4,
+        layer_types=layers * (shape.layers // 4),
+        linear_num_key_heads=KEY_HEADS,
+        linear_num_value_heads=shape.value_heads,
+        linear_key_head_dim=LINEAR_DIM,
+        linear_value_head_dim=LINEAR_DIM,
+        linear_conv_kernel_dim=CONV_WIDTH,
+        mamba_ssm_dtype="float32",
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=10000000,
+            partial_rotary_factor=0.25,
+            mrope_interleaved=True,
+            mrope_section=[11, 11, 10],
+        ),
+        bos_token_id=None,
+        eos_token_id=248044,
+    )
+    vision = dict(
+        model_type=kind,
+        depth=1,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        in_channels=3,
+        patch_size=16,
+        spatial_merge_size=2,
+        temporal_patch_size=2,
+        out_hidden_size=shape.hidden,
+        num_position_embeddings=64,
+        hidden_act="gelu_pytorch_tanh",
+        deepstack_visual_indexes=[],
+    )
+    return dict(
+        architectures=[name],
+        model_type=kind,
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=shape.tied,
+        image_token_id=248056,
+        video_token_id=248057,
+        vision_start_token_id=248053,
+        vision_end_token_id=248054,
+    )

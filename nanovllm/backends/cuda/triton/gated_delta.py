@@ -1,7 +1,7 @@
 """Triton kernels of Gated DeltaNet: the delta rule for tokens and for prompts, and its gated norm.
 
 The twins are GatedDeltaNet's own gates, norms and rules in layers/gated_delta.py, which explains
-the mathematics. Arithmetic is float32, and so is the state.
+the mathematics. Arithmetic is float32. The state is float32 or bfloat16.
 
 One token of each sequence moves the whole state, so that kernel is bound by memory. A program
 updates a head's matrix, all of it or one slice of its columns after another, in registers: each
@@ -79,7 +79,7 @@ def delta_rule_token(
 
     Args:
         inputs: those of the B tokens.
-        state: [R, H, Dk, Dv] float32. The sequences' rows are updated.
+        state: [R, H, Dk, Dv] float32 or bfloat16. The sequences' rows are updated.
         rows: [B] int64. Only a row that no sequence has may occur more than once.
         z: [B, H Dv], the gates of the norm.
         norm_weight: [Dv].
@@ -162,10 +162,10 @@ def _delta_rule_token_kernel(
 @triton.jit
 def _update_columns(state_at, q, k, v, beta, decay):
     """Update some columns of a state by a token, and return the token's outputs there."""
-    s = tl.load(state_at) * decay
+    s = tl.load(state_at).to(tl.float32) * decay
     change = beta * (v - tl.sum(k[:, None] * s, axis=0))
     s += k[:, None] * change[None, :]
-    tl.store(state_at, s)
+    tl.store(state_at, s.to(state_at.dtype.element_ty))
     return tl.sum(q[:, None] * s, axis=0)
 
 
@@ -413,7 +413,7 @@ def _pass_over_blocks_kernel(
         row = tl.load(rows + chunk)
         state += (row * H + head) * (DK * DV)
         state_at = state + (key[:, None] * DV + value[None, :])
-        s = tl.load(state_at)
+        s = tl.load(state_at).to(tl.float32)
         k_col = (G + head // (H // G)) * DK
         for first in range(begin, end, TOKENS):
             held = first + i < end
@@ -454,7 +454,7 @@ def _pass_over_blocks_kernel(
             out_at = out + token * out_stride + head * DV
             out_at += i[:, None] * out_stride + value[None, :]
             tl.store(out_at, o.to(out.dtype.element_ty), mask=rows_held)
-        tl.store(state_at, s)
+        tl.store(state_at, s.to(state.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["starts", "end"])
