@@ -6,9 +6,10 @@ from nanovllm.apps.bench.shapes import SHAPES, VOCAB
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 
 MAX_RUNNING = 512  # sequences in one step
-BF16 = 2  # bytes per element of keys and values, and of weights that are not quantised
+BF16 = 2  # bytes per element of what is not quantised
 # Bytes per weight of layers; in 4 bits, each group of 128 has a scale of 2 bytes and a zero point.
 BYTES = {None: BF16, "fp8": 1.0, "gptq": 0.5 + 2.5 / 128, "awq": 0.5 + 2.5 / 128}
+KV_BYTES = {"auto": BF16, "fp8": 1}  # per element of keys and values
 
 
 def roofline(
@@ -18,6 +19,7 @@ def roofline(
     bandwidth: float,
     flops: float,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> float | None:
     """Return a lower bound on the seconds of a workload, at the rates of all GPUs together.
 
@@ -36,9 +38,12 @@ def roofline(
         bandwidth: bytes per second.
         flops: operations per second of products in bfloat16. Those in FP8 count as twice as fast.
         quantization: the format of the layers' weights; embedding and head are in bfloat16.
+        kv_cache_dtype: the format of the KV cache.
     """
     workload = WORKLOADS[name]
     if model not in SHAPES or workload.rounds > 1 or quantization not in BYTES:
+        return None
+    if kv_cache_dtype not in KV_BYTES:
         return None
     shape = SHAPES[model]
 
@@ -66,14 +71,14 @@ def roofline(
         weights_read += layers * BYTES[quantization] + head * BF16
     kv_read = sum(sum(range(prompt + 1, prompt + n)) for prompt, n in zip(prompts, outputs))
     kv_read -= spared * sum(n - 1 for n in outputs[1:])
-    kv_bytes = shape.layers * shape.kv_heads * shape.head_dim * 2 * BF16  # bytes of one token
+    kv_elements = shape.layers * shape.kv_heads * shape.head_dim * 2  # elements of one token
 
     if quantization == "fp8":
         flops *= 2
     prompt_ops = 2 * body * prompt_tokens
     attention_ops = 4 * shape.layers * shape.heads * shape.head_dim * pairs
     all_ops = prompt_ops + 2 * (body + head) * sum(outputs) + attention_ops
-    bytes_read = kv_read * kv_bytes + weights_read
+    bytes_read = kv_read * kv_elements * KV_BYTES[kv_cache_dtype] + weights_read
     return max(bytes_read / bandwidth + prompt_ops / flops, all_ops / flops)
 
 
