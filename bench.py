@@ -10,13 +10,13 @@
     python bench.py --trace run.html                figures of a run, and a page that replays it
     python bench.py --workload conversations --requests 24    the first requests of a workload
     python bench.py --model qwen3-8b --quantization fp8    weights and products in FP8
+    python bench.py --model qwen3-8b --kv-cache-dtype fp8    keys and values in FP8
     python bench.py --host                          host time per step, without a device
 
 A model is a folder, a hub id, "tiny" (the trained model in the package), or a shape: qwen3-0.6b,
-qwen3-1.7b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-0.8b, qwen3.5-9b or qwen3.5-35b-a3b. A shape
-gets random weights and needs no download.
-The reported times are the first and the best of --repeat runs. Options of the LLM that no flag sets
-keep their defaults.
+qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-0.8b, qwen3.5-9b or
+qwen3.5-35b-a3b. A shape gets random weights and needs no download. The reported times are the first
+and the best of --repeat runs. Options of the LLM that no flag sets keep their defaults.
 """
 
 import argparse
@@ -32,7 +32,15 @@ from nanovllm.apps.bench.checks import EXAMPLE, check
 from nanovllm.apps.bench.engines import ENGINES, device_name, start, versions
 from nanovllm.apps.bench.host import host_cost
 from nanovllm.apps.bench.policies import compare_policies
-from nanovllm.apps.bench.report import end_trace, plot_run, print_row, print_start, print_table
+from nanovllm.apps.bench.report import (
+    FORMATS,
+    end_trace,
+    options_of,
+    plot_run,
+    print_row,
+    print_start,
+    print_table,
+)
 from nanovllm.apps.bench.roofline import ceilings, roofline
 from nanovllm.apps.bench.runs import run_once
 from nanovllm.apps.bench.shapes import SHAPES
@@ -70,6 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tensor-parallel-size", metavar="N", type=int, default=1, help=help)
     help = "format of the weights: fp8, or gptq or awq (INT4, groups of 128); default: the model's"
     add("--quantization", metavar="NAME", help=help)
+    help = "format of the KV cache: fp8; default: the dtype of the model"
+    add("--kv-cache-dtype", metavar="NAME", help=help)
     help = f"options of the LLM that replace its defaults, as JSON such as {EXAMPLE}"
     add("--options", metavar="JSON", default="{}", help=help)
     add("--json", metavar="FILE", help="write the measurements to this file")
@@ -111,11 +121,13 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> list[dict]:
     """Run the workloads on one engine in this process, and print a row for each."""
     limits = ceilings() if args.model in SHAPES else None  # measured while the GPU is empty
-    options = json.loads(args.options)
+    options = options_of(args)
+    formats = {
+        name: options[name] for name in (*FORMATS, "mamba_ssm_cache_dtype") if name in options
+    }
     engine, startup_seconds = start(
         args.engine,
         args.model,
-        args.quantization,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
         **(options | dict(trace=str(args.trace)) if args.trace else options),
@@ -125,7 +137,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         model=args.model,
         startup_seconds=startup_seconds,
         device=device_name(),
-        options=options | ({"quantization": args.quantization} if args.quantization else {}),
+        options=options,
         versions=versions(args.engine),
     )
     print_start(common)
@@ -145,8 +157,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
             seconds.append(run_once(engine, work, name, repeat, args.repeat))
         best, tokens = min(seconds), workload.num_output_tokens(work)
         rates = [rate * args.tensor_parallel_size for rate in limits or ()]
-        formats = args.quantization, options.get("mamba_ssm_cache_dtype", "auto")
-        limit = roofline(args.model, work, name, *rates, *formats) if rates else None
+        limit = roofline(args.model, work, name, *rates, **formats) if rates else None
         row = common | dict(
             workload=name,
             requests=len(work),
@@ -181,8 +192,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
                 options[name] = getattr(args, name)
             if args.requests:
                 options["requests"] = args.requests
-            if args.quantization:
-                options["quantization"] = args.quantization
+            options |= {name: value for name in FORMATS if (value := getattr(args, name))}
             if engine == "nanovllm":
                 options["options"] = args.options
             command = [sys.executable, "-u", __file__]

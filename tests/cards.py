@@ -75,7 +75,9 @@ SPILLS_ON_HOPPER = {
 }
 # Cards whose tensor cores take operands from registers spill what this kernel holds (Triton 3.6).
 SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 1280}
-# float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases.
+# float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases, on one card
+# that multiplies as RTX cards do, and on one that multiplies as data centers' do.
+FOR_FLOAT16 = (86, 90)
 FLOAT16 = (
     r"(decode 64|decode 512|decode 16 shared prefix|prefill short|prefill cached|prefill graph"
     r"|prefill page 16), heads|skinny 1 4096 4096|decode 64 1024|gated 64 2048|prefill gated$"
@@ -498,28 +500,67 @@ def launch(do: Callable[..., Any], kernel: Any, grid: tuple, *args: Any, **optio
     return do(kernel, grid, args, options)
 
 
-def compile_cases(card: int, dtype: torch.dtype, wanted: str, folder: str) -> list[Compiled]:
-    """Compile for a card the kernels of the cases whose names match; each variant comes once."""
+def variants_of(card: int, dtype: torch.dtype, wanted: str) -> list[tuple[str, str, str]]:
+    """List what the cases whose names match launch on a card, without compiling it.
+
+    Yields (case, kernel, key) for each variant, the first case that launches it. Triton compiles
+    a kernel anew for each key.
+    """
+    found: list[tuple[str, str, str]] = []
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        found.append((case, f"{fn.module}.{fn.name}", key))
+        return True  # Triton does not compile
+
+    stand_in_for(card, run_kernel)
+    knobs.runtime.jit_cache_hook = note
+    for case, run in cases(dtype):
+        if re.search(wanted, case):
+            run()
+    return list({variant[1:]: variant for variant in reversed(found)}.values())[::-1]
+
+
+def compile_variants(
+    card: int, dtype: torch.dtype, case: str, variants: set[tuple[str, str]], folder: str
+) -> list[Compiled]:
+    """Compile for a card those kernels of a case that are among `variants`: (kernel, key)."""
     knobs.cache.dir = folder
     knobs.nvidia.dump_ptxas_log = True
-    found = []
+    found: list[Compiled] = []
+
+    def is_not_asked_for(*, key: str, fn: Any, **_: Any) -> bool:
+        return (f"{fn.module}.{fn.name}", key) not in variants
 
     def compile_it(kernel, grid, args, options):
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
-            meta = kernel.run(*args, grid=grid, warmup=True, **options).metadata
-        if report := said.getvalue():  # else an earlier case compiled it
+            compiled = run_kernel(kernel, grid, args, options)
+        if report := said.getvalue():  # else it was not asked for, or is compiled already
             spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
             registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
-            took = meta.shared, registers, spills
-            name = case + (" float16" if dtype == torch.float16 else "")
-            found.append(Compiled(name_of(kernel), name, card, *took))
+            took = compiled.metadata.shared, registers, spills
+            of_dtype = case + (" float16" if dtype == torch.float16 else "")
+            found.append(Compiled(name_of(kernel), of_dtype, card, *took))
 
     stand_in_for(card, compile_it)
-    for case, run in cases(dtype):
-        if re.search(wanted, case):
+    knobs.runtime.jit_cache_hook = is_not_asked_for
+    for name, run in cases(dtype):
+        if name == case:
             run()
     return found
+
+
+def run_kernel(kernel: Any, grid: tuple, args: tuple, options: dict[str, Any]) -> Any:
+    return kernel.run(*args, grid=grid, warmup=True, **options)
+
+
+def compiled_for(card: int) -> int:
+    """Return the card for which a variant is compiled that both launch.
+
+    sm_89 takes as much as sm_86 does for the same variant. What it can do besides is in a variant's
+    arguments. sm_80 takes other registers (Triton 3.6).
+    """
+    return 86 if card == 89 else card
 
 
 def name_of(kernel: Any) -> str:
@@ -545,19 +586,27 @@ def main() -> None:
     parser.add_argument("--cases", help="a regular expression that their names match")
     options = parser.parse_args()
     begin = time.monotonic()
+    wanted = [(torch.bfloat16, card, options.cases or "") for card in sorted(options.cards)]
+    if options.cases is None:
+        wanted += [(torch.float16, card, FLOAT16) for card in options.cards if card in FOR_FLOAT16]
     # Triton says what a kernel takes when it compiles it, and nothing about one that it kept.
     with TemporaryDirectory() as folder, ProcessPoolExecutor(os.cpu_count()) as pool:
         if missing := pool.submit(kernels_without_case).result():
             sys.exit(f"no case launches {sorted(missing)}: add one to tests/cards.py")
-        wanted = [(torch.bfloat16, options.cases or "")]
-        if options.cases is None:
-            wanted.append((torch.float16, FLOAT16))
-        tasks = [
-            pool.submit(compile_cases, card, dtype, names, folder)
-            for dtype, names in wanted
-            for card in options.cards
+        noted = [pool.submit(variants_of, card, dtype, names) for dtype, card, names in wanted]
+        tasks: dict[tuple, set] = {}
+        seen: set[tuple] = set()
+        for (dtype, card, _), variants in zip(wanted, noted):
+            for case, *variant in variants.result():
+                known = compiled_for(card), *variant
+                if known not in seen:
+                    seen.add(known)
+                    tasks.setdefault((card, dtype, case), set()).add(tuple(variant))
+        compiling = [
+            pool.submit(compile_variants, *task, variants, folder)
+            for task, variants in tasks.items()
         ]
-        found = [compiled for task in tasks for compiled in task.result()]
+        found = [compiled for task in compiling for compiled in task.result()]
     print(f"{'kernel':38} {'case':42} {'card':7} {'shared':>9} regs spills (bytes a thread)")
     for compiled in sorted(found):
         print(compiled)

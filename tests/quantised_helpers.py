@@ -18,6 +18,7 @@ from nanovllm.layers.parallel import ParallelGroup
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROJECTIONS += ("qkv_proj", "gate_up_proj")
+HEAD = ("lm_head",)
 SECONDS = 60
 
 
@@ -37,19 +38,19 @@ def change_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def is_packed(name, left_plain=()):
+def is_packed(name, left_plain=(), modules=PROJECTIONS):
     module, dot, kind = name.rpartition(".")
-    is_projection = kind == "weight" and module.rpartition(".")[2] in PROJECTIONS
+    is_projection = kind == "weight" and module.rpartition(".")[2] in modules
     return is_projection and not any(part in f"{module}." for part in left_plain)
 
 
-def pack_checkpoint(plain, packed, pack, quantization_config, left_plain=()):
+def pack_checkpoint(plain, packed, pack, quantization_config, left_plain=(), modules=PROJECTIONS):
     """Make `packed`, a quantised copy of the folder `plain`, and let `plain` hold its weights."""
     shutil.copytree(plain, packed, dirs_exist_ok=True)
     of_packed, of_plain = {}, {}
     for name, tensor in tensors_of(plain).items():
         of_packed[name] = of_plain[name] = tensor.float()
-        if is_packed(name, left_plain):
+        if is_packed(name, left_plain, modules):
             del of_packed[name]
             tensors, of_plain[name] = pack(tensor.float(), name)
             module = name.removesuffix(".weight")
@@ -59,11 +60,11 @@ def pack_checkpoint(plain, packed, pack, quantization_config, left_plain=()):
     change_config(packed, quantization_config=quantization_config)
 
 
-def make_pair(tmp_path, config, pack, quantization_config, left_plain=(), seed=0):
+def make_pair(tmp_path, config, pack, quantization_config, seed=0, **which):
     """Save a random model twice: quantised, and with the weights that it stands for."""
     plain, packed = tmp_path / "plain", tmp_path / "packed"
     make_checkpoint(plain, config, seed)
-    pack_checkpoint(plain, packed, pack, quantization_config, left_plain)
+    pack_checkpoint(plain, packed, pack, quantization_config, **which)
     return plain, packed
 
 

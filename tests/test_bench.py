@@ -191,7 +191,7 @@ def test_a_decode_step_of_256_sequences_of_9b_moves_26_gb_of_states(work):
     halved = 2 * 256 * bytes_of_states(shape, "bfloat16")
     assert read_and_written - halved == pytest.approx(25.8e9 / 2, rel=0.01)
     ours, theirs = (
-        roofline("qwen3.5-9b", work["bench"], "bench", 4.3e12, 790e12, None, dtype)
+        roofline("qwen3.5-9b", work["bench"], "bench", 4.3e12, 790e12, mamba_ssm_cache_dtype=dtype)
         for dtype in ("auto", "bfloat16")
     )
     steps = sum(n - 1 for _, n in work["bench"]) / 256
@@ -406,13 +406,37 @@ def test_rooflines_count_the_bytes_of_quantised_weights(work):
     assert roofline("qwen3-8b", work["latency"], "latency", 1.0, 1.0, "mxfp4") is None
 
 
-def test_the_format_of_weights_goes_to_the_engine_and_into_the_rows(monkeypatch, capsys, tmp_path):
+def test_rooflines_count_the_bytes_of_an_fp8_kv_cache(work):
+    """8B: a token has 36 layers x 8 heads x 128 elements of K, and as many of V."""
+
+    def seconds(kv_cache_dtype, rate=4.3e12):
+        options = dict(kv_cache_dtype=kv_cache_dtype)
+        return roofline("qwen3-8b", work["long"], "long", rate, 790e12, **options)
+
+    read = sum(len(prompt) * (n - 1) + n * (n - 1) / 2 for prompt, n in work["long"])
+    saved = read * 36 * 8 * 128 * 2
+    assert seconds("auto") - seconds("fp8") == pytest.approx(saved / 4.3e12)
+    assert seconds("auto") == pytest.approx(LIMITS["qwen3-8b"]["long"], abs=0.005)
+    assert seconds("int4") is None
+
+
+def test_formats_go_to_the_engine_and_into_the_rows(monkeypatch, capsys, tmp_path):
     use_work(monkeypatch, [([1, 2, 3], 5)])
-    path = tmp_path / "rows.json"
+    path, formats = tmp_path / "rows.json", []
     few = ["--model", "tiny", "--workload", "small", "--repeat", "1"]
-    run(monkeypatch, *few, "--quantization", "fp8", "--json", str(path))
+    both = ["--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+    made = engines.NanovllmEngine.__init__
+
+    def note(engine, *args, **options):
+        made(engine, *args, **options)
+        formats.append((engine.llm.engine.runner.info.weight_format, options["kv_cache_dtype"]))
+
+    monkeypatch.setattr(engines.NanovllmEngine, "__init__", note)
+    run(monkeypatch, *few, *both, "--json", str(path))
     (row,) = json.loads(path.read_text())
-    assert row["options"] == {"quantization": "fp8"} and "fp8" in capsys.readouterr().out
+    assert row["options"] == {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    assert formats == [("FP8, a scale a row and a token", "fp8")]
+    assert 'options {"quantization": "fp8", "kv_cache_dtype": "fp8"}' in capsys.readouterr().out
     folder, _ = model_folder("qwen3-0.6b", "gptq")
     config = json.loads((Path(folder) / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "gptq"

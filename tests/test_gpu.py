@@ -15,6 +15,7 @@ from quantised_helpers import awq, gptq, make_pair, reference_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.apps.bench.shapes import model_folder
 from nanovllm.backends.cuda.attention_backends import select_attention_backend
 
 pytestmark = [
@@ -423,6 +424,28 @@ def test_too_little_memory_says_what_is_needed_and_which_option_to_change(large)
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is 0.01 .* max_model_len"):
         LLM(folder, gpu_memory_utilization=0.01)
     gc.collect()
+
+
+@pytest.mark.parametrize(
+    "name, quantization", [("qwen3-8b", "gptq"), ("qwen3-0.6b", None), ("qwen3-4b", "fp8")]
+)
+def test_8_gib_hold_a_model_and_4096_tokens(name, quantization):
+    """The printed peak is that of the whole process but for its CUDA context.
+
+    tests/test_memory.py computes it from shapes.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    others, total = torch.cuda.mem_get_info()
+    folder, _ = model_folder(name, quantization)
+    options = dict(load_format="dummy", quantization=quantization)
+    with LLM(folder, gpu_memory_utilization=2**33 / total, **options) as llm:
+        params = replace(GREEDY, max_tokens=96)
+        (output,) = llm.generate([[*range(4000)]], params, use_tqdm=False)
+        peak = others - torch.cuda.mem_get_info()[0]  # PyTorch keeps what it has taken
+        steps = llm.engine.scheduler.max_num_batched_tokens
+    print(f"{name} {quantization}: peak {peak / 2**30:.2f} GiB, steps of {steps} tokens")
+    assert len(output["token_ids"]) == 96 and peak <= 2**33
 
 
 GROUPS = {"bits": 4, "group_size": 64}

@@ -7,6 +7,8 @@ import pytest
 import torch
 from model_helpers import Driver, expected_logits, make_checkpoint
 from quantised_helpers import (
+    HEAD,
+    PROJECTIONS,
     awq,
     change_config,
     compressed,
@@ -17,6 +19,7 @@ from quantised_helpers import (
     on_ranks,
     pack_checkpoint,
     reference_of,
+    rewrite,
     tensors_of,
 )
 from transformers import (
@@ -334,6 +337,35 @@ def test_stacked_projections_are_read_packed(name, tmp_path):
     assert_close(torch.cat(parts, dim=1), want, inputs)
 
 
+def mixture():
+    """Return a packer and the configuration of FP8 in one projection, and INT4 in all others."""
+    pack_int4, config = FORMATS["int4"][:2]
+    pack_fp8, of_fp8 = FORMATS["fp8-weights"][:2]
+    group = of_fp8["config_groups"]["group_0"] | dict(targets=["re:.*down_proj"])
+    formats = config["config_groups"] | {"fp8": group | dict(format="float-quantized")}
+
+    def pack(weight, name):
+        return (pack_fp8 if "down_proj" in name else pack_int4)(weight, name)
+
+    return pack, config | dict(config_groups=formats, ignore=[])
+
+
+@pytest.mark.parametrize("name", ["config_groups", "gptq"])
+def test_a_head_that_the_config_names_and_a_mixture_of_formats_are_read_packed(name, tmp_path):
+    pack, config = mixture() if name == "config_groups" else (gptq(4, 32), GPTQ | {"lm_head": True})
+    model_config = Qwen3Config(**SIZES | dict(vocab_size=88))  # two ranks cut a word of zeros
+    plain, packed = make_pair(tmp_path, model_config, pack, config, modules=(*PROJECTIONS, *HEAD))
+    want = expected_logits(reference_of(plain), TOKENS)
+    model = load(packed)
+    assert_close(logits_of(model), want, None)
+    parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
+    assert_close(torch.cat(parts, dim=1), want, None)
+    assert greedy(packed) == greedy_of(reference_of(plain))
+    layer = model.model.layers[0].mlp
+    held = [module.packed["weight"].scheme for module in (model.lm_head, layer.down_proj)]
+    assert (held[0] == held[1]) == (name == "gptq")
+
+
 @pytest.mark.parametrize("name", [*FORMATS, "made-here"])
 def test_dummy_weights_of_a_format_do_not_depend_on_the_number_of_ranks(name, tmp_path):
     make_checkpoint(tmp_path, DENSE)
@@ -375,6 +407,7 @@ def test_quantising_a_weight_makes_the_nearest_numbers_of_its_format(name, tmp_p
 def test_new_plain_weights_are_quantised_anew(name, tmp_path):
     old, new = tmp_path / "plain", tmp_path / "new"
     make_checkpoint(new, DENSE, seed=7)
+    rewrite(new, {name: tensor.bfloat16() for name, tensor in tensors_of(new).items()})
     options = dict(quantization="fp8")
     folder = old
     if name is None:

@@ -86,6 +86,8 @@ def test_a_layer_left_plain_is_read_as_it_is(tmp_path):
 W8A8 = dict(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
 INT8_INPUTS = groups(LINEAR)
 INT8_INPUTS["config_groups"]["group_0"]["input_activations"] = W8A8
+MIXED_WITH_W8A8 = groups(LINEAR, (["re:.*down_proj"], W8A8 | {"strategy": "channel"}))
+MIXED_WITH_W8A8["config_groups"]["group_1"] |= dict(format="int-quantized", input_activations=W8A8)
 FP8_STATIC_BLOCKS = FP8 | {"activation_scheme": "static", "weight_block_size": [128, 128]}
 
 
@@ -102,13 +104,15 @@ FP8_STATIC_BLOCKS = FP8 | {"activation_scheme": "static", "weight_block_size": [
         (FP8 | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'"),
         (GPTQ | {"bits": 3}, "bits is 3: use 4 or 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
-        (GPTQ | {"lm_head": True}, "lm_head is True: a quantised lm_head"),
+        (GPTQ | {"lm_head": 1}, "lm_head is 1: use true or false"),
+        (AWQ | {"lm_head": True}, "lm_head is True: AWQ leaves the head as it is"),
         (GPTQ | {"group_size": 100}, "group_size is 100: it must be a multiple of 8"),
         (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic is '\(': it is no regular expression"),
         (AWQ | {"version": "gemv"}, "version is 'gemv': only gemm"),
         (AWQ | {"bits": 8}, "bits is 8: use 4"),
         (groups(LINEAR, format="int-quantized"), "format is 'int-quantized': this library runs"),
         (groups(LINEAR, (["x"], {"num_bits": 2})), "num_bits is 2|type is None"),
+        (MIXED_WITH_W8A8, "format is 'int-quantized': this library runs float-quantized"),
         (INT8_INPUTS, "input_activations is .*: inputs are not quantised with integer weights"),
         (groups(LINEAR, sparsity_config={"format": "sparse-24"}), "sparsity_config is"),
         (groups(LINEAR, ignore="lm_head"), "ignore is 'lm_head': it must be a list of names"),

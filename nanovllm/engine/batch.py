@@ -87,6 +87,7 @@ class RunnerInfo:
     kv_cache_bytes: int
     weight_format: str = ""  # of quantised weights, in words for users
     kv_format: str = ""  # of the KV cache, in words for users; "": that of dtype
+    max_num_batched_tokens: int = 0  # that memory has room for; 0: as many as the config says
     # The state of recurrent layers: its bytes, the sequences that it has room for, and the states
     # that are kept for later prompts. All are 0 if no layer is recurrent.
     state_bytes: int = 0

@@ -110,7 +110,7 @@ class LLMEngine:
             self.policy,
             listener=self._listener,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=info.max_num_batched_tokens or config.max_num_batched_tokens,
             window=self.window,
             enough_seqs=self._enough_seqs,
         )

@@ -126,6 +126,7 @@ class ModelRunner:
         self.transform = transform
         self.block_size = config.kvcache_block_size
         self.max_num_seqs = config.num_batch_slots
+        self.max_num_batched_tokens = config.max_num_batched_tokens  # fewer where memory is short
         limit = model_config.max_position_embeddings
         self.max_model_len = min(config.max_model_len or limit, limit)
         self.vocab_size = model_config.vocab_size
@@ -154,6 +155,7 @@ class ModelRunner:
             dtype=str(self.dtype).removeprefix("torch."),
             attention=self.attention_name,
             max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             num_parameters=self.num_parameters,
             kv_cache_bytes=self.kv_cache.nbytes,
             weight_format=self.model.weight_format,

@@ -49,6 +49,9 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
     name = os.path.basename(os.path.abspath(config.model)) if is_folder else config.model
     weights = f"{info.weight_format}, " if info.weight_format else ""
     kv_format = f" {info.kv_format}" if info.kv_format else ""
+    steps = ""
+    if 0 < info.max_num_batched_tokens < config.max_num_batched_tokens:
+        steps = f"steps of up to {info.max_num_batched_tokens:,} tokens to save memory, "
     states = ""
     if info.num_state_slots:
         states = (
@@ -59,7 +62,7 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
         f"nanovllm: {name}, {parameters(info.num_parameters)}, {weights}{info.dtype} on {device}, "
         f"attention: {info.attention}, {info.num_blocks:,} KV blocks of "
         f"{config.kvcache_block_size} tokens{kv_format} ({info.kv_cache_bytes / 2**30:.1f} GiB "
-        f"reserved, none used yet), {states}"
+        f"reserved, none used yet), {states}{steps}"
         f"sequences of up to {info.max_model_len:,} tokens, ready in {seconds:.1f} s"
     )
 

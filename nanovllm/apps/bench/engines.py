@@ -127,18 +127,14 @@ ENGINES: dict[str, Callable[..., Engine]] = {
 }
 
 
-def start(
-    name: str, model: str, quantization: str | None = None, **options: Any
-) -> tuple[Any, float]:
-    """Load a model into an engine, and generate a few tokens. `quantization` is an option, too.
+def start(name: str, model: str, **options: Any) -> tuple[Any, float]:
+    """Load a model into an engine with these options, and generate a few tokens.
 
     Returns the engine and the seconds that this took. The seconds include the import of the
     engine's package: vLLM and transformers are imported here; nanovllm, already imported, reports
     how long its import took. The import of torch, which all engines need, is not included.
     """
-    folder, random_weights = model_folder(model, quantization)
-    if quantization is not None:
-        options["quantization"] = quantization
+    folder, random_weights = model_folder(model, options.get("quantization"))
     import_seconds = uncounted_import_seconds() if name == "nanovllm" else 0.0
     begin = time.perf_counter()
     engine = ENGINES[name](folder, random_weights, **options)

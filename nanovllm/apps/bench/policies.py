@@ -1,7 +1,6 @@
 """A comparison of scheduling policies by the time that requests wait for their first token."""
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
@@ -11,7 +10,7 @@ from statistics import median
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.bench.engines import NanovllmEngine, device_name, versions
-from nanovllm.apps.bench.report import options_name
+from nanovllm.apps.bench.report import options_name, options_of
 from nanovllm.apps.bench.runs import run_once
 from nanovllm.apps.bench.shapes import model_folder
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
@@ -43,15 +42,12 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
     that the whole workload takes at once, so the engine is overloaded throughout.
     """
     folder, random_weights = model_folder(args.model, args.quantization)
-    options = json.loads(args.options)
-    if args.quantization:
-        options["quantization"] = args.quantization
     engine = NanovllmEngine(
         folder,
         random_weights,
         max_model_len=args.max_model_len,
         tensor_parallel_size=args.tensor_parallel_size,
-        **options,
+        **options_of(args),
     )
     rows = []
     for name in args.workload.split(","):
@@ -80,7 +76,7 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
                 policy=policy,
                 device=device_name(),
                 runs=results,
-                options=json.loads(args.options),
+                options=options_of(args),
                 versions=versions("nanovllm"),
             )
             for policy, results in runs.items()
@@ -142,7 +138,7 @@ def print_policies(
 ) -> None:
     """Print a Markdown table with the median over the runs for each figure."""
     print(
-        f"\n{args.model}, {name} on {device_name()}, {options_name(args.options)}: half of the "
+        f"\n{args.model}, {name} on {device_name()}, {options_name(options_of(args))}: half of the "
         f"requests arrive at the start, half within {span:.2f} s.\n"
         f"Seconds, median of {args.repeat} runs by turns.\n\n"
         "| policy | time to first token, mean | p99 | of later arrivals, mean | p99 "

@@ -8,16 +8,24 @@ from pathlib import Path
 from nanovllm.apps.bench.workloads import WORKLOADS
 from nanovllm.features.trace.summary import Summary
 
+FORMATS = ("quantization", "kv_cache_dtype")  # options of the LLM that have flags of their names
 
-def options_name(options: str) -> str:
+
+def options_of(args: argparse.Namespace) -> dict:
+    """Return the options of the LLM that the command line sets: --options and the formats."""
+    given = {name: getattr(args, name) for name in FORMATS}
+    return json.loads(args.options) | {name: value for name, value in given.items() if value}
+
+
+def options_name(options: dict) -> str:
     """Return the name of the measured options."""
-    return "the library's default options" if options == "{}" else f"options {options}"
+    return f"options {json.dumps(options)}" if options else "the library's default options"
 
 
 def print_start(common: dict) -> None:
     """Print the engine, its device and options, and how long its start took."""
     start = f"ready after {common['startup_seconds']:.1f} s"
-    about = ", ".join((common["device"], options_name(json.dumps(common["options"])), start))
+    about = ", ".join((common["device"], options_name(common["options"]), start))
     print(f"{common['engine']:>12}  on {about}", flush=True)
 
 
@@ -38,7 +46,7 @@ def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[st
     """Print the rows of two engines as a Markdown table, one line per workload."""
     one = next(iter(ours.values()))
     setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
-    print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(args.options)}\n")
+    print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(one['options'])}\n")
     titles = ("workload", "nanovllm", args.compare, f"{args.compare} / nanovllm")
     print(f"| {' | '.join(titles)} | nanovllm of roofline |")
     print("| --- | --- | --- | --- | --- |")
@@ -56,7 +64,7 @@ def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> N
     """Draw the run of a workload; each of several workloads gets its own file."""
     stem = args.plot.stem if args.workload == name else f"{args.plot.stem}-{name}"
     path = args.plot.with_stem(stem)
-    setting = f"{device}, {options_name(args.options)}"
+    setting = f"{device}, {options_name(options_of(args))}"
     plot(steps, path, f"{args.model}, {name}: {WORKLOADS[name].description}\n{setting}")
     print(f"              picture of the last run: {path}")
 

@@ -6,10 +6,11 @@ from nanovllm.apps.bench.shapes import CONV_WIDTH, LINEAR_DIM, SHAPES, Shape
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 
 MAX_RUNNING = 512  # sequences in one step
-BF16 = 2  # bytes per element of keys and values, and of weights that are not quantised
+BF16 = 2  # bytes per element of what is not quantised
 STATE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # per element of Gated DeltaNet's states
 # Bytes per weight of layers; in 4 bits, each group of 128 has a scale of 2 bytes and a zero point.
 BYTES = {None: BF16, "fp8": 1.0, "gptq": 0.5 + 2.5 / 128, "awq": 0.5 + 2.5 / 128}
+KV_BYTES = {"auto": BF16, "fp8": 1}  # per element of keys and values
 
 
 def roofline(
@@ -19,7 +20,8 @@ def roofline(
     bandwidth: float,
     flops: float,
     quantization: str | None = None,
-    state_dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    mamba_ssm_cache_dtype: str = "auto",
 ) -> float | None:
     """Return a lower bound on the seconds of a workload, at the rates of all GPUs together.
 
@@ -39,10 +41,13 @@ def roofline(
         bandwidth: bytes per second.
         flops: operations per second of products in bfloat16. Those in FP8 count as twice as fast.
         quantization: the format of the layers' weights; embedding and head are in bfloat16.
-        state_dtype: the dtype of Gated DeltaNet's states, as the option mamba_ssm_cache_dtype says.
+        kv_cache_dtype: the format of the KV cache.
+        mamba_ssm_cache_dtype: the dtype of Gated DeltaNet's states.
     """
     workload = WORKLOADS[name]
     if model not in SHAPES or workload.rounds > 1 or quantization not in BYTES:
+        return None
+    if kv_cache_dtype not in KV_BYTES:
         return None
     shape = SHAPES[model]
 
@@ -77,8 +82,8 @@ def roofline(
     prompt_ops = (2 * body + state_ops) * prompt_tokens
     attention_ops = 4 * shape.attention_layers * shape.heads * shape.head_dim * pairs
     all_ops = prompt_ops + (2 * (body + head) + state_ops) * sum(outputs) + attention_ops
-    bytes_read = kv_read * kv_size * BF16 + weights_read
-    bytes_moved = bytes_read + states_moved * bytes_of_states(shape, state_dtype)
+    bytes_read = kv_read * kv_size * KV_BYTES[kv_cache_dtype] + weights_read
+    bytes_moved = bytes_read + states_moved * bytes_of_states(shape, mamba_ssm_cache_dtype)
     return max(bytes_moved / bandwidth + prompt_ops / flops, all_ops / flops)
 
 

@@ -56,6 +56,7 @@ KEY_HEADS, LINEAR_DIM, CONV_WIDTH = 16, 128, 4
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, tied=True),
     "qwen3-1.7b": Shape(2048, 28, 16, 8, 128, 6144, tied=True),
+    "qwen3-4b": Shape(2560, 36, 32, 8, 128, 9728, tied=True),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
     "qwen3-32b": Shape(5120, 64, 64, 8, 128, 25600),
     "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, experts=128, experts_per_token=8),

@@ -6,16 +6,56 @@ if it leaves less free memory than the budget allows.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from nanovllm.engine.kv_cache import GIB
 
 
+class Room(NamedTuple):
+    """The memory of a GPU beside the model, in bytes."""
+
+    left: int  # for KV blocks and states; below 0 if there is too little for the model
+    taken: int  # by the model and the largest step
+    free: int
+    total: int
+    utilization: float
+
+    def check(self, needed: int, block: int, block_size: int) -> None:
+        """Raise ValueError if fewer than `needed` bytes are left, which one sequence needs.
+
+        block: bytes of a KV block, which holds `block_size` tokens.
+        """
+        if self.left >= needed:
+            return
+        raise ValueError(
+            f"gpu_memory_utilization is {self.utilization} of {self.total / GIB:.1f} GiB, "
+            f"{self.free / GIB:.1f} GiB of it free; model and activations take "
+            f"{self.taken / GIB:.1f} GiB and leave {max(self.left, 0) / GIB:.1f} "
+            "GiB for the KV cache, but one sequence of max_model_len needs "
+            f"{needed / GIB:.1f} GiB: {self.remedy(block, block_size)}"
+        )
+
+    def remedy(self, block: int, block_size: int) -> str:
+        """Say what would make the model fit."""
+        tokens = self.left // block * block_size
+        if tokens > 0:
+            return (
+                f"lower max_model_len to {tokens} or less, set kv_cache_dtype to 'fp8', raise "
+                "gpu_memory_utilization, or free memory on the GPU"
+            )
+        return (
+            "lower max_num_seqs, raise gpu_memory_utilization, free memory on the GPU, split the "
+            "model by tensor_parallel_size, or take weights of fewer bytes: quantization='fp8' "
+            "halves those of bfloat16, a checkpoint in INT4 has a quarter"
+        )
+
+
 class MemoryBudget:
     """The memory budget of one LLM.
 
-    Make it before anything is loaded, and call `num_bytes` when the model is loaded.
+    Make it before anything is loaded, and call `measure` when the model is loaded.
     """
 
     def __init__(self, device: torch.device, utilization: float) -> None:
@@ -25,43 +65,44 @@ class MemoryBudget:
         self._before = torch.cuda.memory_allocated(device)  # by other LLMs of this process
         self._others_before = self._outside_pytorch()
 
-    def num_bytes(
-        self, block: int, needed_for_one: int, run_largest_step: Callable[[], None], graphs: int
-    ) -> int:
-        """Count the bytes that are left for KV blocks and for the state of recurrent layers.
+    def measure(
+        self,
+        block: int,
+        run_largest_step: Callable[[], None],
+        graphs: int,
+        *,
+        may_fail: bool = False,
+    ) -> "Room":
+        """Measure what the model takes, and what is left for KV blocks and states.
 
         Args:
             block: bytes of a KV block.
-            needed_for_one: bytes that one sequence of max_model_len tokens needs.
             run_largest_step: runs the largest step, with a KV cache of one block.
             graphs: bytes that CUDA graphs will take.
-        Raises:
-            ValueError: if fewer than `needed_for_one` bytes are left.
+            may_fail: whether a step that runs out of memory leaves no room, and is no error.
         """
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        run_largest_step()
-        torch.cuda.synchronize(self.device)
+        has_failed = False
+        try:
+            run_largest_step()
+            torch.cuda.synchronize(self.device)
+        except torch.cuda.OutOfMemoryError:
+            if not may_fail:
+                raise
+            has_failed = True
         peak = torch.cuda.max_memory_allocated(self.device) - self._before - block
         peak_reserved = torch.cuda.max_memory_reserved(self.device)
         torch.cuda.empty_cache()
         more = peak_reserved - torch.cuda.memory_reserved(self.device)
         libraries = max(0, self._outside_pytorch() - self._others_before)
         free, total = torch.cuda.mem_get_info(self.device)
-        within_budget = total * self.utilization - peak - libraries - graphs
+        taken = peak + libraries + graphs
+        within_budget = int(total * self.utilization) - taken
         # PyTorch's allocator needs a little slack when memory is almost full: 256 MiB are left.
         within_free = free - more - graphs - GIB // 4
-        room = min(within_budget, within_free)
-        if room < needed_for_one:
-            raise ValueError(
-                f"gpu_memory_utilization is {self.utilization} of {total / GIB:.1f} GiB, "
-                f"{free / GIB:.1f} GiB of it free; model and activations take "
-                f"{(peak + libraries + graphs) / GIB:.1f} GiB and leave {max(room, 0) / GIB:.1f} "
-                "GiB for the KV cache, but one sequence of max_model_len needs "
-                f"{needed_for_one / GIB:.1f} GiB: raise gpu_memory_utilization, lower "
-                "max_model_len or max_num_batched_tokens, or free memory on the GPU"
-            )
-        return int(room)
+        left = -1 if has_failed else min(within_budget, within_free)
+        return Room(left, taken, free, total, self.utilization)
 
     def _outside_pytorch(self) -> int:
         """Count the bytes in use on the device outside of this process's PyTorch allocator."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.cuda_graph import size_for
 from nanovllm.backends.cuda.triton.prefill_attention import BLOCK_M, TiledPrefill, tile_queries
+from nanovllm.backends.quantised.packed import PackedWeight
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.engine.recurrent_state import RecurrentState
 from nanovllm.layers.context import AttentionMetadata
@@ -37,8 +38,18 @@ def sizes_for(layer: nn.Module, max_tokens: int) -> list[int]:
 
     max_tokens: the greatest number of tokens in a step.
     """
-    balance = BALANCE / sum(parameter.numel() for parameter in layer.parameters())
+    balance = BALANCE / num_weights(layer)
     return [size for size in SIZES if size <= min(balance, max_tokens)]
+
+
+def num_weights(layer: nn.Module) -> int:
+    """Count the weights of a layer, however few bits hold them: a product takes as long."""
+    count = sum(parameter.numel() for parameter in layer.parameters())
+    for module in layer.modules():
+        if isinstance(module, PackedWeight):
+            held = sum(parameter.numel() for parameter in module.parameters())
+            count += module.plain.numel() - held
+    return count
 
 
 class PaddedInputs:

@@ -63,6 +63,7 @@ MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
 # The kinds of PyTorch's attention that plain attention may use. cuDNN's is not among them: it plans
 # each new length anew, which takes some 50 ms on an H200.
 PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+FEWEST_TOKENS = 512  # of a step's token budget that is halved to save memory
 GRAPH_BYTES = 2**20  # of each further graph (0.8 MiB were measured); see _graph_bytes
 
 
@@ -247,7 +248,7 @@ class CUDAModelRunner(ModelRunner):
         decoder = self.model.model
         if not self._backend.takes_tiles or not isinstance(decoder, FusedDecoder):
             return None
-        most = self.config.max_num_batched_tokens
+        most = self.max_num_batched_tokens
         if isinstance(decoder, OverlappedDecoder):
             most = min(most, MIN_ROWS - 1)  # steps with overlapped all-reduces are no graphs
         sizes = sizes_for(decoder.layers[0], most)
@@ -255,7 +256,28 @@ class CUDAModelRunner(ModelRunner):
         return PaddedInputs(self.state, self._slots, sizes, recurrent) if sizes else None
 
     def _count_bytes(self, block: int, least: int) -> int:
-        return self._budget.num_bytes(block, least, self._run_largest_step, self._graph_bytes())
+        """Count them beside the largest step.
+
+        If too few are left, halve the step's token budget, which most of its memory grows with. A
+        step has no use for more tokens than the KV cache has room for.
+        """
+        fewest = min(self.max_num_batched_tokens, max(self.max_num_seqs, FEWEST_TOKENS))
+        while True:
+            room = self._budget.measure(
+                block,
+                self._run_largest_step,
+                self._graph_bytes(),
+                may_fail=self.group.size == 1,  # other ranks would wait for this one's sums
+            )
+            tokens = self.max_num_batched_tokens
+            fits = room.left >= max(least, -(-tokens // self.block_size) * block)
+            if self.group.minimum(int(fits)) or tokens <= fewest:
+                break
+            self.max_num_batched_tokens = max(tokens // 2, fewest)
+            if self.graphs is not None:
+                self._padded = self._make_padded_inputs()
+        room.check(least, block, self.block_size)
+        return room.left
 
     def _graph_bytes(self) -> int:
         """Estimate the bytes that the CUDA graphs will take.
@@ -292,7 +314,7 @@ class CUDAModelRunner(ModelRunner):
         """Prefill the whole token budget in one KV block, and sample for every sequence."""
         self._bind_cache(1)
         graphs, self.graphs = self.graphs, None  # a graph captured now would hold this cache
-        budget, count = self.config.max_num_batched_tokens, self.max_num_seqs
+        budget, count = self.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
         lengths = [
             min(length, budget - start) for start in range(0, min(budget, count * length), length)
@@ -301,9 +323,11 @@ class CUDAModelRunner(ModelRunner):
             PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0)
             for i, length in enumerate(lengths)
         ]
-        self.launch(Batch(prefills=tuple(chunks))).wait()
-        self.graphs = graphs
-        self._bind_cache(0)
+        try:
+            self.launch(Batch(prefills=tuple(chunks))).wait()
+        finally:
+            self.graphs = graphs
+            self._bind_cache(0)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> SampledTokens:

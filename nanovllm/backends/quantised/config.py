@@ -103,15 +103,20 @@ class Quantization:
     is_made_here: Whether the checkpoint is not quantised, and its weights are quantised as they are
         loaded.
     has_kv_scales: Whether the checkpoint has scales for a quantised KV cache.
+    has_packed_head: Whether the rules are for the head (lm_head), too.
     """
 
     method: str
     rules: tuple[tuple[Matcher, Scheme | None], ...]
     is_made_here: bool = False
     has_kv_scales: bool = False
+    has_packed_head: bool = False
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the format of a module's weight, by the module's name in the checkpoint."""
+        is_head = module.rpartition(".")[2] == "lm_head"
+        if is_head and not self.has_packed_head:
+            return None
         names = {module}
         # Checkpoints of models that also see were written under several names.
         for prefix in ("language_model.model.", "model.language_model."):
@@ -157,8 +162,13 @@ def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
     rules = READERS[method](config)
     if method == "mxfp4" and wanted is None:
         return None  # the loader dequantises it
-    has_kv_scales = bool(config.get("kv_cache_scheme"))
-    return Quantization(method, tuple(rules), has_kv_scales=has_kv_scales)
+    return Quantization(
+        method,
+        tuple(rules),
+        has_kv_scales=bool(config.get("kv_cache_scheme")),
+        # Of the others, the makers' own libraries never quantise the head.
+        has_packed_head=method == "compressed-tensors" or config.get("lm_head") is True,
+    )
 
 
 def check_kv_cache_scheme(config: Any) -> None:
@@ -206,7 +216,7 @@ def read_gptq(config: dict[str, Any]) -> Rules:
     """Read the configuration of quant_method gptq. `dynamic` gives modules values of their own."""
     one_of(config, "checkpoint_format", ("gptq", "gptq_v2", None), "use gptq or gptq_v2")
     one_of(config, "pack_dtype", ("int32", "torch.int32", None), "it must be int32")
-    one_of(config, "lm_head", (False, None), "a quantised lm_head is not run here")
+    one_of(config, "lm_head", (True, False, None), "use true or false")
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, dict) or not all(isinstance(key, str) for key in dynamic):
         refuse("dynamic", dynamic, "it must map patterns to values")
@@ -226,6 +236,7 @@ def read_gptq(config: dict[str, Any]) -> Rules:
     if not isinstance(lists, list) or not all(map(is_list_of_names, lists)):
         refuse(name, lists, "it must be a list of lists of names, or be left out")
     modules = [module for names in lists for module in names]
+    modules += ["lm_head"] if config.get("lm_head") else []  # which is in no block
     return [*rules, *((named(module, name), gptq_scheme(config)) for module in modules)]
 
 
@@ -246,7 +257,7 @@ def read_awq(config: dict[str, Any]) -> Rules:
     if not isinstance(version, str | None) or (version or "gemm").lower() != "gemm":
         refuse("version", version, "only gemm is run here")
     one_of(config, "zero_point", (True, None), "only true is run here")
-    one_of(config, "lm_head", (False, None), "a quantised lm_head is not run here")
+    one_of(config, "lm_head", (False, None), "AWQ leaves the head as it is")
     bits = "bits" if "bits" in config else "w_bit"
     group = "group_size" if "group_size" in config else "q_group_size"
     one_of(config, bits, (4,), "use 4")

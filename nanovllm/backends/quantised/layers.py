@@ -15,6 +15,7 @@ from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight, piece_of
+from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
@@ -89,6 +90,13 @@ class QuantisedRowParallelLinear(Quantised, RowParallelLinear):
         return self.group.all_reduce(self.multiply("weight", x, self.bias_of_this_rank))
 
 
+class QuantisedLMHead(Quantised, ParallelLMHead):
+    """A head whose weight is packed."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.multiply("weight", hidden, None)
+
+
 class QuantisedExperts(Quantised, Experts):
     """The experts of a layer, whose weights are packed."""
 
@@ -106,6 +114,7 @@ KINDS: tuple[tuple[type[nn.Module], type[Quantised], tuple[str, ...]], ...] = (
     (RowParallelLinear, QuantisedRowParallelLinear, ("weight",)),
     (StackedLinear, QuantisedLinear, ("weight",)),
     (Experts, QuantisedExperts, ("gate_up_proj", "down_proj")),
+    (ParallelLMHead, QuantisedLMHead, ("weight",)),
 )
 
 # The subclass made for each class of a plain layer.
@@ -138,6 +147,8 @@ def use_quantised_layers(
                 continue
             if quantization.is_made_here and isinstance(module, SensitiveLinear):
                 continue
+            if isinstance(module, ParallelLMHead) and module.tied:
+                continue  # it has no weight of its own
             layer: Any = module
             weights: dict[str, list[WeightSlice]] = {name: [] for name in names}
             for part in layer.weight_slices(checkpoint_name(model, path)):

@@ -31,6 +31,7 @@ from nanovllm.backends.cuda.triton.decoding import E2M1_UNIT, decoded, factor_of
 from nanovllm.backends.cuda.triton.dispatch import (
     gpu,
     has_large_shared_memory,
+    is_hopper,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -178,6 +179,10 @@ def packed_tile(weight: PackedExperts, pairs: float, x: Tensor) -> Tile:
         tile = Tile(*map(min, tile, SMALL_TILE))
         if tile.rows == SMALL_TILE.rows:
             tile = tile._replace(warps=SMALL_TILE.warps)
+    elif weight.parts == 1 and tile.rows == 32 and not is_hopper(x.device):
+        # Blackwell's tensor cores leave their sums elsewhere: the registers of 4 warps do not
+        # suffice for two of them (48 bytes a thread are spilled; Triton 3.6).
+        tile = tile._replace(warps=8)
     return tile
 
 
