@@ -47,6 +47,16 @@ def can_pack(dtype: torch.dtype) -> bool:
     )
 
 
+def float32_is_faster(dtype: str) -> bool:
+    """Return whether a model in float32 is faster on this CPU than in the dtype of this name.
+
+    Only float32 has C++ kernels. A processor with AMX multiplies bfloat16 so fast that it may win
+    all the same: that was not measured.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # newer than PyTorch 2.5
+    return dtype != "float32" and not (dtype == "bfloat16" and has_amx())
+
+
 def pack_weights(model: nn.Module) -> None:
     """Bring the weights of linear layers into the order in which oneDNN reads them.
 
