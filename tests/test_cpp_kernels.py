@@ -44,6 +44,24 @@ def test_norms_and_activation_equal_their_twins(rows, size):
 
 
 @needs_compiler
+@pytest.mark.parametrize("inputs, panels, has_bias", [(24, 3, False), (576, 1, True), (1, 2, True)])
+def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, panels, has_bias):
+    weight = torch.randn(panels * cpp_ops.load().panel_width(), inputs)
+    bias = torch.randn(len(weight)) if has_bias else None
+    x, packed = torch.randn(200, inputs), cpp_ops.pack(weight)
+    together = cpp_ops.linear(x, packed, bias)
+    expected = torch.nn.functional.linear(x, weight, bias)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-4)
+    for begin, end in [(0, 1), (0, 95), (3, 200), *((7, 7 + rows) for rows in range(1, 14))]:
+        assert torch.equal(cpp_ops.linear(x[begin:end], packed, bias), together[begin:end])
+
+
+@needs_compiler
+def test_a_weight_whose_outputs_fill_no_panel_is_left_to_others():
+    assert cpp_ops.pack(torch.randn(cpp_ops.load().panel_width() + 1, 8)) is None
+
+
+@needs_compiler
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 24), (4, 4, 64), (6, 1, 16)])
 @pytest.mark.parametrize("norm", [False, True])
 def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim, norm):
@@ -398,12 +416,26 @@ def test_without_a_compiler_that_works_plain_layers_compute(
     assert not fresh.exists() or not list(fresh.iterdir())
 
 
-def test_without_onednn_pytorchs_own_products_compute(checkpoint, make_llm, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+@pytest.mark.parametrize("has_compiler", [False, True])
+@pytest.mark.parametrize("has_onednn", [False, True])
+def test_products_run_with_and_without_compiler_and_onednn(
+    fresh, checkpoint, make_llm, monkeypatch, has_compiler, has_onednn
+):
+    if not has_compiler:
+        monkeypatch.setenv("CXX", "false")
+    if not has_onednn:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     llm = make_llm()
-    assert {parameter.layout for parameter in llm.engine.runner.model.parameters()} == {
-        torch.strided
-    }
+    weights = [
+        module.weight
+        for module in llm.engine.runner.model.modules()
+        if isinstance(module, layers.Packed)
+    ]
+    forms = {"oneDNN" if weight.is_mkldnn else weight.dim() for weight in weights}
+    if not has_compiler:
+        assert forms == ({"oneDNN"} if has_onednn else set())
+    elif cpp_ops.find_compiler() is not None:
+        assert 3 in forms and ("oneDNN" in forms) <= has_onednn
     assert_greedy(llm, checkpoint)
 
 
@@ -412,7 +444,7 @@ def test_packing_changes_neither_the_embedding_nor_how_many_parameters_are_told(
 ):
     folder = get_checkpoint("tied").folder
     packed, plain = (make_llm(folder, kernels=kernels).engine.runner for kernels in KERNELS)
-    assert packed.model.lm_head.weight.layout != torch.strided
+    assert isinstance(packed.model.lm_head, layers.PackedLMHead)
     assert torch.equal(packed.model.model.embed_tokens.weight, plain.model.lm_head.weight)
     assert packed.info.num_parameters == plain.info.num_parameters
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 static float dot(const float* a, const float* b, int64_t n) {
@@ -29,6 +30,56 @@ static inline float exponential(float x) {
     p = p * r * r + r + 1;
     union { int32_t bits; float value; } power = {(static_cast<int32_t>(n) + 127) << 23};
     return p * power.value;
+}
+
+// LANES floats in a register. A panel is the part of a weight that makes WIDTH outputs; a tile is ROWS rows of these.
+// The sums of ROWS x 2 registers, two registers of the weight and one of x take most registers that a processor has.
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16, ROWS = 12;
+#else
+constexpr int64_t LANES = 8, ROWS = 6;
+#endif
+constexpr int64_t WIDTH = 2 * LANES;
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+extern "C" int64_t panel_width() { return WIDTH; }
+
+// Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], into rows of `out` that are N apart. Each sum runs
+// over k in order, whatever the number of rows, so a row's result does not depend on other rows.
+template <int64_t rows>
+static void multiply_tile(const float* x, const float* panel, const float* bias, float* out, int64_t K, int64_t N) {
+    Lanes sums[rows][2] = {};
+    for (int64_t k = 0; k < K; k++) {
+        const Lanes *weight = reinterpret_cast<const Lanes*>(panel + k * WIDTH), left = weight[0], right = weight[1];
+#pragma GCC unroll 12
+        for (int64_t r = 0; r < rows; r++) {
+            sums[r][0] += x[r * K + k] * left;
+            sums[r][1] += x[r * K + k] * right;
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t half = 0; bias && half < 2; half++) sums[r][half] += reinterpret_cast<const Lanes*>(bias)[half];
+        std::memcpy(out + r * N, sums[r], sizeof(sums[r]));
+    }
+}
+
+// Multiply any number of rows as tiles of `rows` rows, and the rest as smaller ones.
+template <int64_t rows>
+static void multiply_panel(const float* x, const float* panel, const float* bias, float* out, int64_t T, int64_t K,
+                           int64_t N) {
+    int64_t t = 0;
+    for (; t + rows <= T; t += rows) multiply_tile<rows>(x + t * K, panel, bias, out + t * N, K, N);
+    if constexpr (rows > 1) multiply_panel<rows - 1>(x + t * K, panel, bias, out + t * N, T - t, K, N);
+}
+
+// Compute x W^T + bias: x [T, K], panels of W [N / WIDTH, K, WIDTH], bias [N] or null -> out [T, N].
+extern "C" void linear(const float* x, const float* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N) {
+    constexpr int64_t AT_ONCE = 96;  // rows that stay in a core's cache while panels pass
+#pragma omp parallel for collapse(2) schedule(dynamic, 2) if (T * K * N > 65536)
+    for (int64_t t = 0; t < T; t += AT_ONCE)
+        for (int64_t n = 0; n < N; n += WIDTH)
+            multiply_panel<ROWS>(x + t * K, panels + n * K, bias ? bias + n : nullptr, out + t * N + n,
+                                 std::min(AT_ONCE, T - t), K, N);
 }
 
 // Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.

@@ -1,6 +1,7 @@
 """Fused CPU kernels in C++ for float32 (cpp_ops.cpp), compiled for this machine at the first start.
 
-The kernels compute what the plain layers RMSNorm, GatedMLP and SelfAttention compute.
+The kernels compute products with weights, and what the plain layers RMSNorm, GatedMLP and
+SelfAttention compute.
 """
 
 import ctypes
@@ -34,6 +35,8 @@ FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 # The kinds of each kernel's arguments, in order, by the letters above.
 ARGUMENTS = {
+    "panel_width": "",
+    "linear": "ppppnnn",
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
@@ -124,6 +127,27 @@ def _call(name: str, *args: Tensor | int | float | None) -> None:
     kernels = load()
     assert kernels is not None
     getattr(kernels, name)(*values)
+
+
+def pack(weight: Tensor) -> Tensor | None:
+    """Copy a weight [N, K] into the order in which `linear` reads it: panels [N / width, K, width].
+
+    Returns None if the width of a panel does not divide N.
+    """
+    kernels = load()
+    assert kernels is not None
+    width = kernels.panel_width()
+    if len(weight) % width:
+        return None
+    return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+
+
+def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + bias for packed weights: [..., K] -> [..., N]."""
+    num_panels, inputs, width = panels.shape
+    out = x.new_empty(*x.shape[:-1], num_panels * width)
+    _call("linear", x.contiguous(), panels, bias, out, x.numel() // inputs, inputs, out.shape[-1])
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,10 +1,10 @@
 """Layers for a CPU that take the place of the plain layers and compute the same, faster.
 
-Products with weights go to oneDNN, for which the weights are packed at the start. PyTorch itself
-gives products in float32 to MKL. MKL is slower than oneDNN with few rows on any CPU, and with any
-number of rows on AMD's (one core of an EPYC, PyTorch 2.13, [40, 576] x [576, 3072]: MKL 93 and
-oneDNN 228 GFLOP/s; one row: 42 for both). In float32, all other layers but attention to prompts go
-to C++ (cpp_ops.py) where there is a compiler.
+In float32, all layers but attention to prompts go to C++ (cpp_ops.py) where there is a compiler.
+The weights are packed for that at the start. Other products go to oneDNN, for which the weights are
+packed, too: PyTorch itself gives products in float32 to MKL, which is slower. Two cores of an AMD
+EPYC with AVX2, PyTorch 2.13, [rows, 576] x [576, 3072]: C++ 149 and oneDNN 118 GFLOP/s for 40 rows,
+153 and 144 for 256; [rows, 576] x [576, 576]: 18 and 9 for one row.
 """
 
 from dataclasses import replace
@@ -32,10 +32,15 @@ def use_cpu_layers(model: nn.Module) -> None:
     In a dtype that oneDNN does not compute in on this CPU, the layers stay as they are.
     """
     dtype = next(model.parameters()).dtype
-    if can_pack(dtype):
+    if has_cpp(dtype) or can_pack(dtype):
         pack_weights(model)
-    if dtype == torch.float32 and cpp_ops.load() is not None:
+    if has_cpp(dtype):
         use_cpp(model)
+
+
+def has_cpp(dtype: torch.dtype) -> bool:
+    """Return whether there are C++ kernels for this dtype."""
+    return dtype == torch.float32 and cpp_ops.load() is not None
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -58,7 +63,7 @@ def float32_is_faster(dtype: str) -> bool:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Bring the weights of linear layers into the order in which oneDNN reads them.
+    """Bring the weights of linear layers into the order in which C++ or oneDNN reads them.
 
     A tied head gets a packed copy of its own, because the embedding looks up rows, which a packed
     weight does not have.
@@ -76,16 +81,20 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def packed(weight: Tensor) -> nn.Parameter:
-    """Copy a weight into the order in which oneDNN reads it."""
-    # oneDNN chooses the order for a number of rows. The order for one row is slow for any other
-    # number; the order for 64 is fast for all.
-    reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)
-    return nn.Parameter(reordered, requires_grad=False)
+    """Copy a weight into the order in which C++ or oneDNN reads it; keep it if there is neither."""
+    reordered = cpp_ops.pack(weight.data) if has_cpp(weight.dtype) else None
+    if reordered is None and can_pack(weight.dtype):
+        # oneDNN chooses the order for a number of rows. The order for one row is slow for any other
+        # number; the order for 64 is fast for all.
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)
+    return nn.Parameter(weight.data if reordered is None else reordered, requires_grad=False)
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W^T + bias with a packed weight W."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + bias with a weight that `packed` returned."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return cpp_ops.linear(x, weight, bias) if weight.dim() == 3 else F.linear(x, weight, bias)
 
 
 class Packed(nn.Module):
@@ -101,21 +110,21 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed, StackedLinear):
-    """A linear layer whose product is oneDNN's."""
+    """A linear layer with a packed weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class PackedRowParallelLinear(Packed, RowParallelLinear):
-    """A linear layer, split over the ranks by input, whose product is oneDNN's."""
+    """A linear layer, split over the ranks by input, with a packed weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(linear(x, self.weight, self.bias_of_this_rank))
 
 
 class PackedLMHead(Packed, ParallelLMHead):
-    """A head whose product is oneDNN's."""
+    """A head with a packed weight."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight, None)
