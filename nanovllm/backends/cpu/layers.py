@@ -251,6 +251,7 @@ class CppDecoderLayer(DecoderLayer):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         attention, mlp = self.self_attn, self.mlp
+        assert isinstance(attention, CppSelfAttention) and isinstance(mlp, CppGatedMLP)
         x = x.contiguous()
         qkv = cpp_ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         return cpp_ops.output_and_mlp(
