@@ -10,12 +10,15 @@ import os
 import stat
 import subprocess
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import plain_layers as plain
 import pytest
 import torch
+import torch.nn.functional as F
 from engine_helpers import PROMPTS, assert_greedy, greedy
 from model_helpers import load
 from process_helpers import in_fork
@@ -24,6 +27,7 @@ from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, layers, library_cache
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 from nanovllm.layers.context import PrefillMetadata
+from nanovllm.models.transformer import DecoderLayer
 
 KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
@@ -50,10 +54,54 @@ def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, pa
     bias = torch.randn(len(weight)) if has_bias else None
     x, packed = torch.randn(200, inputs), cpp_ops.pack(weight)
     together = cpp_ops.linear(x, packed, bias)
-    expected = torch.nn.functional.linear(x, weight, bias)
+    expected = F.linear(x, weight, bias)
     torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-4)
     for begin, end in [(0, 1), (0, 95), (3, 200), *((7, 7 + rows) for rows in range(1, 14))]:
         assert torch.equal(cpp_ops.linear(x[begin:end], packed, bias), together[begin:end])
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 7, 1030])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_halves_of_a_layer_equal_their_parts(rows, has_bias):
+    """More rows than 1,024 pass through the MLP in parts."""
+    inputs, attended, hidden, width = 32, 64, 96, cpp_ops.load().panel_width()
+
+    def make(inputs, outputs):
+        bias = torch.randn(outputs) if has_bias else None
+        weight = torch.randn(outputs, inputs) / inputs**0.5
+        assert outputs % width == 0
+        return SimpleNamespace(weight=cpp_ops.pack(weight), bias=bias, plain=weight)
+
+    norm = SimpleNamespace(weight=torch.rand(inputs), eps=1e-5)
+    o_proj, gate_up, down = make(attended, inputs), make(inputs, 2 * hidden), make(hidden, inputs)
+    x, heads = torch.randn(rows, inputs), torch.randn(rows, attended)
+    before = x.clone()
+    out = x + F.linear(heads, o_proj.plain, o_proj.bias)
+    both = F.linear(plain.rms_norm(out, norm.weight, norm.eps), gate_up.plain, gate_up.bias)
+    expected = out + F.linear(plain.activate_and_mul(both), down.plain, down.bias)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    close(cpp_ops.output_and_mlp(x, heads, o_proj, norm, gate_up, down), expected)
+    normed = plain.rms_norm(x, norm.weight, norm.eps)
+    close(cpp_ops.norm_linear(x, norm, gate_up), F.linear(normed, gate_up.plain, gate_up.bias))
+    assert torch.equal(x, before), "a layer's input stays as it is"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "model, form",
+    [
+        ("gqa-2", layers.CppDecoderLayer),
+        ("llama", layers.CppDecoderLayer),
+        ("experts", DecoderLayer),
+        ("gemma2", None),
+    ],
+)
+def test_a_layer_is_computed_as_a_whole_if_kernels_compute_its_parts(get_checkpoint, model, form):
+    built = load(get_checkpoint(model).folder)
+    layers.use_cpu_layers(built)
+    for layer in built.model.layers:
+        assert type(layer) is form if form else not isinstance(layer, layers.CppDecoderLayer)
 
 
 @needs_compiler

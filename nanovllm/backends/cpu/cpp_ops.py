@@ -52,7 +52,7 @@ ARGUMENTS = {
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Load the kernels; compile them first, in half a second, unless an earlier start kept them.
+    """Load the kernels; compile them first, in two seconds, unless an earlier start kept them.
 
     Returns None if there is no compiler, or if it fails.
     """
