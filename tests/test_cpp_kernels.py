@@ -2,6 +2,7 @@
 transformers.
 """
 
+import builtins
 import ctypes
 import hashlib
 import io
@@ -451,6 +452,25 @@ def test_where_nothing_can_run_from_memory_a_temporary_file_serves(fresh, compil
 
     monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
     assert cpp_ops.load()
+
+
+@needs_compiler
+def test_a_run_needs_nothing_that_linux_alone_has(
+    fresh, compiled, checkpoint, make_llm, monkeypatch
+):
+    """As on macOS: there are neither /proc and /sys nor some functions of os."""
+    open_file = io.open
+
+    def open_elsewhere(file, *args, **options):
+        if str(file).startswith(("/proc", "/sys")):
+            raise FileNotFoundError(file)
+        return open_file(file, *args, **options)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", open_elsewhere)
+    for name in ("memfd_create", "sched_getaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    assert_greedy(make_llm(), checkpoint)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "g++ '", "false", "true"])
