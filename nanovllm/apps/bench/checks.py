@@ -31,10 +31,6 @@ def check(args: argparse.Namespace) -> None:
     engines = {args.engine, *args.compare.split(",")} if args.compare else {args.engine}
     if unknown := sorted(engines - ENGINES.keys()):
         raise ValueError(f"--compare {unknown[0]}: use one or several of {', '.join(PACKAGES)}")
-    for engine in engines & PACKAGES.keys():
-        packages, command = PACKAGES[engine]
-        if not all(map(find_spec, packages)):
-            raise ValueError(f"{engine} is not installed: {command}, or choose another engine")
     if "openvino" in engines and args.model in SHAPES:
         raise ValueError(
             f"--model {args.model}: openvino needs weights: name a folder, a hub id or tiny"
@@ -85,3 +81,7 @@ def check(args: argparse.Namespace) -> None:
     if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install 'nanovllm[plot]'")
+    for engine in engines & PACKAGES.keys():
+        packages, command = PACKAGES[engine]
+        if not all(map(find_spec, packages)):
+            raise ValueError(f"{engine} is not installed: {command}, or choose another engine")
