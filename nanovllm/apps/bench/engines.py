@@ -159,11 +159,13 @@ def convert_for_openvino(model: str, folder: str) -> None:
     """Write the model in OpenVINO's format to `folder`, with weights in float32."""
     command = "from optimum.commands.optimum_cli import main; main()"
     arguments = "export openvino --task text-generation-with-past --weight-format fp32 --model"
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", command, *arguments.split(), model, folder],
-        check=True,
-        stdout=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
+    if done.returncode:
+        raise RuntimeError(f"optimum-intel cannot convert {model}:\n{done.stderr}")
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {
