@@ -1,9 +1,9 @@
-"""Measure throughput and latency, and compare with vLLM or transformers.
+"""Measure throughput and latency, and compare with vLLM, transformers or OpenVINO.
 
     python bench.py                                 the default workload for this machine
     python bench.py --model qwen3-8b --workload bench,latency
     python bench.py --compare vllm                  both engines in turn, each in its own process
-    python bench.py --compare transformers --workload laptop --model tiny
+    python bench.py --compare transformers,openvino    what others make of the same CPU
     python bench.py --model Qwen/Qwen3-0.6B --workload small    a real model on a laptop
     python bench.py --plot run.png                  a picture of the run, step by step
     python bench.py --policy fcfs,shortest-first    waiting times under two scheduling policies
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.apps.bench.checks import EXAMPLE, check
+from nanovllm.apps.bench.checks import EXAMPLE, PACKAGES, check
 from nanovllm.apps.bench.engines import ENGINES, device_name, start, versions
 from nanovllm.apps.bench.host import host_cost
 from nanovllm.apps.bench.policies import compare_policies
@@ -56,11 +56,11 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=f"workloads:\n{names}",
     )
     add = parser.add_argument
-    others = [name for name in ENGINES if name != "nanovllm"]
     add(
         "--engine", choices=ENGINES, default="nanovllm", help="engine to measure; default: nanovllm"
     )
-    add("--compare", choices=others, help="measure this engine too")
+    help = f"measure these engines too, separated by commas: {', '.join(PACKAGES)}"
+    add("--compare", metavar="NAMES", help=help)
     add("--model", help="model to run; default: qwen3-0.6b on a GPU, tiny without one")
     help = "workloads, separated by commas; default: bench on a GPU, laptop without one"
     add("--workload", help=help)
@@ -180,12 +180,12 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
 
 def compare(args: argparse.Namespace) -> list[dict]:
-    """Measure nanovllm, then the other engine, and print one table.
+    """Measure nanovllm, then the other engines, and print one table.
 
     This script measures each engine in a process of its own, which prints rows as they come.
     """
     results: dict[str, dict[str, dict]] = {}
-    for engine in ("nanovllm", args.compare):
+    for engine in ("nanovllm", *args.compare.split(",")):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             options = {"engine": engine, "json": file.name}
             for name in ("model", "workload", "repeat", "max_model_len", "tensor_parallel_size"):
@@ -202,7 +202,7 @@ def compare(args: argparse.Namespace) -> list[dict]:
                 sys.exit(f"bench.py: {engine} failed: see its error above")
             rows = json.loads(Path(file.name).read_text())
             results[engine] = {row["workload"]: row for row in rows}
-    print_table(args, *results.values())
+    print_table(args, results)
     return [row for rows in results.values() for row in rows.values()]
 
 

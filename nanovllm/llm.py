@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nanovllm.backends.cpu.forked import keep_clear_of_lost_threads
 from nanovllm.backends.cpu.garbage import full_collections_are_rare
+from nanovllm.backends.cpu.layers import float32_is_faster
 from nanovllm.backends.cuda.device import describe_device
 from nanovllm.build import build_engine, share_cores
 from nanovllm.checks import name_the_nearest, no_attribute, short_repr
@@ -71,6 +72,8 @@ class LLM:
         self._token_texts = TokenTexts(self._tokenizer)
         self._session = Session(engine, full_collections_are_rare, share_cores(engine, config))
         device = describe_device(info.device, config.tensor_parallel_size)
+        if info.device == "cpu" and float32_is_faster(info.dtype):
+            device += ", where float32 is faster"
         say_ready(config, info, device, perf_counter() - begin)
 
     @name_the_nearest("argument", OF_SAMPLING_PARAMS | IN_GENERATE)

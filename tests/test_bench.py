@@ -277,7 +277,7 @@ def test_without_options_the_defaults_are_measured_and_said_to_be(monkeypatch, c
 
 
 def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, capsys, tmp_path):
-    runs = {"nanovllm": [2.0, 1.0], "vllm": [3.0, 1.5]}
+    runs = {"nanovllm": [2.0, 1.0], "vllm": [3.0, 1.5], "openvino": [1.0, 0.8]}
     commands = []
 
     def run_bench(command):
@@ -289,10 +289,14 @@ def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, ca
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(bench.subprocess, "run", run_bench)
-    monkeypatch.setattr(checks, "find_spec", lambda name: True)  # as if vLLM were installed
-    run(monkeypatch, "--model", "qwen3-0.6b", "--workload", "many", "--compare", "vllm")
+    monkeypatch.setattr(checks, "find_spec", lambda name: True)  # as if both were installed
+    run(monkeypatch, "--model", "tiny", "--workload", "many", "--compare", "vllm,openvino")
     out = capsys.readouterr().out
-    assert "| many | 2.000, 1.000 | 3.000, 1.500 | 1.50, 1.50 | 50% |" in out
+    times = "2.000, 1.000 | 3.000, 1.500 | 1.000, 0.800"
+    assert f"| many | {times} | 1.50, 1.50 | 0.50, 0.80 | 50% |" in out
+    lines = [line for line in out.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1, "each line has all columns"
+    assert "| start to first token | 5.0 | 5.0 | 5.0 |" in out
     assert "the library's default options" in out
     assert all("-u" in command for command in commands), "rows are shown as they come"
 
@@ -378,7 +382,9 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
             ["--policy", "fcfs", "--compare", "vllm"],
             "--policy compares policies of nanovllm alone: leave",
         ),
-        (["--compare", "vllm"], "vllm is not installed: install it, or"),
+        (["--compare", "vllm"], "vllm is not installed: pip install vllm, or"),
+        (["--compare", "openvino,sglang"], "--compare sglang: use one or several of vllm, "),
+        (["--compare", "openvino", "--model", "qwen3-8b"], "openvino needs weights: name a "),
         (["--policy", "fcfs", "--workload", "latency"], "workload latency has a single request"),
     ],
 )

@@ -2,6 +2,7 @@
 transformers.
 """
 
+import builtins
 import ctypes
 import hashlib
 import io
@@ -10,12 +11,15 @@ import os
 import stat
 import subprocess
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import plain_layers as plain
 import pytest
 import torch
+import torch.nn.functional as F
 from engine_helpers import PROMPTS, assert_greedy, greedy
 from model_helpers import load
 from process_helpers import in_fork
@@ -24,6 +28,7 @@ from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, layers, library_cache
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 from nanovllm.layers.context import PrefillMetadata
+from nanovllm.models.transformer import DecoderLayer
 
 KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
@@ -41,6 +46,68 @@ def test_norms_and_activation_equal_their_twins(rows, size):
     torch.testing.assert_close(
         cpp_ops.silu_and_mul(x), plain.activate_and_mul(x), rtol=1e-5, atol=1e-5
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("inputs, panels, has_bias", [(24, 3, False), (576, 1, True), (1, 2, True)])
+def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, panels, has_bias):
+    weight = torch.randn(panels * cpp_ops.load().panel_width(), inputs)
+    bias = torch.randn(len(weight)) if has_bias else None
+    x, packed = torch.randn(200, inputs), cpp_ops.pack(weight)
+    together = cpp_ops.linear(x, packed, bias)
+    expected = F.linear(x, weight, bias)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-4)
+    for begin, end in [(0, 1), (0, 95), (3, 200), *((7, 7 + rows) for rows in range(1, 14))]:
+        assert torch.equal(cpp_ops.linear(x[begin:end], packed, bias), together[begin:end])
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [1, 7, 1030])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_halves_of_a_layer_equal_their_parts(rows, has_bias):
+    """More rows than 1,024 pass through the MLP in parts."""
+    inputs, attended, hidden, width = 32, 64, 96, cpp_ops.load().panel_width()
+
+    def make(inputs, outputs):
+        bias = torch.randn(outputs) if has_bias else None
+        weight = torch.randn(outputs, inputs) / inputs**0.5
+        assert outputs % width == 0
+        return SimpleNamespace(weight=cpp_ops.pack(weight), bias=bias, plain=weight)
+
+    norm = SimpleNamespace(weight=torch.rand(inputs), eps=1e-5)
+    o_proj, gate_up, down = make(attended, inputs), make(inputs, 2 * hidden), make(hidden, inputs)
+    x, heads = torch.randn(rows, inputs), torch.randn(rows, attended)
+    before = x.clone()
+    out = x + F.linear(heads, o_proj.plain, o_proj.bias)
+    both = F.linear(plain.rms_norm(out, norm.weight, norm.eps), gate_up.plain, gate_up.bias)
+    expected = out + F.linear(plain.activate_and_mul(both), down.plain, down.bias)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+    close(cpp_ops.output_and_mlp(x, heads, o_proj, norm, gate_up, down), expected)
+    normed = plain.rms_norm(x, norm.weight, norm.eps)
+    close(cpp_ops.norm_linear(x, norm, gate_up), F.linear(normed, gate_up.plain, gate_up.bias))
+    assert torch.equal(x, before), "a layer's input stays as it is"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "model, form",
+    [
+        ("gqa-2", layers.CppDecoderLayer),
+        ("llama", layers.CppDecoderLayer),
+        ("experts", DecoderLayer),
+        ("gemma2", None),
+    ],
+)
+def test_a_layer_is_computed_as_a_whole_if_kernels_compute_its_parts(get_checkpoint, model, form):
+    built = load(get_checkpoint(model).folder)
+    layers.use_cpu_layers(built)
+    for layer in built.model.layers:
+        assert type(layer) is form if form else not isinstance(layer, layers.CppDecoderLayer)
+
+
+@needs_compiler
+def test_a_weight_whose_outputs_fill_no_panel_is_left_to_others():
+    assert cpp_ops.pack(torch.randn(cpp_ops.load().panel_width() + 1, 8)) is None
 
 
 @needs_compiler
@@ -387,6 +454,25 @@ def test_where_nothing_can_run_from_memory_a_temporary_file_serves(fresh, compil
     assert cpp_ops.load()
 
 
+@needs_compiler
+def test_a_run_needs_nothing_that_linux_alone_has(
+    fresh, compiled, checkpoint, make_llm, monkeypatch
+):
+    """As on macOS: there are neither /proc and /sys nor some functions of os."""
+    open_file = io.open
+
+    def open_elsewhere(file, *args, **options):
+        if str(file).startswith(("/proc", "/sys")):
+            raise FileNotFoundError(file)
+        return open_file(file, *args, **options)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", open_elsewhere)
+    for name in ("memfd_create", "sched_getaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    assert_greedy(make_llm(), checkpoint)
+
+
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "g++ '", "false", "true"])
 def test_without_a_compiler_that_works_plain_layers_compute(
     fresh, checkpoint, make_llm, monkeypatch, compiler
@@ -398,12 +484,26 @@ def test_without_a_compiler_that_works_plain_layers_compute(
     assert not fresh.exists() or not list(fresh.iterdir())
 
 
-def test_without_onednn_pytorchs_own_products_compute(checkpoint, make_llm, monkeypatch):
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+@pytest.mark.parametrize("has_compiler", [False, True])
+@pytest.mark.parametrize("has_onednn", [False, True])
+def test_products_run_with_and_without_compiler_and_onednn(
+    fresh, checkpoint, make_llm, monkeypatch, has_compiler, has_onednn
+):
+    if not has_compiler:
+        monkeypatch.setenv("CXX", "false")
+    if not has_onednn:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     llm = make_llm()
-    assert {parameter.layout for parameter in llm.engine.runner.model.parameters()} == {
-        torch.strided
-    }
+    weights = [
+        module.weight
+        for module in llm.engine.runner.model.modules()
+        if isinstance(module, layers.Packed)
+    ]
+    forms = {"oneDNN" if weight.is_mkldnn else weight.dim() for weight in weights}
+    if not has_compiler:
+        assert forms == ({"oneDNN"} if has_onednn else set())
+    elif cpp_ops.find_compiler() is not None:
+        assert 3 in forms and ("oneDNN" in forms) <= has_onednn
     assert_greedy(llm, checkpoint)
 
 
@@ -412,7 +512,7 @@ def test_packing_changes_neither_the_embedding_nor_how_many_parameters_are_told(
 ):
     folder = get_checkpoint("tied").folder
     packed, plain = (make_llm(folder, kernels=kernels).engine.runner for kernels in KERNELS)
-    assert packed.model.lm_head.weight.layout != torch.strided
+    assert isinstance(packed.model.lm_head, layers.PackedLMHead)
     assert torch.equal(packed.model.model.embed_tokens.weight, plain.model.lm_head.weight)
     assert packed.info.num_parameters == plain.info.num_parameters
 

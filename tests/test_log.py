@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanovllm import TINY_MODEL
 from nanovllm.frontend.log import parameters
@@ -70,6 +71,24 @@ def test_handlers_of_the_user_get_the_line_once():
         "format='%(name)s|%(message)s')\n" + MAKE
     )
     assert re.fullmatch(r"nanovllm\|" + LINE, done.stdout) and done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "dtype, has_amx, said",
+    [
+        ("float32", False, "float32 on the CPU, attention"),
+        ("bfloat16", False, "bfloat16 on the CPU, where float32 is faster, attention"),
+        ("bfloat16", True, "bfloat16 on the CPU, attention"),
+        ("float16", True, "float16 on the CPU, where float32 is faster, attention"),
+    ],
+)
+def test_a_dtype_that_a_cpu_computes_slowly_is_said_to_be_slow(
+    caplog, make_llm, monkeypatch, dtype, has_amx, said
+):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        make_llm(dtype=dtype)
+    assert said in caplog.text
 
 
 def test_a_handler_of_the_packages_logger_is_the_only_one(caplog, make_llm):

@@ -5,10 +5,22 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
+from nanovllm.apps.bench.engines import ENGINES
 from nanovllm.apps.bench.policies import find_policy
+from nanovllm.apps.bench.shapes import SHAPES
 from nanovllm.apps.bench.workloads import WORKLOADS
 
 EXAMPLE = '{"max_num_batched_tokens": 2048}'  # an example of --options
+
+# The packages of each other engine, and how to install them.
+PACKAGES = {
+    "vllm": (["vllm"], "pip install vllm"),
+    "transformers": (["transformers"], "pip install transformers"),
+    "openvino": (
+        ["openvino_genai", "optimum"],
+        'pip install "optimum-intel[openvino]" openvino-genai',
+    ),
+}
 
 
 def check(args: argparse.Namespace) -> None:
@@ -16,7 +28,14 @@ def check(args: argparse.Namespace) -> None:
     names = set(args.workload.split(","))
     if unknown := sorted(names - WORKLOADS.keys()):
         raise ValueError(f"--workload {unknown[0]}: use one of {', '.join(WORKLOADS)}")
-    if "transformers" in (args.engine, args.compare) and {"logprobs", "penalties"} & names:
+    engines = {args.engine, *args.compare.split(",")} if args.compare else {args.engine}
+    if unknown := sorted(engines - ENGINES.keys()):
+        raise ValueError(f"--compare {unknown[0]}: use one or several of {', '.join(PACKAGES)}")
+    if "openvino" in engines and args.model in SHAPES:
+        raise ValueError(
+            f"--model {args.model}: openvino needs weights: name a folder, a hub id or tiny"
+        )
+    if "transformers" in engines and {"logprobs", "penalties"} & names:
         raise ValueError(
             "--workload: transformers cannot run the workloads logprobs and penalties: "
             "leave them out"
@@ -62,6 +81,7 @@ def check(args: argparse.Namespace) -> None:
     if args.plot:
         if not find_spec("matplotlib"):
             raise ValueError("--plot needs matplotlib: pip install 'nanovllm[plot]'")
-    for engine in filter(None, (args.engine, args.compare)):
-        if not find_spec(engine):
-            raise ValueError(f"{engine} is not installed: install it, or choose another engine")
+    for engine in engines & PACKAGES.keys():
+        packages, command = PACKAGES[engine]
+        if not all(map(find_spec, packages)):
+            raise ValueError(f"{engine} is not installed: {command}, or choose another engine")

@@ -1,13 +1,18 @@
-"""The measured engines: nanovllm, vLLM and transformers behind one interface."""
+"""The measured engines: nanovllm, vLLM, transformers and OpenVINO behind one interface."""
 
+import json
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from nanovllm import LLM, SamplingParams
@@ -120,10 +125,57 @@ class TransformersEngine:
         return outputs
 
 
+class OpenVINOEngine:
+    """OpenVINO GenAI on the CPU: continuous batches, in the dtypes that it chooses itself.
+
+    Options by keyword are ignored.
+    """
+
+    def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
+        import openvino_genai
+
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.perf_counter()
+            convert_for_openvino(model, folder)
+            self.conversion_seconds = time.perf_counter() - begin
+            self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+                folder, openvino_genai.SchedulerConfig(), "CPU"
+            )
+            config = json.loads(Path(folder, "config.json").read_text())
+        self.vocab = config["vocab_size"]
+
+    def run(self, work: Work, sampling: dict) -> list[list[int]]:
+        import openvino
+        import openvino_genai
+
+        how = sampling | dict(do_sample=True) if sampling["temperature"] > 0 else {}
+        prompts = [openvino.Tensor(np.array([prompt])) for prompt, _ in work]
+        configs = [
+            openvino_genai.GenerationConfig(max_new_tokens=n, ignore_eos=True, **how)
+            for _, n in work
+        ]
+        results = self.pipeline.generate(prompts, configs)
+        return [list(result.m_generation_ids[0]) for result in results]
+
+
+def convert_for_openvino(model: str, folder: str) -> None:
+    """Write the model in OpenVINO's format to `folder`, with weights in float32."""
+    command = "from optimum.commands.optimum_cli import main; main()"
+    arguments = "export openvino --task text-generation-with-past --weight-format fp32 --model"
+    done = subprocess.run(
+        [sys.executable, "-c", command, *arguments.split(), model, folder],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"optimum-intel cannot convert {model}:\n{done.stderr}")
+
+
 ENGINES: dict[str, Callable[..., Engine]] = {
     "nanovllm": NanovllmEngine,
     "vllm": VllmEngine,
     "transformers": TransformersEngine,
+    "openvino": OpenVINOEngine,
 }
 
 
@@ -132,14 +184,16 @@ def start(name: str, model: str, **options: Any) -> tuple[Any, float]:
 
     Returns the engine and the seconds that this took. The seconds include the import of the
     engine's package: vLLM and transformers are imported here; nanovllm, already imported, reports
-    how long its import took. The import of torch, which all engines need, is not included.
+    how long its import took. The import of torch, which all engines need, is not included, and
+    neither is OpenVINO's conversion of the model, which its users do once.
     """
     folder, random_weights = model_folder(model, options.get("quantization"))
     import_seconds = uncounted_import_seconds() if name == "nanovllm" else 0.0
     begin = time.perf_counter()
     engine = ENGINES[name](folder, random_weights, **options)
     engine.run([([1, 2, 3], 16)], dict(temperature=0.0))
-    return engine, time.perf_counter() - begin + import_seconds
+    seconds = time.perf_counter() - begin + import_seconds
+    return engine, seconds - getattr(engine, "conversion_seconds", 0.0)
 
 
 def device_name() -> str:
@@ -152,7 +206,8 @@ def device_name() -> str:
 def versions(engine: str) -> dict[str, str]:
     """Return the versions of Python, the engine, and the packages that affect its speed."""
     found = {"python": platform.python_version()}
-    for package in {"torch", "triton", "flash-attn", "flash-attn-4", "transformers", engine}:
+    names = {"torch", "triton", "flash-attn", "flash-attn-4", "transformers", engine}
+    for package in names | ({"openvino-genai"} if engine == "openvino" else set()):
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found

@@ -42,22 +42,29 @@ def print_row(row: dict) -> None:
     )
 
 
-def print_table(args: argparse.Namespace, ours: dict[str, dict], theirs: dict[str, dict]) -> None:
-    """Print the rows of two engines as a Markdown table, one line per workload."""
+def print_table(args: argparse.Namespace, results: dict[str, dict[str, dict]]) -> None:
+    """Print the rows of several engines as a Markdown table, one line per workload.
+
+    `results` has the rows of each engine by workload, those of nanovllm first.
+    """
+    ours, *others = results.values()
     one = next(iter(ours.values()))
     setting = f"{args.model} on {one['device']}; seconds, the first run and the best"
     print(f"\n{setting} of {args.repeat}; nanovllm: {options_name(one['options'])}\n")
-    titles = ("workload", "nanovllm", args.compare, f"{args.compare} / nanovllm")
+    titles = ["workload", *results]
+    titles += [f"{name} / nanovllm" for name in list(results)[1:]]
     print(f"| {' | '.join(titles)} | nanovllm of roofline |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| --- " * (len(titles) + 1) + "|")
     for name, row in ours.items():
         fraction = f"{row['roofline_fraction']:.0%}" if row["roofline_fraction"] else "-"
-        pairs = [(each["first_seconds"], each["seconds"]) for each in (row, theirs[name])]
-        times = [f"{first:.3f}, {best:.3f}" for first, best in pairs]
-        ratio = ", ".join(f"{other / own:.2f}" for own, other in zip(*pairs))
-        print(f"| {name} | {' | '.join(times)} | {ratio} | {fraction} |")
-    start, their_start = (next(iter(rows.values()))["startup_seconds"] for rows in (ours, theirs))
-    print(f"| start to first token | {start:.1f} | {their_start:.1f} | | |")
+        own, *pairs = [
+            (rows[name]["first_seconds"], rows[name]["seconds"]) for rows in results.values()
+        ]
+        times = [f"{first:.3f}, {best:.3f}" for first, best in (own, *pairs)]
+        ratios = [f"{first / own[0]:.2f}, {best / own[1]:.2f}" for first, best in pairs]
+        print(f"| {name} | {' | '.join(times + ratios)} | {fraction} |")
+    starts = [f"{next(iter(rows.values()))['startup_seconds']:.1f}" for rows in results.values()]
+    print(f"| start to first token | {' | '.join(starts)} |{' |' * (len(others) + 1)}")
 
 
 def plot_run(steps: list, name: str, device: str, args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 static float dot(const float* a, const float* b, int64_t n) {
@@ -31,6 +32,71 @@ static inline float exponential(float x) {
     return p * power.value;
 }
 
+// LANES floats in a register. A panel is the part of a weight that makes WIDTH outputs; a tile is ROWS rows of these.
+// The sums of ROWS x 2 registers, two registers of the weight and one of x take most registers that a processor has.
+#ifdef __AVX512F__
+constexpr int64_t LANES = 16, ROWS = 12;
+#else
+constexpr int64_t LANES = 8, ROWS = 6;
+#endif
+constexpr int64_t WIDTH = 2 * LANES;
+typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+extern "C" int64_t panel_width() { return WIDTH; }
+
+// What is added to a product: bias [N], and residual [T, N], which may be the result's memory. Either may be null.
+struct Added {
+    const float *bias, *residual;
+};
+
+// Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], into rows of `out` that are N apart, as those of
+// the residual are. Each sum runs over k in order, whatever the number of rows, so a row's result does not depend on
+// other rows.
+template <int64_t rows>
+static void multiply_tile(const float* x, const float* panel, Added added, float* out, int64_t K, int64_t N) {
+    Lanes sums[rows][2] = {};
+    for (int64_t k = 0; k < K; k++) {
+        const Lanes *weight = reinterpret_cast<const Lanes*>(panel + k * WIDTH), left = weight[0], right = weight[1];
+#pragma GCC unroll 12
+        for (int64_t r = 0; r < rows; r++) {
+            sums[r][0] += x[r * K + k] * left;
+            sums[r][1] += x[r * K + k] * right;
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        for (const float* more : {added.bias, added.residual ? added.residual + r * N : nullptr})
+            for (int64_t half = 0; more && half < 2; half++) sums[r][half] += reinterpret_cast<const Lanes*>(more)[half];
+        std::memcpy(out + r * N, sums[r], sizeof(sums[r]));
+    }
+}
+
+// Multiply any number of rows as tiles of `rows` rows, and the rest as smaller ones.
+template <int64_t rows>
+static void multiply_panel(const float* x, const float* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+    int64_t t = 0;
+    for (; t + rows <= T; t += rows) {
+        multiply_tile<rows>(x + t * K, panel, added, out + t * N, K, N);
+        if (added.residual) added.residual += rows * N;
+    }
+    if constexpr (rows > 1) multiply_panel<rows - 1>(x + t * K, panel, added, out + t * N, T - t, K, N);
+}
+
+// Compute x W^T + bias + residual: x [T, K], panels of W [N / WIDTH, K, WIDTH] -> out [T, N].
+static void multiply(const float* x, const float* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+    constexpr int64_t AT_ONCE = 96;  // rows that stay in a core's cache while panels pass
+#pragma omp parallel for collapse(2) schedule(dynamic, 2) if (T * K * N > 65536)
+    for (int64_t t = 0; t < T; t += AT_ONCE)
+        for (int64_t n = 0; n < N; n += WIDTH)
+            multiply_panel<ROWS>(
+                x + t * K, panels + n * K,
+                {added.bias ? added.bias + n : nullptr, added.residual ? added.residual + t * N + n : nullptr},
+                out + t * N + n, std::min(AT_ONCE, T - t), K, N);
+}
+
+extern "C" void linear(const float* x, const float* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N) {
+    multiply(x, panels, {bias, nullptr}, out, T, K, N);
+}
+
 // Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
 static void norm_row(const float* x, const float* weight, float* out, int64_t n, float eps) {
     const float scale = 1 / std::sqrt(dot(x, x, n) / n + eps);
@@ -52,6 +118,32 @@ extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
         float* row = out + t * F;
 #pragma omp simd
         for (int64_t i = 0; i < F; i++) row[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+    }
+}
+
+// Norm rows of x [T, K], and multiply them as `linear` does -> out [T, N].
+extern "C" void norm_linear(
+    const float* x, const float* norm_weight, const float* panels, const float* bias, float* out, int64_t T, int64_t K,
+    int64_t N, float eps) {
+    std::vector<float> normed(T * K);
+    rms_norm(x, norm_weight, normed.data(), T, K, eps);
+    linear(normed.data(), panels, bias, out, T, K, N);
+}
+
+// Compute the second half of a decoder layer: the output projection of `attended` [T, A] on top of x [T, N], then the norm
+// and the gated MLP of F hidden elements on top of that -> out [T, N].
+extern "C" void output_and_mlp(
+    const float* x, const float* attended, const float* o_panels, const float* o_bias, const float* norm_weight,
+    const float* gate_up_panels, const float* gate_up_bias, const float* down_panels, const float* down_bias, float* out,
+    int64_t T, int64_t A, int64_t N, int64_t F, float eps) {
+    constexpr int64_t AT_ONCE = 1024;  // rows whose gates and activations stay in the CPU's cache
+    std::vector<float> gate_up(std::min(T, AT_ONCE) * 2 * F), active(std::min(T, AT_ONCE) * F);
+    multiply(attended, o_panels, {o_bias, x}, out, T, A, N);
+    for (int64_t t = 0; t < T; t += AT_ONCE) {
+        const int64_t rows = std::min(AT_ONCE, T - t);
+        norm_linear(out + t * N, norm_weight, gate_up_panels, gate_up_bias, gate_up.data(), rows, N, 2 * F, eps);
+        silu_and_mul(gate_up.data(), active.data(), rows, F);
+        multiply(active.data(), down_panels, {down_bias, out + t * N}, out + t * N, rows, F, N);
     }
 }
 

@@ -1,6 +1,7 @@
 """Fused CPU kernels in C++ for float32 (cpp_ops.cpp), compiled for this machine at the first start.
 
-The kernels compute what the plain layers RMSNorm, GatedMLP and SelfAttention compute.
+The kernels compute products with weights, and what the plain layers RMSNorm, GatedMLP and
+SelfAttention compute.
 """
 
 import ctypes
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.library_cache import load_library, open_cache
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
+from nanovllm.layers.linear import RowParallelLinear, StackedLinear
+from nanovllm.layers.norm import RMSNorm
+
+Linear = StackedLinear | RowParallelLinear
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
@@ -34,6 +39,10 @@ FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 # The kinds of each kernel's arguments, in order, by the letters above.
 ARGUMENTS = {
+    "panel_width": "",
+    "linear": "ppppnnn",
+    "norm_linear": "pppppnnnf",
+    "output_and_mlp": "ppppppppppnnnnf",
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
@@ -43,7 +52,7 @@ ARGUMENTS = {
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Load the kernels; compile them first, in half a second, unless an earlier start kept them.
+    """Load the kernels; compile them first, in two seconds, unless an earlier start kept them.
 
     Returns None if there is no compiler, or if it fails.
     """
@@ -124,6 +133,53 @@ def _call(name: str, *args: Tensor | int | float | None) -> None:
     kernels = load()
     assert kernels is not None
     getattr(kernels, name)(*values)
+
+
+def pack(weight: Tensor) -> Tensor | None:
+    """Copy a weight [N, K] into the order in which `linear` reads it: panels [N / width, K, width].
+
+    Returns None if the width of a panel does not divide N.
+    """
+    kernels = load()
+    assert kernels is not None
+    width = kernels.panel_width()
+    if len(weight) % width:
+        return None
+    return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+
+
+def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + bias for packed weights: [..., K] -> [..., N]."""
+    num_panels, inputs, width = panels.shape
+    out = x.new_empty(*x.shape[:-1], num_panels * width)
+    _call("linear", x.contiguous(), panels, bias, out, x.numel() // inputs, inputs, out.shape[-1])
+    return out
+
+
+def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
+    """Norm each row of x, and multiply by packed weights: [T, K] -> [T, N]."""
+    num_panels, inputs, width = linear.weight.shape
+    out = x.new_empty(len(x), num_panels * width)
+    sizes = len(x), inputs, out.shape[1]
+    _call("norm_linear", x, norm.weight, linear.weight, linear.bias, out, *sizes, norm.eps)
+    return out
+
+
+def output_and_mlp(
+    x: Tensor, attended: Tensor, o_proj: Linear, norm: RMSNorm, gate_up: Linear, down: Linear
+) -> Tensor:
+    """Compute the second half of a decoder layer by packed weights: [T, hidden] -> [T, hidden].
+
+    x is the layer's input, and attended [T, H D] is its attention before the output projection.
+    """
+    out = torch.empty_like(x)
+    weights: list[Tensor | None] = []
+    for part in (gate_up, down):
+        weights += [part.weight, part.bias]
+    sizes = len(x), attended.shape[1], x.shape[1], down.weight.shape[1]
+    tensors = x, attended, o_proj.weight, o_proj.bias, norm.weight, *weights, out
+    _call("output_and_mlp", *tensors, *sizes, norm.eps)
+    return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,10 +1,10 @@
 """Layers for a CPU that take the place of the plain layers and compute the same, faster.
 
-Products with weights go to oneDNN, for which the weights are packed at the start. PyTorch itself
-gives products in float32 to MKL. MKL is slower than oneDNN with few rows on any CPU, and with any
-number of rows on AMD's (one core of an EPYC, PyTorch 2.13, [40, 576] x [576, 3072]: MKL 93 and
-oneDNN 228 GFLOP/s; one row: 42 for both). In float32, all other layers but attention to prompts go
-to C++ (cpp_ops.py) where there is a compiler.
+In float32, all layers but attention to prompts go to C++ (cpp_ops.py) where there is a compiler.
+The weights are packed for that at the start. Other products go to oneDNN, for which the weights are
+packed, too: PyTorch itself gives products in float32 to MKL, which is slower. Two cores of an AMD
+EPYC with AVX2, PyTorch 2.13, [rows, 576] x [576, 3072]: C++ 149 and oneDNN 118 GFLOP/s for 40 rows,
+153 and 144 for 256; [rows, 576] x [576, 576]: 18 and 9 for one row.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ from nanovllm.layers.linear import RowParallelLinear, StackedLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.transformer import DecoderLayer
 
 # Rows that an MLP computes at once, so that what lies between its products fits the CPU's cache.
 ROWS = 1024
@@ -32,10 +33,15 @@ def use_cpu_layers(model: nn.Module) -> None:
     In a dtype that oneDNN does not compute in on this CPU, the layers stay as they are.
     """
     dtype = next(model.parameters()).dtype
-    if can_pack(dtype):
+    if has_cpp(dtype) or can_pack(dtype):
         pack_weights(model)
-    if dtype == torch.float32 and cpp_ops.load() is not None:
+    if has_cpp(dtype):
         use_cpp(model)
+
+
+def has_cpp(dtype: torch.dtype) -> bool:
+    """Return whether there are C++ kernels for this dtype."""
+    return dtype == torch.float32 and cpp_ops.load() is not None
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -47,8 +53,18 @@ def can_pack(dtype: torch.dtype) -> bool:
     )
 
 
+def float32_is_faster(dtype: str) -> bool:
+    """Return whether a model in float32 is faster on this CPU than in the dtype of this name.
+
+    Only float32 has C++ kernels. A processor with AMX multiplies bfloat16 so fast that it may win
+    all the same: that was not measured.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # newer than PyTorch 2.5
+    return dtype != "float32" and not (dtype == "bfloat16" and has_amx())
+
+
 def pack_weights(model: nn.Module) -> None:
-    """Bring the weights of linear layers into the order in which oneDNN reads them.
+    """Bring the weights of linear layers into the order in which C++ or oneDNN reads them.
 
     A tied head gets a packed copy of its own, because the embedding looks up rows, which a packed
     weight does not have.
@@ -66,16 +82,25 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def packed(weight: Tensor) -> nn.Parameter:
-    """Copy a weight into the order in which oneDNN reads it."""
-    # oneDNN chooses the order for a number of rows. The order for one row is slow for any other
-    # number; the order for 64 is fast for all.
-    reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)
-    return nn.Parameter(reordered, requires_grad=False)
+    """Copy a weight into the order in which C++ or oneDNN reads it; keep it if there is neither."""
+    reordered = cpp_ops.pack(weight.data) if has_cpp(weight.dtype) else None
+    if reordered is None and can_pack(weight.dtype):
+        # oneDNN chooses the order for a number of rows. The order for one row is slow for any other
+        # number; the order for 64 is fast for all.
+        reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)
+    return nn.Parameter(weight.data if reordered is None else reordered, requires_grad=False)
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W^T + bias with a packed weight W."""
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + bias with a weight that `packed` returned."""
+    if weight.is_mkldnn:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return cpp_ops.linear(x, weight, bias) if weight.dim() == 3 else F.linear(x, weight, bias)
+
+
+def has_panels(module: nn.Module) -> bool:
+    """Return whether a layer's weight is packed for C++."""
+    return isinstance(module, (PackedLinear, PackedRowParallelLinear)) and module.weight.dim() == 3
 
 
 class Packed(nn.Module):
@@ -91,21 +116,21 @@ class Packed(nn.Module):
 
 
 class PackedLinear(Packed, StackedLinear):
-    """A linear layer whose product is oneDNN's."""
+    """A linear layer with a packed weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class PackedRowParallelLinear(Packed, RowParallelLinear):
-    """A linear layer, split over the ranks by input, whose product is oneDNN's."""
+    """A linear layer, split over the ranks by input, with a packed weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(linear(x, self.weight, self.bias_of_this_rank))
 
 
 class PackedLMHead(Packed, ParallelLMHead):
-    """A head whose product is oneDNN's."""
+    """A head with a packed weight."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight, None)
@@ -124,6 +149,9 @@ def use_cpp(model: nn.Module) -> None:
             module.__class__ = CppGatedMLP
         elif type(module) is RMSNorm:
             module.__class__ = CppRMSNorm
+    for module in model.modules():
+        if type(module) is DecoderLayer and CppDecoderLayer.suits(module):
+            module.__class__ = CppDecoderLayer
 
 
 class CppRMSNorm(RMSNorm):
@@ -181,12 +209,16 @@ class CppSelfAttention(CppDecodeAttention):
         return type(plain.rotary) is RotaryEmbedding and norms in ({RMSNorm}, {nn.Identity})
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.o_proj(self.attend_projected(self.qkv_proj(x), positions))
+
+    def attend_projected(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Attend with what qkv_proj returned: [T, (H + 2G) D] -> [T, H D]."""
         metadata = current_metadata()
         q_weight, k_weight, eps = None, None, 0.0
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_weight, k_weight, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         q, k, v = cpp_ops.qk_norm_rope_store(
-            self.qkv_proj(x),
+            qkv,
             head_dim=self.head_dim,
             num_kv_heads=self.num_kv_heads,
             q_weight=q_weight,
@@ -199,4 +231,34 @@ class CppSelfAttention(CppDecodeAttention):
         )
         if self.kv_cache.scales is not None:
             k, v = store_kv(k, v, self.kv_cache, metadata.slot_mapping)
-        return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))
+        return self.attend_stored(q, k, v, metadata).flatten(1)
+
+
+class CppDecoderLayer(DecoderLayer):
+    """A decoder layer that calls C++ four times, so that Python takes less of a short step."""
+
+    @staticmethod
+    def suits(layer: DecoderLayer) -> bool:
+        """Return whether the parts of a layer are those that the kernels compute."""
+        attention, mlp = layer.self_attn, layer.mlp
+        if type(attention) is not CppSelfAttention or type(mlp) is not CppGatedMLP:
+            return False
+        norms = {type(layer.input_layernorm), type(layer.post_attention_layernorm)}
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        # A product in several ranks is summed over the ranks before it goes on.
+        is_whole = attention.o_proj.group.size == 1
+        return norms == {CppRMSNorm} and is_whole and all(map(has_panels, linears))
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        attention, mlp = self.self_attn, self.mlp
+        assert isinstance(attention, CppSelfAttention) and isinstance(mlp, CppGatedMLP)
+        x = x.contiguous()
+        qkv = cpp_ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
+        return cpp_ops.output_and_mlp(
+            x,
+            attention.attend_projected(qkv, positions).contiguous(),
+            attention.o_proj,
+            self.post_attention_layernorm,
+            mlp.gate_up_proj,
+            mlp.down_proj,
+        )

@@ -6,16 +6,19 @@ too, a thread spins while the thread that it waits for has no core, a hundred ti
 threads on two cores (AMD EPYC, PyTorch 2.13), beside four busy processes, made 3 tokens a second
 with the package's small model, and one thread made 150; on the idle machine either made 560.
 
-So a step runs on at most as many threads as this process may use cores. It runs on fewer for a
-while after its thread was kept from its core. A number of threads that the user has set is left
-alone. This file knows no model and no request.
+So a step runs on at most as many threads as this process may use cores, and leaves the cores that
+other processes use to these. Linux tells how much they use. Where that cannot be seen, as where a
+container's quota is shared, a step runs on fewer threads for a while after its thread was kept from
+its core. A number of threads that the user has set is left alone. This file knows no model and no
+request.
 """
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import perf_counter, process_time, thread_time
+from typing import NamedTuple
 
 import torch
 
@@ -26,11 +29,26 @@ USERS_VARIABLES = (
     "GOMP_SPINCOUNT",
     "KMP_BLOCKTIME",
 )
-WINDOW = 0.1  # seconds of steps that are judged together
+WINDOW = 0.2  # seconds of steps that are judged together
+# A core is left to other processes if they use more than SPARED of it.
+SPARED = 0.3
 # A thread that had less than CONTESTED of a core's time competes with other processes for the core;
 # a thread that had more than FREE does not.
 CONTESTED, FREE = 0.75, 0.9
 FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0  # seconds before more threads are tried again
+
+
+class CoreUse(NamedTuple):
+    """The seconds for which cores were used up to a moment."""
+
+    now: float
+    all: float  # by all processes, on the cores that this process may use
+    ours: float  # by this process
+
+    def others_since(self, before: "CoreUse") -> float:
+        """Return how many cores other processes used between `before` and now."""
+        used = self.all - before.all - (self.ours - before.ours)
+        return max(0.0, used / (self.now - before.now))
 
 
 class SharedCores:
@@ -43,8 +61,9 @@ class SharedCores:
         self.threads = self._most
         self._pause = FIRST_PAUSE
         self._retry_at = 0.0
-        # Seconds of steps in this window, and seconds of them in which the thread had a core.
+        # Of this window: seconds of steps, and seconds of them in which the thread had a core.
         self._wall = self._busy = 0.0
+        self._use: CoreUse | None = None  # when this window began
 
     @contextmanager
     def limit(self) -> Iterator[None]:
@@ -65,6 +84,8 @@ class SharedCores:
 
         The block must keep its thread busy, because time spent waiting would look like a lost core.
         """
+        if self._adapts and self._wall == 0:
+            self._use = core_use()
         wall, busy = perf_counter(), thread_time()
         with self.limit():
             yield
@@ -72,7 +93,7 @@ class SharedCores:
         self.learn(now - wall, thread_time() - busy, now)
 
     def learn(self, wall: float, busy: float, now: float) -> None:
-        """Choose `threads` anew after a step.
+        """Count a step, and choose `threads` anew at the end of a window.
 
         The step took `wall` seconds and ended at `now`. Its thread had a core for `busy` of these
         seconds.
@@ -83,15 +104,30 @@ class SharedCores:
             return
         share = self._busy / self._wall
         self._wall = self._busy = 0.0
-        if share < CONTESTED:
+        others = 0.0
+        if self._use is not None and (use := core_use()) is not None:
+            others = use.others_since(self._use)
+        self.choose(share, others, now)
+
+    def choose(self, share: float, others: float, now: float) -> None:
+        """Choose `threads` after a window in which the thread had this share of a core's time, and
+        other processes were seen to use `others` cores.
+        """
+        free = max(1, self._most - int(others + 1 - SPARED))
+        if free < self.threads:
+            self.threads = free
+        elif share < CONTESTED and others < SPARED:  # others that are not seen want the core
             self._retry_at = now + self._pause
             if self.threads > 1:
                 self.threads //= 2
                 self._pause = min(2 * self._pause, LAST_PAUSE)
         elif self.threads == self._most:
             self._pause = max(0.9 * self._pause, FIRST_PAUSE)
-        elif share > FREE and now >= self._retry_at:
-            self.threads = min(2 * self.threads, self._most)
+        elif now >= self._retry_at:
+            if others >= SPARED:
+                self.threads = free
+            elif share > FREE:
+                self.threads = min(2 * self.threads, free)
 
 
 def is_users_choice(num_threads: int) -> bool:
@@ -109,6 +145,21 @@ def is_users_choice(num_threads: int) -> bool:
 def usable_cores(root: Path = Path("/")) -> int:
     """Count the cores that this process may use, by its affinity and its control groups' quotas."""
     return max(1, min([_cores_of_affinity(), *(int(quota) for quota in _quotas(root))]))
+
+
+def core_use(root: Path = Path("/")) -> CoreUse | None:
+    """Return how long the cores of this process were used until now; None where nothing tells."""
+    try:
+        lines = (root / "proc/stat").read_text().splitlines()
+        ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    except (OSError, AttributeError):  # this is not Linux
+        return None
+    ticks = 0
+    for name, *times in map(str.split, lines):
+        if name in ours:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, times[:8])
+            ticks += user + nice + system + irq + softirq + steal
+    return CoreUse(perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), process_time())
 
 
 def threads_of_rank(num_ranks: int) -> int:
