@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanovllm.backends.quantised.config import Fp4, Fp8, Integers, Quantization, Scheme
+from nanovllm.backends.quantised.config import Fp4, Fp8, Int8, Integers, Quantization, Scheme
 from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
+from nanovllm.backends.quantised.int8 import Int8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight, piece_of
+from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
@@ -31,6 +33,7 @@ FORMATS: dict[type, Callable[..., PackedWeight]] = {
     Fp8: Fp8Weight,
     Integers: IntegerWeight,
     Fp4: Fp4Weight,
+    Int8: Int8Weight,
 }
 
 
@@ -100,6 +103,30 @@ class QuantisedExperts(Quantised, Experts):
         return self.multiply("down_proj", self.gating(gate, up), down_bias, expert)
 
 
+class QuantisedLMHead(Quantised, ParallelLMHead):
+    """A head whose weight is packed. It is made of a plain weight, that of the embedding if tied.
+
+    A tied head shares its parameter `weight` with the embedding, which looks up rows, and has a
+    packed weight besides.
+    """
+
+    embedding: str  # the name of the embedding in the checkpoint
+
+    def untie(self) -> None:
+        self.tied = False
+        forget_weight(self, "weight")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.multiply("weight", hidden, None)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        weight = self.packed["weight"]
+        assert isinstance(weight, PackedWeight)
+        source = self.embedding if self.tied else path
+        for part in VocabParallelEmbedding.weight_slices(self, source):
+            yield from weight.plain_slices(part)
+
+
 # The layers that are exchanged, and the names of their weights. A router, which is a
 # ReplicatedLinear, stays plain: it is small, and decides much.
 KINDS: tuple[tuple[type[nn.Module], type[Quantised], tuple[str, ...]], ...] = (
@@ -150,6 +177,11 @@ def use_quantised_layers(
                 exchange(
                     layer, quantised, weights, scheme, reads_plain or quantization.is_made_here
                 )
+    if isinstance(scheme := quantization.scheme_of("lm_head"), Int8):
+        head: Any = model.lm_head
+        parts = list(VocabParallelEmbedding.weight_slices(head, "lm_head"))
+        exchange(head, QuantisedLMHead, {"weight": parts}, scheme, reads_plain=True)
+        head.embedding = checkpoint_name(model, "model.embed_tokens")
 
 
 def common_scheme(parts: list[WeightSlice], quantization: Quantization) -> Scheme | None:
@@ -192,9 +224,16 @@ def exchange(
     layer.packed = nn.ModuleDict()
     for name, parts in weights.items():
         weight = getattr(layer, name).detach()
-        delattr(layer, name)
-        # It has a shape, and no memory: what takes it for a weight fails at once.
-        setattr(layer, name, weight)
+        if not getattr(layer, "tied", False):
+            forget_weight(layer, name)
         layer.packed[name] = FORMATS[type(scheme)](
             weight, parts, scheme, getattr(layer, "group", ParallelGroup())
         )
+
+
+def forget_weight(layer: Any, name: str) -> None:
+    """Replace a parameter of a layer by a tensor of its shape, which has no memory."""
+    weight = getattr(layer, name).detach().to("meta")
+    delattr(layer, name)
+    # What takes the tensor for a weight fails at once.
+    setattr(layer, name, weight)
