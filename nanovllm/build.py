@@ -120,6 +120,7 @@ def build_runner(
     """Build the runner of one rank, with the parts that make it fast on its device."""
     device = resolve_device(config.device, group.rank)
     check_kernels(config, device)
+    check_quantization(config, device)
     make_runner: Callable[..., ModelRunner] = ModelRunner
     make_resampler: Callable[[ModelRunner], Any] = Resampler
     if device.type == "cuda":
@@ -203,6 +204,16 @@ def check_kernels(config: Config, device: torch.device) -> None:
     if device.type == "cpu" and attention in ("triton", "flash-attn"):
         raise ValueError(
             f"attention_backend is {attention!r}, but device {device} is not a GPU: use 'auto'"
+        )
+
+
+def check_quantization(config: Config, device: torch.device) -> None:
+    """Raise ValueError for a format of weights that is not made on this device."""
+    if config.quantization == "int8" and device.type == "cuda":
+        raise ValueError(
+            f"quantization is 'int8', which runs on a CPU alone, but device is {device}: use "
+            "'fp8', which takes as many bytes, or give a checkpoint with INT8 weights in the "
+            "format of GPTQ or compressed-tensors"
         )
 
 

@@ -20,7 +20,7 @@ MAX_COUNT = 2**63 - 1
 SECONDS = "a number of seconds above 0, at most 1e6"
 # vLLM also names its kernels; a format has one name here.
 QUANTIZATIONS = {
-    **{name: name for name in ("fp8", "compressed-tensors", "gptq", "awq", "mxfp4")},
+    **{name: name for name in ("fp8", "int8", "compressed-tensors", "gptq", "awq", "mxfp4")},
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
 }
@@ -53,11 +53,6 @@ def read_quantization(name: str, given: Any) -> Any:
     if given is None or given is False:
         return None
     known = ", ".join(map(repr, QUANTIZATIONS))
-    if isinstance(given, str) and given == "int8":
-        raise ValueError(
-            f"{name} is 'int8': use 'fp8', which takes as many bytes, or give a checkpoint with "
-            "INT8 weights in the format of GPTQ or compressed-tensors"
-        )
     if not isinstance(given, str) or given not in QUANTIZATIONS:
         raise ValueError(f"{name} is {short_repr(given)}: use None or one of {known}")
     return QUANTIZATIONS[given]
@@ -175,8 +170,9 @@ class Config:
     )
     quantization: str | None = option(
         None,
-        'format of the weights; `None`: the checkpoint\'s; `"fp8"`: quantise a checkpoint that is '
-        'not quantised; `"mxfp4"`: keep gpt-oss packed; or the `quant_method` of the checkpoint',
+        'format of the weights; `None`: the checkpoint\'s; `"fp8"` or, on a CPU, `"int8"`: '
+        'quantise a checkpoint that is not quantised; `"mxfp4"`: keep gpt-oss packed; or the '
+        "`quant_method` of the checkpoint",
         read=read_quantization,
     )
     kv_cache_dtype: str = option(

@@ -80,7 +80,8 @@ def main() -> None:
         print(f"{len(tokens)} tokens")
         print(f"float32: {plain:.4f}, transformers {theirs(source, tokens):.4f}")
         print(f"bfloat16: transformers {theirs(source, tokens, torch.bfloat16):.4f}")
-        print(f'quantization="fp8": {ours(source, tokens, "fp8"):.4f}')
+        for wanted in ("fp8", "int8"):
+            print(f'quantization="{wanted}": {ours(source, tokens, wanted):.4f}')
         for name, (pack, config, has_inputs) in FORMATS.items():
             with tempfile.TemporaryDirectory() as work:
                 twin, packed = Path(work, "twin"), Path(work, "packed")

@@ -87,7 +87,8 @@ def init_dummy_weights(model: nn.Module, seed: int = 0) -> None:
         generator = torch.Generator(destination.device).manual_seed(
             zlib.crc32(f"{seed} {name}".encode())
         )
-        if convert is None and destination.shape == shape and destination.is_contiguous():
+        is_whole = destination.shape == shape and destination.is_contiguous()
+        if convert is None and is_whole and len(parts) == 1:
             destination.normal_(0.0, 0.02, generator=generator)
             continue
         dtype = destination.dtype if convert is None else torch.float32

@@ -56,11 +56,19 @@ def load() -> ctypes.CDLL | None:
 
     Returns None if there is no compiler, or if it fails.
     """
+    return load_kernels(SOURCE, FLAGS, ARGUMENTS)
+
+
+def load_kernels(source: Path, flags: list[str], arguments: dict[str, str]) -> ctypes.CDLL | None:
+    """Load the kernels of a source, as `load` does.
+
+    arguments: The kinds of each kernel's arguments, as in ARGUMENTS.
+    """
     compiler = find_compiler()
     if compiler is None:
         return None
-    command = [*compiler, *FLAGS]
-    name = file_name(command)
+    command = [*compiler, *flags]
+    name = file_name(command, source)
     loaded = None
     with open_cache() as cache:
         if cache and (library := cache.read(name)):
@@ -74,7 +82,7 @@ def load() -> ctypes.CDLL | None:
                 return None
             if cache:
                 cache.keep(name, library)
-    for name, kinds in ARGUMENTS.items():
+    for name, kinds in arguments.items():
         getattr(loaded, name).argtypes = [KINDS[kind] for kind in kinds]
     return loaded
 
@@ -92,12 +100,13 @@ def find_compiler() -> list[str] | None:
     return command if shutil.which(command[0]) else None
 
 
-def file_name(command: list[str]) -> str:
-    """Return the file name of the library that `command` compiles on this CPU."""
+def file_name(command: list[str], source: Path | None = None) -> str:
+    """Return the file name of the library that `command` makes of a source, or SOURCE, here."""
     # Machines may share a home folder, but code of -march=native fits one CPU. So the CPU is part
     # of the name.
-    parts = [SOURCE.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
-    return f"cpp_ops-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
+    source = source or SOURCE
+    parts = [source.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
+    return f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
 
 def this_cpu() -> str:
@@ -123,6 +132,10 @@ def compile_library(command: list[str]) -> bytes:
 
 
 def _call(name: str, *args: Tensor | int | float | None) -> None:
+    call(load(), name, *args)
+
+
+def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | None) -> None:
     """Call a kernel. Tensors must be dense and are passed as pointers, None as a null pointer."""
     values = []
     for x in args:
@@ -130,7 +143,6 @@ def _call(name: str, *args: Tensor | int | float | None) -> None:
             assert x.is_contiguous()
             x = x.data_ptr()
         values.append(x)
-    kernels = load()
     assert kernels is not None
     getattr(kernels, name)(*values)
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops
+from nanovllm.backends.cpu.quantised import use_cpp_weights
 from nanovllm.layers.attention import PackedKV, PagedKV, SelfAttention, store_kv
 from nanovllm.layers.context import PrefillMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
@@ -35,8 +36,15 @@ def use_cpu_layers(model: nn.Module) -> None:
     dtype = next(model.parameters()).dtype
     if has_cpp(dtype) or can_pack(dtype):
         pack_weights(model)
+    use_cpp_weights(model)
     if has_cpp(dtype):
         use_cpp(model)
+        # The module knows the layers of this one.
+        from nanovllm.backends.cpu.quantised_decoder import CppQuantisedDecoder
+
+        for module in model.modules():
+            if CppQuantisedDecoder.suits(module):
+                module.__class__ = CppQuantisedDecoder
 
 
 def has_cpp(dtype: torch.dtype) -> bool:

@@ -86,18 +86,29 @@ class Fp4:
         return f"{'NVFP4' if self.is_nvidia else 'MXFP4'} weights"
 
 
-Scheme = Fp8 | Integers | Fp4
+@dataclass(frozen=True)
+class Int8:
+    """Weights in int8, a scale a row, and inputs in int8, a scale for each 32.
+
+    The head is quantised, too, because it holds a good part of a small model's weights.
+    """
+
+    description = "INT8, a scale a row and 32 inputs"
+
+
+Scheme = Fp8 | Integers | Fp4 | Int8
 Matcher = Callable[[str], bool]
 
-# What "fp8" makes of a checkpoint that is not quantised. A scale a row suits weights of any size.
-MADE_HERE = Fp8(rows=1, columns=0, activations="token")
+# What the option makes of a checkpoint that is not quantised. A scale a row suits weights of any
+# size.
+MADE_HERE: dict[str, Scheme] = {"fp8": Fp8(rows=1, columns=0, activations="token"), "int8": Int8()}
 
 
 @dataclass(frozen=True)
 class Quantization:
     """The formats of a model's weights.
 
-    method: The checkpoint's quant_method, or "fp8".
+    method: The checkpoint's quant_method, or "fp8" or "int8".
     rules: The format of the modules that each matcher names; None: they are not quantised. The
         first rule that matches a module counts.
     is_made_here: Whether the checkpoint is not quantised, and its weights are quantised as they are
@@ -145,12 +156,13 @@ def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
     if not config:
         if wanted is None:
             return None
-        if wanted != "fp8":
+        if wanted not in MADE_HERE:
             raise ValueError(
-                f"quantization is {wanted!r}, but the checkpoint is not quantised: use 'fp8', "
-                f"which quantises it while it is loaded, or give a checkpoint in {wanted}"
+                f"quantization is {wanted!r}, but the checkpoint is not quantised: use 'fp8' or, "
+                "on a CPU, 'int8', which quantise it while it is loaded, or give a checkpoint in "
+                f"{wanted}"
             )
-        return Quantization("fp8", ((everything, MADE_HERE),), is_made_here=True)
+        return Quantization(wanted, ((everything, MADE_HERE[wanted]),), is_made_here=True)
     method = config.get("quant_method") if isinstance(config, dict) else None
     if method not in METHODS:
         refuse("quant_method", method, f"this library runs {', '.join(METHODS)}")

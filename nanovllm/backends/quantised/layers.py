@@ -10,12 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanovllm.backends.quantised.config import Fp4, Fp8, Integers, Quantization, Scheme
+from nanovllm.backends.quantised.config import Fp4, Fp8, Int8, Integers, Quantization, Scheme
 from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
+from nanovllm.backends.quantised.int8 import Int8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight, piece_of
-from nanovllm.layers.embedding import ParallelLMHead
+from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
@@ -32,6 +33,7 @@ FORMATS: dict[type, Callable[..., PackedWeight]] = {
     Fp8: Fp8Weight,
     Integers: IntegerWeight,
     Fp4: Fp4Weight,
+    Int8: Int8Weight,
 }
 
 
@@ -90,13 +92,6 @@ class QuantisedRowParallelLinear(Quantised, RowParallelLinear):
         return self.group.all_reduce(self.multiply("weight", x, self.bias_of_this_rank))
 
 
-class QuantisedLMHead(Quantised, ParallelLMHead):
-    """A head whose weight is packed."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.multiply("weight", hidden, None)
-
-
 class QuantisedExperts(Quantised, Experts):
     """The experts of a layer, whose weights are packed."""
 
@@ -106,6 +101,32 @@ class QuantisedExperts(Quantised, Experts):
         )
         gate, up = self.multiply("gate_up_proj", x, gate_up_bias, expert).chunk(2, dim=-1)
         return self.multiply("down_proj", self.gating(gate, up), down_bias, expert)
+
+
+class QuantisedLMHead(Quantised, ParallelLMHead):
+    """A head whose weight is packed.
+
+    A tied head shares its parameter `weight` with the embedding, which looks up rows. Its packed
+    weight is made of the embedding's tensor in the checkpoint.
+    """
+
+    embedding: str  # the name of the embedding in the checkpoint, if the head is tied
+
+    def untie(self) -> None:
+        self.tied = False
+        forget_weight(self, "weight")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.multiply("weight", hidden, None)
+
+    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
+        if not self.tied:
+            yield from super().weight_slices(path)
+            return
+        weight = self.packed["weight"]
+        assert isinstance(weight, PackedWeight)
+        for part in VocabParallelEmbedding.weight_slices(self, self.embedding):
+            yield from weight.plain_slices(part)
 
 
 # The layers that are exchanged, and the names of their weights. A router, which is a
@@ -148,7 +169,7 @@ def use_quantised_layers(
             if quantization.is_made_here and isinstance(module, SensitiveLinear):
                 continue
             if isinstance(module, ParallelLMHead) and module.tied:
-                continue  # it has no weight of its own
+                continue  # it has no weight of its own: see below
             layer: Any = module
             weights: dict[str, list[WeightSlice]] = {name: [] for name in names}
             for part in layer.weight_slices(checkpoint_name(model, path)):
@@ -161,6 +182,12 @@ def use_quantised_layers(
                 exchange(
                     layer, quantised, weights, scheme, reads_plain or quantization.is_made_here
                 )
+    head: Any = model.lm_head
+    scheme = quantization.scheme_of("lm_head")
+    if head.tied and isinstance(scheme, Int8):
+        parts = list(VocabParallelEmbedding.weight_slices(head, "lm_head"))
+        exchange(head, QuantisedLMHead, {"weight": parts}, scheme, reads_plain=True)
+        head.embedding = checkpoint_name(model, "model.embed_tokens")
 
 
 def common_scheme(parts: list[WeightSlice], quantization: Quantization) -> Scheme | None:
@@ -203,9 +230,16 @@ def exchange(
     layer.packed = nn.ModuleDict()
     for name, parts in weights.items():
         weight = getattr(layer, name).detach()
-        delattr(layer, name)
-        # It has a shape, and no memory: what takes it for a weight fails at once.
-        setattr(layer, name, weight)
+        if not getattr(layer, "tied", False):
+            forget_weight(layer, name)
         layer.packed[name] = FORMATS[type(scheme)](
             weight, parts, scheme, getattr(layer, "group", ParallelGroup())
         )
+
+
+def forget_weight(layer: Any, name: str) -> None:
+    """Replace a parameter of a layer by a tensor of its shape, which has no memory."""
+    weight = getattr(layer, name).detach().to("meta")
+    delattr(layer, name)
+    # What takes the tensor for a weight fails at once.
+    setattr(layer, name, weight)

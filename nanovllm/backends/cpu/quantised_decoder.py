@@ -1,0 +1,182 @@
+"""A decoder whose steps without prompts are one C++ call, if all of its weights are integers.
+
+A step of one token takes little time for its products with such weights. Python would need a good
+part of it to call the kernels of each layer. The C++ code calls the same kernels in the same order,
+so results are equal to the last bit, whichever steps a sequence takes part in.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanovllm.backends.cpu import cpp_ops, quantised
+from nanovllm.backends.cpu.layers import CppGatedMLP, CppRMSNorm, CppSelfAttention
+from nanovllm.backends.cpu.quantised import CppInt8Weight, CppIntegerWeight
+from nanovllm.layers.context import AttentionMetadata, current_metadata
+from nanovllm.models.transformer import Decoder, DecoderLayer
+
+KERNELS = ("rms_norm", "silu_and_mul", "qk_norm_rope_store", "decode_attention")
+
+
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Linear(ctypes.Structure):
+    """A linear layer, as quantised_ops.cpp has it. bits: 0 for int8 weights with int8 inputs."""
+
+    _fields_ = [
+        *fields(ctypes.c_void_p, "weights scales zeros bias"),
+        *fields(ctypes.c_int64, "bits group"),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """A layer of the decoder and its part of the KV cache, as quantised_ops.cpp has them."""
+
+    _fields_ = [
+        *fields(Linear, "qkv o gate_up down"),
+        *fields(
+            ctypes.c_void_p, "input_norm post_norm q_norm k_norm cos_sin sinks k_cache v_cache"
+        ),
+        *fields(ctypes.c_int64, "hidden heads kv_heads head_dim intermediate window"),
+        *fields(ctypes.c_float, "input_eps post_eps qk_eps scale softcap"),
+    ]
+
+
+class CppQuantisedDecoder(Decoder):
+    """A quantised decoder whose steps without prompts run all layers in one C++ call."""
+
+    # The description of the layers. It holds as long as the KV cache lies where it did, because
+    # updates leave weights where they are.
+    described: Any = None
+    described_for: list[int] | None = None
+
+    @staticmethod
+    def suits(plain: nn.Module) -> bool:
+        """Return whether the C++ code computes what the layers of a decoder compute."""
+        return (
+            type(plain) is Decoder
+            and all(map(is_known, plain.layers))
+            and cpp_ops.load() is not None
+            and quantised.load() is not None
+        )
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        metadata = current_metadata()
+        first: Any = self.layers[0]
+        kv = first.self_attn.kv_cache
+        if metadata.prefill is not None or kv.scales is not None or not kv.k.numel():
+            return super().forward(input_ids, positions)
+        x = self.embed_tokens(input_ids).contiguous()  # [B] -> [B, hidden]
+        self.decode(x, positions, metadata, kv.k.shape[1])
+        indices = metadata.logits_indices
+        return self.norm(x if indices is None else x[indices])
+
+    def decode(
+        self, x: Tensor, positions: Tensor, metadata: AttentionMetadata, block_size: int
+    ) -> None:
+        """Run the layers on one token of each sequence, in place: x [B, hidden]."""
+        layers: Any = self.layers
+        caches = [layer.self_attn.kv_cache for layer in layers]
+        where = [part.data_ptr() for kv in caches for part in (kv.k, kv.v)]
+        if self.described_for != where:
+            self.described = (Layer * len(layers))(*map(describe, layers))
+            self.described_for = where
+        tables = metadata.block_tables
+        assert tables is not None
+        cpp_ops.call(
+            quantised.load(),
+            "decode",
+            ctypes.addressof(kernels()),
+            ctypes.addressof(self.described),
+            len(layers),
+            x,
+            positions,
+            metadata.slot_mapping,
+            metadata.context_lens,
+            tables,
+            *tables.shape,
+            block_size,
+        )
+
+
+@cache
+def kernels() -> Any:
+    """Return the addresses of the kernels that the C++ code calls."""
+    library: Any = cpp_ops.load()
+    addresses = [ctypes.cast(library[name], ctypes.c_void_p).value for name in KERNELS]
+    return (ctypes.c_void_p * len(KERNELS))(*addresses)
+
+
+def is_known(layer: Any) -> bool:
+    """Return whether a layer is one that the C++ code computes."""
+    if type(layer) is not DecoderLayer:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    kinds = type(layer.input_layernorm), type(layer.post_attention_layernorm), type(attention)
+    if (*kinds, type(mlp)) != (CppRMSNorm, CppRMSNorm, CppSelfAttention, CppGatedMLP):
+        return False
+    linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    if not all(hasattr(linear, "packed") for linear in linears):
+        return False
+    weights = [linear.packed["weight"] for linear in linears]
+    return all(
+        type(weight) in (CppInt8Weight, CppIntegerWeight) and not weight.is_split
+        for weight in weights
+    )
+
+
+def describe(layer: Any) -> Layer:
+    """Describe a layer to the C++ code. Its tensors must live as long as the description."""
+    attention, mlp, options = layer.self_attn, layer.mlp, layer.self_attn.options
+    first, second = layer.input_layernorm, layer.post_attention_layernorm
+    q_norm, k_norm, qk_eps = None, None, 0.0
+    if isinstance(attention.q_norm, CppRMSNorm):
+        q_norm, k_norm = pointer(attention.q_norm.weight), pointer(attention.k_norm.weight)
+        qk_eps = attention.q_norm.eps
+    return Layer(
+        describe_linear(attention.qkv_proj),
+        describe_linear(attention.o_proj),
+        describe_linear(mlp.gate_up_proj),
+        describe_linear(mlp.down_proj),
+        pointer(first.weight),
+        pointer(second.weight),
+        q_norm,
+        k_norm,
+        pointer(attention.rotary.cos_sin),
+        pointer(options.sinks),
+        pointer(attention.kv_cache.k),
+        pointer(attention.kv_cache.v),
+        len(first.weight),
+        attention.num_heads,
+        attention.num_kv_heads,
+        attention.head_dim,
+        mlp.down_proj.packed["weight"].width,
+        options.window or 2**62,
+        first.eps,
+        second.eps,
+        qk_eps,
+        options.scale,
+        options.softcap or 0.0,
+    )
+
+
+def describe_linear(layer: Any) -> Linear:
+    weight = layer.packed["weight"]
+    zeros, bits, group = None, 0, 0
+    if isinstance(weight, CppIntegerWeight):
+        bits, group = weight.scheme.bits, weight.words_of_group
+        zeros = pointer(weight.zeros) if weight.scheme.has_zeros else None
+    return Linear(
+        pointer(weight.codes), pointer(weight.scales), zeros, pointer(layer.bias), bits, group
+    )
+
+
+def pointer(x: Tensor | None) -> int | None:
+    if x is None:
+        return None
+    assert x.is_contiguous()
+    return x.data_ptr()
