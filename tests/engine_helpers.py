@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import torch
-from model_helpers import make_checkpoint
+from model_helpers import make_checkpoint, mended
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -193,7 +193,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._model = mended(model)
         self._model.generation_config = GenerationConfig()  # without an end of sequence
         self._outputs: dict[tuple[int, ...], list[int]] = {}
 

@@ -1,7 +1,7 @@
 """What the model tests share: random small checkpoints, and a paged cache driven by hand."""
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
@@ -21,7 +21,7 @@ def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_s
     Norms and biases are random too.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = mended(AutoModelForCausalLM.from_config(config).eval())
     model.config._experts_implementation = "eager"  # another takes no odd sizes
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -34,6 +34,21 @@ def make_checkpoint(folder, config: PretrainedConfig, seed: int = 0, max_shard_s
                 buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
+
+
+def mended(reference: PreTrainedModel) -> PreTrainedModel:
+    """Have a model of transformers compute what its configuration says.
+
+    Release 5.17 does not: its Gemma 2 caps no attention scores unless attention is "eager", and its
+    gpt-oss ignores `swiglu_limit` and `swiglu_alpha`.
+    """
+    if getattr(reference.config, "attn_logit_softcapping", None) is not None:
+        reference.set_attn_implementation("eager")
+    for module in reference.modules():
+        if hasattr(module, "limit") and hasattr(module, "alpha"):
+            module.limit = getattr(reference.config, "swiglu_limit", module.limit)
+            module.alpha = getattr(reference.config, "swiglu_alpha", module.alpha)
+    return reference
 
 
 def read_config(config: PretrainedConfig, **values) -> ModelConfig:

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from model_helpers import make_checkpoint
+from model_helpers import make_checkpoint, mended
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def make_pair(tmp_path, config, pack, quantization_config, seed=0, **which):
 
 def reference_of(folder, **options):
     options = dict(dtype=torch.float32, experts_implementation="eager") | options
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    return mended(AutoModelForCausalLM.from_pretrained(folder, **options).eval())
 
 
 def blocks(x, height, width):
