@@ -723,7 +723,6 @@ def test_special_tokens_are_written_where_that_is_asked_for(llm, letters):
         (TypeError, dict(skip_special_tokens=None), "skip_special_tokens is None: use True or Fal"),
         (TypeError, dict(include_stop_str_in_output=1), "include_stop_str_in_output is 1: use"),
     ],
-    ids=str,
 )
 def test_a_wrong_value_is_refused_with_field_value_and_remedy(error, options, words):
     with pytest.raises(error, match=words):

@@ -366,7 +366,6 @@ class Lacking:
         (Lacking(), TypeError, "which has no method shared_prefix_blocks: derive its class from"),
         (SchedulingPolicy, TypeError, r"the class SchedulingPolicy: .*, such as SchedulingPolicy"),
     ],
-    ids=str,
 )
 def test_a_wrong_policy_is_refused_before_a_model_is_looked_for(policy, error, message):
     with pytest.raises(error, match=message):
