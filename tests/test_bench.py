@@ -285,6 +285,7 @@ def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, ca
         commands.append(command)
         row = dict(engine=engine, workload="many", seconds=min(runs[engine]), startup_seconds=5.0)
         row |= dict(first_seconds=runs[engine][0], device="a GPU", roofline_fraction=0.5)
+        row |= dict(options={})
         Path(path).write_text(json.dumps([row]))
         return SimpleNamespace(returncode=0)
 

@@ -297,7 +297,8 @@ def test_ci_runs_every_install_line_of_both():
     names = ("plot", "parquet", "ray", "eval", "structured", "course")
     tested_together = {f'pip install -e ".[{extra}]"' for extra in names}
     of_pytorch = {"pip install torch --index-url https://download.pytorch.org/whl/cpu"}
-    assert told and set(told) <= {*run, *tested_together, *of_pytorch}
+    of_peers = {'pip install "optimum-intel[openvino]" openvino-genai'}  # which bench.py compares
+    assert told and set(told) <= {*run, *tested_together, *of_pytorch, *of_peers}
 
 
 # The README for readers and contributors.
