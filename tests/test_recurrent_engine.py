@@ -248,6 +248,7 @@ def test_states_of_a_9b_are_divided_by_the_memory_of_a_gpu(monkeypatch, total, s
     runner = object.__new__(CUDAModelRunner)
     runner.config, runner.group = Config("m"), ParallelGroup()
     runner.max_num_seqs, runner.block_size, runner.max_blocks = 512, 256, 16
+    runner.max_num_batched_tokens = 16384
     runner.kv_dtype = torch.bfloat16
     layers = [one for one in model.modules() if isinstance(one, RecurrentLayer)]
     runner.recurrent = RecurrentState(layers, torch.device("meta"))

@@ -162,7 +162,12 @@ def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
                 "on a CPU, 'int8', which quantise it while it is loaded, or give a checkpoint in "
                 f"{wanted}"
             )
-        return Quantization(wanted, ((everything, MADE_HERE[wanted]),), is_made_here=True)
+        return Quantization(
+            wanted,
+            ((everything, MADE_HERE[wanted]),),
+            is_made_here=True,
+            has_packed_head=wanted == "int8",
+        )
     method = config.get("quant_method") if isinstance(config, dict) else None
     if method not in METHODS:
         refuse("quant_method", method, f"this library runs {', '.join(METHODS)}")
