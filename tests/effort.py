@@ -1,4 +1,4 @@
-"""How much tests try: a little in each run of the suite, more where somebody asks for it."""
+"""The effort of tests: a few cases in each run of the suite, more if TEST_EFFORT asks for them."""
 
 import os
 from itertools import product

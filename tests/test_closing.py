@@ -243,7 +243,7 @@ def test_ranks_whose_end_was_interrupted_before_it_began_are_ended_later(
 def test_interrupts_while_ranks_are_started_leave_none(
     make, echo_ranks, monkeypatch, interrupt_waits, where, waits
 ):
-    """Where none of the next waits is interrupted, the ranks that were started take their time."""
+    """With waits = 0 no further wait is interrupted, and the ranks that were started end late."""
     owner = rank_process if hasattr(rank_process, where) else TensorParallelRunner
     original = getattr(owner, where)
     calls_to_go = {"open_socket_pair": 1, "inherited": 2}.get(where, 0)  # what one rank takes

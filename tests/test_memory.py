@@ -1,4 +1,4 @@
-"""What models take of a card of 8 GiB, computed from shapes: no card is there, and nothing is run.
+"""Compute from shapes the memory that models take on a card of 8 GiB, without a card or a run.
 
 The layers run without memory, and each tensor that they make is counted until it is dropped. What
 only a GPU can tell is assumed: LIBRARIES, and that PyTorch's allocator needs no more than what it

@@ -101,7 +101,7 @@ def test_a_stop_that_is_seen_a_step_late_spoils_no_snapshot(get_checkpoint, make
 
 
 def test_a_preempted_sequence_goes_on_from_its_last_snapshot(get_checkpoint, make_llm):
-    """That is one on its way. Of what it held at its end, others take a block at least."""
+    """Other sequences take a block of its last snapshot, so it goes on from an earlier snapshot."""
     checkpoint = get_checkpoint("qwen3.5-moe")
     common, computed = PROMPTS[7][:48], {}
     prompts = [[*common, first, *PROMPTS[6][:9]] for first in range(4)]

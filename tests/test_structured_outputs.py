@@ -60,7 +60,7 @@ def llm():
 
 
 def test_every_output_parses_and_validates(llm):
-    """Of random schemas at once, at several temperatures."""
+    """Run random schemas in one batch, at several temperatures."""
     count = 100 * EFFORT
     given = random_schemas(count)
     assert len(given) == count
