@@ -1,4 +1,4 @@
-// The kernels of cpp_ops.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
+// The kernels of cpp_ops.py and decoder.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
 //
 // T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
 // is given. Each token or sequence is computed alone, so its result does not depend on the batch.
@@ -44,6 +44,15 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 
 extern "C" int64_t panel_width() { return WIDTH; }
 
+// A weight's numbers are float, or uint16_t: the upper half of a float whose lower half is 0, which is a bfloat16.
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
+
+static inline Lanes load_lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+static inline Lanes load_lanes(const uint16_t* from) {
+    return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
+}
+
 // What is added to a product: bias [N], and residual [T, N], which may be the result's memory. Either may be null.
 struct Added {
     const float *bias, *residual;
@@ -52,11 +61,11 @@ struct Added {
 // Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], into rows of `out` that are N apart, as those of
 // the residual are. Each sum runs over k in order, whatever the number of rows, so a row's result does not depend on
 // other rows.
-template <int64_t rows>
-static void multiply_tile(const float* x, const float* panel, Added added, float* out, int64_t K, int64_t N) {
+template <int64_t rows, typename Number>
+static void multiply_tile(const float* x, const Number* panel, Added added, float* out, int64_t K, int64_t N) {
     Lanes sums[rows][2] = {};
     for (int64_t k = 0; k < K; k++) {
-        const Lanes *weight = reinterpret_cast<const Lanes*>(panel + k * WIDTH), left = weight[0], right = weight[1];
+        const Lanes left = load_lanes(panel + k * WIDTH), right = load_lanes(panel + k * WIDTH + LANES);
 #pragma GCC unroll 12
         for (int64_t r = 0; r < rows; r++) {
             sums[r][0] += x[r * K + k] * left;
@@ -71,8 +80,8 @@ static void multiply_tile(const float* x, const float* panel, Added added, float
 }
 
 // Multiply any number of rows as tiles of `rows` rows, and the rest as smaller ones.
-template <int64_t rows>
-static void multiply_panel(const float* x, const float* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+template <int64_t rows, typename Number>
+static void multiply_panel(const float* x, const Number* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
     int64_t t = 0;
     for (; t + rows <= T; t += rows) {
         multiply_tile<rows>(x + t * K, panel, added, out + t * N, K, N);
@@ -81,20 +90,48 @@ static void multiply_panel(const float* x, const float* panel, Added added, floa
     if constexpr (rows > 1) multiply_panel<rows - 1>(x + t * K, panel, added, out + t * N, T - t, K, N);
 }
 
+// Return a panel as floats, which several tiles read. A single tile takes its numbers as they are.
+static const float* floats_of(const float* panel, int64_t n) { return panel; }
+static const float* floats_of(const uint16_t* panel, int64_t n) {
+    static thread_local std::vector<float> floats;
+    floats.resize(n);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Lanes lanes = load_lanes(panel + i);
+        std::memcpy(&floats[i], &lanes, sizeof lanes);
+    }
+    return floats.data();
+}
+
 // Compute x W^T + bias + residual: x [T, K], panels of W [N / WIDTH, K, WIDTH] -> out [T, N].
-static void multiply(const float* x, const float* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+template <typename Number>
+static void multiply(const float* x, const Number* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
     constexpr int64_t AT_ONCE = 96;  // rows that stay in a core's cache while panels pass
 #pragma omp parallel for collapse(2) schedule(dynamic, 2) if (T * K * N > 65536)
     for (int64_t t = 0; t < T; t += AT_ONCE)
-        for (int64_t n = 0; n < N; n += WIDTH)
-            multiply_panel<ROWS>(
-                x + t * K, panels + n * K,
-                {added.bias ? added.bias + n : nullptr, added.residual ? added.residual + t * N + n : nullptr},
-                out + t * N + n, std::min(AT_ONCE, T - t), K, N);
+        for (int64_t n = 0; n < N; n += WIDTH) {
+            const int64_t count = std::min(AT_ONCE, T - t);
+            const Number* panel = panels + n * K;
+            const Added here = {added.bias ? added.bias + n : nullptr,
+                                added.residual ? added.residual + t * N + n : nullptr};
+            if (count <= ROWS)
+                multiply_panel<ROWS>(x + t * K, panel, here, out + t * N + n, count, K, N);
+            else
+                multiply_panel<ROWS>(x + t * K, floats_of(panel, K * WIDTH), here, out + t * N + n, count, K, N);
+        }
 }
 
-extern "C" void linear(const float* x, const float* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N) {
-    multiply(x, panels, {bias, nullptr}, out, T, K, N);
+static void multiply_any(const float* x, const void* panels, bool halves, Added added, float* out, int64_t T, int64_t K,
+                         int64_t N) {
+    if (halves)
+        multiply(x, static_cast<const uint16_t*>(panels), added, out, T, K, N);
+    else
+        multiply(x, static_cast<const float*>(panels), added, out, T, K, N);
+}
+
+// halves: whether the panels hold uint16_t rather than float.
+extern "C" void linear(const float* x, const void* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N,
+                       int64_t halves) {
+    multiply_any(x, panels, halves, {bias, nullptr}, out, T, K, N);
 }
 
 // Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
@@ -118,32 +155,6 @@ extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
         float* row = out + t * F;
 #pragma omp simd
         for (int64_t i = 0; i < F; i++) row[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
-    }
-}
-
-// Norm rows of x [T, K], and multiply them as `linear` does -> out [T, N].
-extern "C" void norm_linear(
-    const float* x, const float* norm_weight, const float* panels, const float* bias, float* out, int64_t T, int64_t K,
-    int64_t N, float eps) {
-    std::vector<float> normed(T * K);
-    rms_norm(x, norm_weight, normed.data(), T, K, eps);
-    linear(normed.data(), panels, bias, out, T, K, N);
-}
-
-// Compute the second half of a decoder layer: the output projection of `attended` [T, A] on top of x [T, N], then the norm
-// and the gated MLP of F hidden elements on top of that -> out [T, N].
-extern "C" void output_and_mlp(
-    const float* x, const float* attended, const float* o_panels, const float* o_bias, const float* norm_weight,
-    const float* gate_up_panels, const float* gate_up_bias, const float* down_panels, const float* down_bias, float* out,
-    int64_t T, int64_t A, int64_t N, int64_t F, float eps) {
-    constexpr int64_t AT_ONCE = 1024;  // rows whose gates and activations stay in the CPU's cache
-    std::vector<float> gate_up(std::min(T, AT_ONCE) * 2 * F), active(std::min(T, AT_ONCE) * F);
-    multiply(attended, o_panels, {o_bias, x}, out, T, A, N);
-    for (int64_t t = 0; t < T; t += AT_ONCE) {
-        const int64_t rows = std::min(AT_ONCE, T - t);
-        norm_linear(out + t * N, norm_weight, gate_up_panels, gate_up_bias, gate_up.data(), rows, N, 2 * F, eps);
-        silu_and_mul(gate_up.data(), active.data(), rows, F);
-        multiply(active.data(), down_panels, {down_bias, out + t * N}, out + t * N, rows, F, N);
     }
 }
 
@@ -276,4 +287,116 @@ extern "C" void decode_attention(
     else
         decode_all(q, static_cast<const float*>(k_cache), static_cast<const float*>(v_cache), lens, tables, sinks, out, B,
                    q_stride, H, G, D, W, block_size, window, scale, 1.0f, softcap);
+}
+
+// An integer of the bits of a float. Integers are in the order of the floats, and 0 is equal to -0. The compiler, which takes
+// no float for a NaN or an infinity, cannot take these for anything else.
+static inline int32_t order_of(int32_t bits) {
+    const int32_t order = bits ^ ((bits >> 31) & INT32_MAX);  // those of negative floats grow downwards: turn them round
+    return order + (order == -1);
+}
+
+// Find the largest of the logits [B, V] of each row, given by their bits: its value, and the first place where it stands. A
+// row whose largest is not finite, or that has a NaN, gets the place -1; its value is infinity, or -infinity if all are that.
+extern "C" void arg_max(const int32_t* logits, int64_t* tokens, int32_t* values, int64_t B, int64_t V) {
+    constexpr int64_t AT_ONCE = 512;
+    constexpr int32_t INFINITE = 0x7f800000;
+#pragma omp parallel for if (B * V > 65536)
+    for (int64_t b = 0; b < B; b++) {
+        const int32_t* row = logits + b * V;
+        int32_t largest = INT32_MIN, has_nan = 0;
+        int64_t place = 0;  // at first that of AT_ONCE logits, the first among which the largest is
+        for (int64_t from = 0; from < V; from += AT_ONCE) {
+            const int64_t to = std::min(from + AT_ONCE, V);
+            int32_t peak = INT32_MIN;
+#pragma omp simd reduction(max : peak) reduction(| : has_nan)
+            for (int64_t i = from; i < to; i++) {
+                peak = std::max(peak, order_of(row[i]));
+                has_nan |= (row[i] & INT32_MAX) > INFINITE;
+            }
+            if (peak > largest) {
+                largest = peak;
+                place = from;
+            }
+        }
+        while (order_of(row[place]) != largest) place++;
+        const bool is_finite = !has_nan && (row[place] & INFINITE) != INFINITE;
+        tokens[b] = is_finite ? place : -1;
+        values[b] = has_nan ? INFINITE : row[place];
+    }
+}
+
+// ---- a decoder ----
+
+// The kernels of quantised_ops.cpp, or null where no weight needs them.
+struct QuantisedKernels {
+    void (*int8_linear)(const float*, const int8_t*, const float*, const float*, float*, int64_t, int64_t, int64_t);
+    void (*grouped_linear)(const float*, const uint32_t*, const float*, const uint8_t*, const float*, float*, int64_t, int64_t,
+                           int64_t, int64_t, int64_t);
+};
+
+// A linear layer: see Linear in decoder.py. What its kind does not need is 0.
+struct Linear {
+    const void* weights;
+    const float* scales;
+    const uint8_t* zeros;
+    const float* bias;
+    int64_t kind, bits, group;
+};
+
+enum Kind { FLOATS, HALVES, INT8, GROUPED };
+
+// A layer with its part of the KV cache: see Layer in decoder.py.
+struct Layer {
+    Linear qkv, o, gate_up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *cos_sin, *sinks;
+    float *k_cache, *v_cache;
+    int64_t hidden, heads, kv_heads, head_dim, intermediate, window;
+    float input_eps, post_eps, qk_eps, scale, softcap;
+};
+
+// Run one token of each of B sequences through all layers, in place: x [B, hidden].
+extern "C" void decode(const QuantisedKernels* quantised, const Layer* layers, int64_t count, float* x,
+                       const int64_t* positions, const int64_t* slots, const int32_t* lens, const int32_t* tables,
+                       int64_t B, int64_t W, int64_t block_size) {
+    std::vector<float> normed, heads, attended, both, activated, added;
+    auto project = [&](const Linear& linear, const float* from, float* to, int64_t K, int64_t N) {
+        if (linear.kind == INT8)
+            quantised->int8_linear(from, static_cast<const int8_t*>(linear.weights), linear.scales, linear.bias, to, B, K, N);
+        else if (linear.kind == GROUPED)
+            quantised->grouped_linear(from, static_cast<const uint32_t*>(linear.weights), linear.scales, linear.zeros,
+                                      linear.bias, to, B, K, N, linear.bits, linear.group);
+        else
+            multiply_any(from, linear.weights, linear.kind == HALVES, {linear.bias, nullptr}, to, B, K, N);
+    };
+    auto project_and_add = [&](const Linear& linear, const float* from, int64_t K, int64_t N) {
+        if (linear.kind == FLOATS || linear.kind == HALVES) {
+            multiply_any(from, linear.weights, linear.kind == HALVES, {linear.bias, x}, x, B, K, N);
+            return;
+        }
+        project(linear, from, added.data(), K, N);
+        for (int64_t i = 0; i < B * N; i++) x[i] += added[i];
+    };
+    for (const Layer* layer = layers; layer < layers + count; layer++) {
+        const int64_t hidden = layer->hidden, H = layer->heads, G = layer->kv_heads, D = layer->head_dim;
+        const int64_t F = layer->intermediate, width = (H + 2 * G) * D;
+        normed.resize(B * hidden);
+        added.resize(B * hidden);
+        heads.resize(B * width);
+        attended.resize(B * H * D);
+        both.resize(B * 2 * F);
+        activated.resize(B * F);
+
+        rms_norm(x, layer->input_norm, normed.data(), B, hidden, layer->input_eps);
+        project(layer->qkv, normed.data(), heads.data(), hidden, width);
+        qk_norm_rope_store(heads.data(), layer->q_norm, layer->k_norm, layer->cos_sin, positions, slots, layer->k_cache,
+                           layer->v_cache, B, H, G, D, layer->qk_eps);
+        decode_attention(heads.data(), layer->k_cache, layer->v_cache, nullptr, lens, tables, layer->sinks, attended.data(),
+                         B, width, H, G, D, W, block_size, layer->window, layer->scale, layer->softcap);
+        project_and_add(layer->o, attended.data(), H * D, hidden);
+        rms_norm(x, layer->post_norm, normed.data(), B, hidden, layer->post_eps);
+        project(layer->gate_up, normed.data(), both.data(), hidden, 2 * F);
+        silu_and_mul(both.data(), activated.data(), B, F);
+        project_and_add(layer->down, activated.data(), F, hidden);
+    }
 }
