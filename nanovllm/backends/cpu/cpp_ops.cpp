@@ -198,39 +198,76 @@ static void decode_codes(const uint8_t* codes, float* out, int64_t n) {
     }
 }
 
-// Return D numbers of a token's K or V: those of a float cache, or decoded into `space`.
-static const float* numbers(const float* token, float* space, int64_t D) { return token; }
-static const float* numbers(const uint8_t* token, float* space, int64_t D) {
-    decode_codes(token, space, D);
-    return space;
+// K or V of neighbouring tokens for one KV head: D numbers each, `stride` apart.
+struct Numbers {
+    const float* first;
+    int64_t stride;
+};
+
+// Return the numbers of `count` tokens: those of a float cache, or decoded into `space`.
+static Numbers numbers(const float* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+    return {tokens, stride};
+}
+static Numbers numbers(const uint8_t* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+    for (int64_t t = 0; t < count; t++) decode_codes(tokens + t * stride, space + t * D, D);
+    return {space, D};
 }
 
-// Attend with `heads` queries of one sequence to its tokens [first, end). The queries share a KV head, so its memory is
-// read once for all of them. A score s becomes softcap tanh(s / softcap) unless softcap is 0. Where there are sinks, each
-// head has one more score, of a token that does not exist. Stored is float, or uint8_t for FP8 codes; v_scale multiplies
-// the result, as the caller's scale does the scores. DIM is the head size where it is a constant, so that loops over
-// it compile to straight vector code, and 0 where the head size is known only at run time.
+// Add weight * v of `count` tokens to sums [D]. Some columns at a time stay in registers.
+template <int64_t DIM>
+static void add_values(const float* weights, Numbers v, int64_t count, float* sums, int64_t any_dim) {
+    if constexpr (DIM > 0) {
+        constexpr int64_t COLUMNS = 64;
+        for (int64_t c = 0; c < DIM; c += COLUMNS) {
+            Lanes parts[COLUMNS / LANES];
+            std::memcpy(parts, sums + c, sizeof parts);
+            for (int64_t t = 0; t < count; t++)
+                for (int64_t i = 0; i < COLUMNS / LANES; i++)
+                    parts[i] += weights[t] * load_lanes(v.first + t * v.stride + c + i * LANES);
+            std::memcpy(sums + c, parts, sizeof parts);
+        }
+    } else {
+        for (int64_t t = 0; t < count; t++) {
+            const float* value = v.first + t * v.stride;
+#pragma omp simd
+            for (int64_t i = 0; i < any_dim; i++) sums[i] += weights[t] * value[i];
+        }
+    }
+}
+
+// Attend with the queries of `groups` neighbouring KV heads of one sequence, `heads` of each, to its tokens [first, end). The
+// memory of the KV heads is read once, in the order in which it lies. A score s becomes softcap tanh(s / softcap) unless
+// softcap is 0. Where there are sinks, each head has one more score, of a token that does not exist. Stored is float, or
+// uint8_t for FP8 codes; v_scale multiplies the result, as the caller's scale does the scores. DIM is the head size where it
+// is a constant, so that loops over it compile to straight vector code, and 0 where the head size is known only at run time.
 template <int64_t DIM, typename Stored>
 static void attend(const float* query, const Stored* k_cache, const Stored* v_cache, const int32_t* table, int64_t first,
-                   int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float v_scale,
-                   float softcap, const float* sinks, float* out) {
+                   int64_t end, int64_t groups, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale,
+                   float v_scale, float softcap, const float* sinks, float* out) {
     const int64_t D = DIM ? DIM : any_dim, len = end - first;
+    constexpr int64_t AT_ONCE = 16;  // tokens that stay in a core's smallest cache while its heads pass
     static thread_local std::vector<float> space;
-    space.resize(D);
-    auto for_each_token = [&](const Stored* cache, auto use) {  // calls use(t, K or V of token first + t)
-        for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
-            const int64_t stop = std::min((start / block_size + 1) * block_size, end);
-            const Stored* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
-            for (int64_t t = start - first; t < stop - first; t++, token += G * D) use(t, numbers(token, space.data(), D));
+    space.resize(AT_ONCE * D);
+    // Calls use(h, t, count, K or V of `count` tokens from first + t on) for each head.
+    auto for_each_head = [&](const Stored* cache, auto use) {
+        for (int64_t start = first, stop; start < end; start = stop) {
+            stop = std::min({(start / block_size + 1) * block_size, start + AT_ONCE, end});
+            const Stored* tokens = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
+            for (int64_t g = 0; g < groups; g++) {
+                const Numbers of_tokens = numbers(tokens + g * D, stop - start, G * D, space.data(), D);
+                for (int64_t h = g * heads; h < (g + 1) * heads; h++) use(h, start - first, stop - start, of_tokens);
+            }
         }
     };
-    static thread_local std::vector<float> weights;
-    weights.resize(heads * len);
-    for_each_token(k_cache, [&](int64_t t, const float* k) {
-        for (int64_t h = 0; h < heads; h++) weights[h * len + t] = scale * dot(query + h * D, k, D);
+    static thread_local std::vector<float> of_thread;
+    of_thread.resize(groups * heads * len);
+    float* weights = of_thread.data();
+    for_each_head(k_cache, [&](int64_t h, int64_t from, int64_t count, Numbers k) {
+        for (int64_t t = 0; t < count; t++)
+            weights[h * len + from + t] = scale * dot(query + h * D, k.first + t * k.stride, D);
     });
-    for (int64_t h = 0; h < heads; h++) {
-        float* row = &weights[h * len];
+    for (int64_t h = 0; h < groups * heads; h++) {
+        float* row = weights + h * len;
         if (softcap > 0) {
 #pragma omp simd
             for (int64_t t = 0; t < len; t++) row[t] = softcap * (1 - 2 / (1 + exponential(2 * row[t] / softcap)));
@@ -248,14 +285,9 @@ static void attend(const float* query, const Stored* k_cache, const Stored* v_ca
 #pragma omp simd
         for (int64_t t = 0; t < len; t++) row[t] /= total;
     }
-    std::fill(out, out + heads * D, 0.0f);
-    for_each_token(v_cache, [&](int64_t t, const float* v) {
-        for (int64_t h = 0; h < heads; h++) {
-            const float weight = weights[h * len + t];
-            float* sum = out + h * D;
-#pragma omp simd
-            for (int64_t i = 0; i < D; i++) sum[i] += weight * v[i];
-        }
+    std::fill(out, out + groups * heads * D, 0.0f);
+    for_each_head(v_cache, [&](int64_t h, int64_t from, int64_t count, Numbers v) {
+        add_values<DIM>(weights + h * len + from, v, count, out + h * D, D);
     });
 }
 
@@ -265,14 +297,14 @@ static void decode_all(
     const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
     int64_t block_size, int64_t window, float scale, float v_scale, float softcap) {
     const int64_t heads = H / G;
-    const int64_t at_once = B > 8 ? G : 1;  // one thread takes all KV heads of a sequence: they are neighbours in memory
+    const int64_t groups = B > 8 ? G : 1;  // KV heads of a sequence that one thread takes: they are neighbours in memory
     const auto attend_dim = D == 64 ? attend<64, Stored> : D == 128 ? attend<128, Stored> : attend<0, Stored>;
-#pragma omp parallel for collapse(2) schedule(dynamic, at_once)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t g = 0; g < G; g++)
+        for (int64_t g = 0; g < G; g += groups)
             attend_dim(q + b * q_stride + g * heads * D, k_cache + g * D, v_cache + g * D, tables + b * W,
-                       std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, v_scale, softcap,
-                       sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
+                       std::max<int64_t>(0, lens[b] - window), lens[b], groups, heads, G, D, block_size, scale, v_scale,
+                       softcap, sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
 }
 
 // Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
