@@ -65,12 +65,16 @@ def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, pa
 
 
 @needs_compiler
-def test_weights_that_are_bfloat16_are_held_so_and_change_no_bit():
-    width = cpp_ops.load().panel_width()
-    weight = torch.randn(2 * width, 70).bfloat16().float()
-    weight[0, 0] = -0.0
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_fit_16_bits_are_held_so_and_change_no_bit(dtype):
+    if dtype == torch.float16 and not cpp_ops.load().takes_float16():
+        pytest.skip("this processor has no instruction for float16")
+    weight = torch.randn(2 * cpp_ops.load().panel_width(), 70)
+    weight[1] *= 2.0**-15  # below what float16 has with all of its bits
+    weight[0, :2] = torch.tensor([-0.0, 1 + 2.0**-7 if dtype == torch.bfloat16 else 1 + 2.0**-10])
+    weight = weight.to(dtype).float()
     halves = cpp_ops.pack(weight)
-    assert halves.dtype == torch.bfloat16
+    assert halves.dtype == dtype
     for rows in (1, 5, 100):
         x = torch.randn(rows, 70)
         assert torch.equal(cpp_ops.linear(x, halves, None), cpp_ops.linear(x, halves.float(), None))
@@ -80,7 +84,7 @@ def test_weights_that_are_bfloat16_are_held_so_and_change_no_bit():
 
 @needs_compiler
 @pytest.mark.parametrize("model", ["gqa-2", "llama", "experts", "gemma2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_one_call_for_all_layers_changes_no_bit(get_checkpoint, model, dtype):
     """Experts and norms behind layers are not among what the call computes."""
     built = load(get_checkpoint(model).folder)
@@ -88,7 +92,8 @@ def test_one_call_for_all_layers_changes_no_bit(get_checkpoint, model, dtype):
         parameter.copy_(parameter.to(dtype))
     use_cpu_layers(built)
     assert (type(built.model) is CppDecoder) == (model in ("gqa-2", "llama"))
-    assert built.model.layers[0].self_attn.o_proj.weight.dtype == dtype
+    held = built.model.layers[0].self_attn.o_proj.weight.dtype
+    assert held == dtype or dtype == torch.float16 and not cpp_ops.load().takes_float16()
     fast = logits_of(built)
     built.model.__class__ = Decoder
     assert torch.equal(logits_of(built), fast)

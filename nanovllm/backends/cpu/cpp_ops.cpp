@@ -9,6 +9,10 @@
 #include <cstring>
 #include <vector>
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 static float dot(const float* a, const float* b, int64_t n) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -44,14 +48,37 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 
 extern "C" int64_t panel_width() { return WIDTH; }
 
-// A weight's numbers are float, or uint16_t: the upper half of a float whose lower half is 0, which is a bfloat16.
+// A panel's numbers are float, or of 16 bits where these hold the floats exactly. All become float before they are
+// multiplied. A bfloat16 is the upper half of a float. Processors without an instruction for it have no float16 here.
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, GROUPED };  // of a weight
+
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
 
 static inline Lanes load_lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
-static inline Lanes load_lanes(const uint16_t* from) {
+static inline Lanes load_lanes(const Bfloat16* from) {
     return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
 }
+
+#if defined(__F16C__)
+extern "C" int64_t takes_float16() { return true; }
+static inline Lanes load_lanes(const Float16* from) {
+#ifdef __AVX512F__
+    return reinterpret_cast<Lanes>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#else
+    return reinterpret_cast<Lanes>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#endif
+}
+#else
+extern "C" int64_t takes_float16() { return false; }
+static inline Lanes load_lanes(const Float16* from) { return Lanes{}; }
+#endif
 
 // What is added to a product: bias [N], and residual [T, N], which may be the result's memory. Either may be null.
 struct Added {
@@ -92,7 +119,8 @@ static void multiply_panel(const float* x, const Number* panel, Added added, flo
 
 // Return a panel as floats, which several tiles read. A single tile takes its numbers as they are.
 static const float* floats_of(const float* panel, int64_t n) { return panel; }
-static const float* floats_of(const uint16_t* panel, int64_t n) {
+template <typename Number>
+static const float* floats_of(const Number* panel, int64_t n) {
     static thread_local std::vector<float> floats;
     floats.resize(n);
     for (int64_t i = 0; i < n; i += LANES) {
@@ -120,18 +148,19 @@ static void multiply(const float* x, const Number* panels, Added added, float* o
         }
 }
 
-static void multiply_any(const float* x, const void* panels, bool halves, Added added, float* out, int64_t T, int64_t K,
+static void multiply_any(Kind kind, const float* x, const void* panels, Added added, float* out, int64_t T, int64_t K,
                          int64_t N) {
-    if (halves)
-        multiply(x, static_cast<const uint16_t*>(panels), added, out, T, K, N);
+    if (kind == BFLOAT16)
+        multiply(x, static_cast<const Bfloat16*>(panels), added, out, T, K, N);
+    else if (kind == FLOAT16)
+        multiply(x, static_cast<const Float16*>(panels), added, out, T, K, N);
     else
         multiply(x, static_cast<const float*>(panels), added, out, T, K, N);
 }
 
-// halves: whether the panels hold uint16_t rather than float.
 extern "C" void linear(const float* x, const void* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N,
-                       int64_t halves) {
-    multiply_any(x, panels, halves, {bias, nullptr}, out, T, K, N);
+                       int64_t kind) {
+    multiply_any(static_cast<Kind>(kind), x, panels, {bias, nullptr}, out, T, K, N);
 }
 
 // Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
@@ -376,8 +405,6 @@ struct Linear {
     int64_t kind, bits, group;
 };
 
-enum Kind { FLOATS, HALVES, INT8, GROUPED };
-
 // A layer with its part of the KV cache: see Layer in decoder.py.
 struct Layer {
     Linear qkv, o, gate_up, down;
@@ -399,11 +426,11 @@ extern "C" void decode(const QuantisedKernels* quantised, const Layer* layers, i
             quantised->grouped_linear(from, static_cast<const uint32_t*>(linear.weights), linear.scales, linear.zeros,
                                       linear.bias, to, B, K, N, linear.bits, linear.group);
         else
-            multiply_any(from, linear.weights, linear.kind == HALVES, {linear.bias, nullptr}, to, B, K, N);
+            multiply_any(static_cast<Kind>(linear.kind), from, linear.weights, {linear.bias, nullptr}, to, B, K, N);
     };
     auto project_and_add = [&](const Linear& linear, const float* from, int64_t K, int64_t N) {
-        if (linear.kind == FLOATS || linear.kind == HALVES) {
-            multiply_any(from, linear.weights, linear.kind == HALVES, {linear.bias, x}, x, B, K, N);
+        if (linear.kind != INT8 && linear.kind != GROUPED) {
+            multiply_any(static_cast<Kind>(linear.kind), from, linear.weights, {linear.bias, x}, x, B, K, N);
             return;
         }
         project(linear, from, added.data(), K, N);

@@ -36,6 +36,7 @@ KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 # The kinds of each kernel's arguments, in order, by the letters above.
 ARGUMENTS = {
     "panel_width": "",
+    "takes_float16": "",
     "linear": "ppppnnnn",
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
@@ -44,6 +45,8 @@ ARGUMENTS = {
     "arg_max": "pppnn",
     "decode": "ppnpppppnnn",
 }
+# The dtypes of panels, by the number that C++ has for them.
+PANEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @cache
@@ -145,18 +148,21 @@ def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | N
 def pack(weight: Tensor) -> Tensor | None:
     """Copy a weight [N, K] into the order in which `linear` reads it: panels [N / width, K, width].
 
-    The panels are in bfloat16 if that changes no number, as it changes none of a checkpoint in
-    bfloat16: a step of few tokens takes the time in which memory yields the weights. The kernels
-    compute in float32 all the same. Returns None if the width of a panel does not divide N.
+    The panels are in bfloat16 or float16 if that changes no number, as it changes none of a
+    checkpoint in this dtype: a step of few tokens takes the time in which memory yields the
+    weights. The kernels compute in float32 all the same. Returns None if the width of a panel does
+    not divide N.
     """
     kernels = load()
     assert kernels is not None
     width = kernels.panel_width()
     if len(weight) % width:
         return None
-    halves = weight.bfloat16()
-    if torch.equal(halves.float(), weight):
-        weight = halves
+    for dtype in PANEL_DTYPES[1 : 3 if kernels.takes_float16() else 2]:
+        halves = weight.to(dtype)
+        if torch.equal(halves.float(), weight):
+            weight = halves
+            break
     return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
 
@@ -165,8 +171,8 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     num_panels, inputs, width = panels.shape
     out = x.new_empty(*x.shape[:-1], num_panels * width)
     sizes = x.numel() // inputs, inputs, out.shape[-1]
-    in_halves = panels.dtype == torch.bfloat16
-    _call("linear", x.contiguous(), panels, bias, out, *sizes, in_halves)
+    kind = PANEL_DTYPES.index(panels.dtype)
+    _call("linear", x.contiguous(), panels, bias, out, *sizes, kind)
     return out
 
 

@@ -8,7 +8,6 @@ equal to the last bit, whichever steps a sequence takes part in.
 import ctypes
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops, quantised
@@ -17,8 +16,8 @@ from nanovllm.backends.cpu.quantised import CppInt8Weight, CppIntegerWeight
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.models.transformer import Decoder, DecoderLayer
 
-# The kinds of weights: panels of float32 or bfloat16 (cpp_ops.pack), int8, and integers in groups.
-FLOATS, HALVES, INT8, GROUPED = range(4)
+# The kinds of weights after those of cpp_ops.PANEL_DTYPES: int8, and integers in groups.
+INT8, GROUPED = 3, 4
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -173,7 +172,7 @@ def describe(layer: Any) -> Layer:
 
 def describe_linear(layer: Any) -> Linear:
     if not hasattr(layer, "packed"):
-        kind = HALVES if layer.weight.dtype == torch.bfloat16 else FLOATS
+        kind = cpp_ops.PANEL_DTYPES.index(layer.weight.dtype)
         return Linear(pointer(layer.weight), None, None, pointer(layer.bias), kind)
     weight = layer.packed["weight"]
     tensors = pointer(weight.codes), pointer(weight.scales)
