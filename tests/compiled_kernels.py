@@ -37,6 +37,7 @@ from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 512, 8, 2, 64
 BLOCK = r"\$L__BB\w+"
+COPY = r"\.shared::(?:cluster|cta)\.global"  # Triton 3.6 writes the first, 3.9 the second
 
 
 def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, bool]:
@@ -56,15 +57,11 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
         elif registers := re.findall(r"%(?:rd|rs|r|p|f)\d+", line):
             of = set().union(*[sources.get(register, set()) for register in registers])
             sources[registers[0]] = of
-            if (
-                "ld.global" in line
-                or "prefetch.global" in line
-                or ".shared::cluster.global" in line
-            ):
+            if "ld.global" in line or "prefetch.global" in line or re.search(COPY, line):
                 address = re.findall(r"\[\s*(%\w+)", line)
                 reads |= set().union(*[sources.get(register, set()) for register in address])
     # An asynchronous copy from global to shared memory writes nothing that others see.
-    copies = r"cp\.async\.bulk(?!\S*\.shared::cluster\.global)"
+    copies = rf"cp\.async\.bulk(?!\S*{COPY})"
     writes = re.search(rf"\b(st|atom|red)\.(?!shared)|{copies}", body) is not None
     # Whatever branches before the wait leads to labels before it.
     labels = set(re.findall(rf"({BLOCK}):", body))
