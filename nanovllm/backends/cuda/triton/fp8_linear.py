@@ -1,7 +1,8 @@
 """Linear layers whose weights, and often inputs, are in FP8 (e4m3).
 
 Their twin is `Fp8Weight`, whose docstring says what is computed. `_linear_kernel` multiplies codes
-on tensor cores. fp8_inputs.py has quantised the inputs before. Hopper's tensor cores add up
+on tensor cores; a single row is left to fp8_gemv.py. fp8_inputs.py has quantised the inputs before.
+Hopper's tensor cores add up
 products of FP8 in few bits, so the sum of each BLOCK_K columns is added to a total in float32. For
 prompts, kernels of cuBLASLt and CUTLASS, which do the same, are faster on Hopper.
 
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.backends.cuda.triton import fp8_gemv
 from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
     arrivals,
@@ -66,6 +68,8 @@ def linear(
     No running kernel may write to the weight: kernels read it before others have ended.
     """
     x = as_rows(x, matrix, largest)
+    if fp8_gemv.suits(x, matrix):
+        return fp8_gemv.linear(x, matrix, bias, dtype)
     if suits_cublas(x, matrix, dtype):
         return multiply_by_cublas(x, matrix, bias)
     return multiply(x, matrix, bias, dtype, tiling(x, matrix))
