@@ -68,7 +68,7 @@ def shorten_docstrings(text):
 
 
 def read_source(path):
-    """The text of a file worth learning from, or None: it must parse, and be code, not a table."""
+    """Return the text of a file, or None where it does not parse, or is a table, not code."""
     try:
         with tokenize.open(path) as file:
             text = shorten_docstrings(re.sub(r"[ \t\f]+\n", "\n", file.read()).strip("\n") + "\n")
@@ -194,7 +194,7 @@ def save(model, tokenizer, out):
 
 
 def parses(text):
-    """Whether it is Python up to where it was cut off: the last line, and at most four more, may be unfinished."""
+    """Tell whether a text is Python, but for at most five lines at its end, where it was cut off."""
     lines = text.split("\n")[:-1]
     for kept in range(len(lines), max(0, len(lines) - 5), -1):
         with contextlib.suppress(SyntaxError):

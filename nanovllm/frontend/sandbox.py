@@ -170,7 +170,7 @@ class ChargedNodes(NodeTransformer):
 
 
 def is_quick(operand: nodes.Operand, operands: list[nodes.Expr]) -> bool:
-    """Whether a comparison with a constant takes no longer than to read the constant."""
+    """Tell whether a comparison with a constant takes no longer than to read the constant."""
     if operand.op in ("in", "notin"):
         constants = operands[1]
         return isinstance(constants, (nodes.List, nodes.Tuple)) and all(

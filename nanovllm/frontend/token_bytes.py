@@ -38,7 +38,7 @@ def most_bytes(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def takes_blanks(backend: tokenizers.Tokenizer) -> bool:
-    """Whether a token takes all blanks beside it, however many they are."""
+    """Tell whether a token takes all blanks beside it, however many they are."""
     added = backend.get_added_tokens_decoder().values()
     return any(token.lstrip or token.rstrip for token in added)
 
@@ -68,7 +68,7 @@ def most_shrinking(normalizer: dict[str, Any]) -> int | None:
 
 
 def drops(pre_tokenizer: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer may drop parts of a text."""
+    """Tell whether a pre-tokenizer may drop parts of a text."""
     return any(
         step["type"] not in KEEPING or step.get("behavior") == "Removed"
         for step in parts(pre_tokenizer, "pretokenizers")

@@ -114,7 +114,7 @@ class QuantisedLMHead(Quantised, ParallelLMHead):
 
     def untie(self) -> None:
         self.tied = False
-        forget_weight(self, "weight")
+        free_weight(self, "weight")
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.multiply("weight", hidden, None)
@@ -231,13 +231,13 @@ def exchange(
     for name, parts in weights.items():
         weight = getattr(layer, name).detach()
         if not getattr(layer, "tied", False):
-            forget_weight(layer, name)
+            free_weight(layer, name)
         layer.packed[name] = FORMATS[type(scheme)](
             weight, parts, scheme, getattr(layer, "group", ParallelGroup())
         )
 
 
-def forget_weight(layer: Any, name: str) -> None:
+def free_weight(layer: Any, name: str) -> None:
     """Replace a parameter of a layer by a tensor of its shape, which has no memory."""
     weight = getattr(layer, name).detach().to("meta")
     delattr(layer, name)

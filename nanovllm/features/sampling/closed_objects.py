@@ -38,7 +38,7 @@ def close_objects(schema: Any) -> Any:
 
 
 def num_lists(schema: Any) -> int:
-    """How many lists of properties hold for the object that a schema describes."""
+    """Count the lists of properties that hold for the object that a schema describes."""
     if not isinstance(schema, dict):
         return 0
     count = int(any(key in schema for key in PROPERTIES)) + ("$ref" in schema)

@@ -44,7 +44,7 @@ class Form(Protocol):
         """Return whether the output `token_ids` is complete, so that nothing may follow."""
 
     def may_end(self, token_ids: list[int]) -> bool:
-        """Whether the output may end with `token_ids`."""
+        """Tell whether the output may end with `token_ids`."""
 
 
 class Forms(Protocol):

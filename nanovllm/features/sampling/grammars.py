@@ -293,12 +293,12 @@ class Matcher:
         self.state: Any = None
 
     def is_complete(self, output: list[int]) -> bool:
-        """Whether nothing may follow `output`, which has its form."""
+        """Tell whether `output` has its form and nothing may follow it."""
         self.read(output)
         return self.state.is_stopped() and not self.state.is_error()
 
     def may_end(self, output: list[int]) -> bool:
-        """Whether `output` has its form, whatever may follow."""
+        """Tell whether `output` has its form, whatever may follow."""
         self.read(output)
         return self.state.is_accepting()
 
@@ -329,7 +329,7 @@ class Matcher:
 
 
 def num_characters(params: StructuredOutputsParams) -> int:
-    """How long the text is that says what the form is."""
+    """Return the length of the text that says what the form is."""
     texts = params.json, params.regex, params.grammar, *(params.choice or ())
     return sum([len(text) for text in texts if isinstance(text, str)])
 

@@ -105,8 +105,9 @@ def gpu(device: torch.device) -> GPU:
     """
     if device.type != "cuda":
         return GPU((0, 0), 8, 1 << 17)
+    index = torch.cuda.current_device() if device.index is None else device.index
     # Older releases of PyTorch do not tell how much shared memory a program may take.
-    triton_knows = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    triton_knows = triton.runtime.driver.active.utils.get_device_properties(index)
     return GPU(
         torch.cuda.get_device_capability(device),
         torch.cuda.get_device_properties(device).multi_processor_count,
