@@ -111,6 +111,8 @@ def run_all() -> None:
     chosen = fp8_linear.Tiling(64, 64, 2, warps=4, stages=3)
     inputs = fp8_inputs.quantise(many, matrix)
     fp8_linear.multiply(inputs, matrix, new(64), x.dtype, chosen)
+    one = fp8_inputs.quantise(new(1, HIDDEN), matrix)
+    fp8_linear.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
     packed_linear.few_rows_linear(x, packed, new(64))
