@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from nanovllm.backends.cpu.batch_size import enough_sequences
-from nanovllm.backends.cpu.layers import use_cpu_layers
+from nanovllm.backends.cpu.runner import CPUModelRunner
 from nanovllm.backends.cpu.threads import SharedCores
+from nanovllm.backends.cpu.transform import use_cpu_layers
 from nanovllm.backends.cuda.device import resolve_device, start_cuda_driver
 from nanovllm.backends.quantised.config import (
     Quantization,
@@ -130,6 +131,8 @@ def build_runner(
         make_runner = CUDAModelRunner
         if config.kernels == "auto":
             make_resampler = make_cuda_resampler
+    elif device.type == "cpu" and config.kernels == "auto":
+        make_runner = CPUModelRunner
     return make_runner(
         config,
         model_config,

@@ -11,10 +11,8 @@ import os
 import stat
 import subprocess
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 
 import plain_layers as plain
 import pytest
@@ -23,12 +21,17 @@ import torch.nn.functional as F
 from engine_helpers import PROMPTS, assert_greedy, greedy
 from model_helpers import load
 from process_helpers import in_fork
+from quantised_helpers import tensors_of
+from test_quantised import logits_of
 
 from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, layers, library_cache
+from nanovllm.backends.cpu.decoder import CppDecoder
+from nanovllm.backends.cpu.transform import use_cpu_layers
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 from nanovllm.layers.context import PrefillMetadata
-from nanovllm.models.transformer import DecoderLayer
+from nanovllm.layers.sampler import sample
+from nanovllm.models.transformer import Decoder
 
 KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
@@ -62,47 +65,72 @@ def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, pa
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [1, 7, 1030])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_halves_of_a_layer_equal_their_parts(rows, has_bias):
-    """More rows than 1,024 pass through the MLP in parts."""
-    inputs, attended, hidden, width = 32, 64, 96, cpp_ops.load().panel_width()
-
-    def make(inputs, outputs):
-        bias = torch.randn(outputs) if has_bias else None
-        weight = torch.randn(outputs, inputs) / inputs**0.5
-        assert outputs % width == 0
-        return SimpleNamespace(weight=cpp_ops.pack(weight), bias=bias, plain=weight)
-
-    norm = SimpleNamespace(weight=torch.rand(inputs), eps=1e-5)
-    o_proj, gate_up, down = make(attended, inputs), make(inputs, 2 * hidden), make(hidden, inputs)
-    x, heads = torch.randn(rows, inputs), torch.randn(rows, attended)
-    before = x.clone()
-    out = x + F.linear(heads, o_proj.plain, o_proj.bias)
-    both = F.linear(plain.rms_norm(out, norm.weight, norm.eps), gate_up.plain, gate_up.bias)
-    expected = out + F.linear(plain.activate_and_mul(both), down.plain, down.bias)
-    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
-    close(cpp_ops.output_and_mlp(x, heads, o_proj, norm, gate_up, down), expected)
-    normed = plain.rms_norm(x, norm.weight, norm.eps)
-    close(cpp_ops.norm_linear(x, norm, gate_up), F.linear(normed, gate_up.plain, gate_up.bias))
-    assert torch.equal(x, before), "a layer's input stays as it is"
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_fit_16_bits_are_held_so_and_change_no_bit(dtype):
+    if dtype == torch.float16 and not cpp_ops.load().takes_float16():
+        pytest.skip("this processor has no instruction for float16")
+    weight = torch.randn(2 * cpp_ops.load().panel_width(), 70)
+    weight[1] *= 2.0**-15  # below what float16 has with all of its bits
+    weight[0, :2] = torch.tensor([-0.0, 1 + 2.0**-7 if dtype == torch.bfloat16 else 1 + 2.0**-10])
+    weight = weight.to(dtype).float()
+    halves = cpp_ops.pack(weight)
+    assert halves.dtype == dtype
+    for rows in (1, 5, 100):
+        x = torch.randn(rows, 70)
+        assert torch.equal(cpp_ops.linear(x, halves, None), cpp_ops.linear(x, halves.float(), None))
+    weight[-1, -1] = 1 + 2.0**-20
+    assert cpp_ops.pack(weight).dtype == torch.float32
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "model, form",
-    [
-        ("gqa-2", layers.CppDecoderLayer),
-        ("llama", layers.CppDecoderLayer),
-        ("experts", DecoderLayer),
-        ("gemma2", None),
-    ],
-)
-def test_a_layer_is_computed_as_a_whole_if_kernels_compute_its_parts(get_checkpoint, model, form):
+@pytest.mark.parametrize("model", ["gqa-2", "llama", "experts", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_call_for_all_layers_changes_no_bit(get_checkpoint, model, dtype):
+    """Experts and norms behind layers are not among what the call computes."""
     built = load(get_checkpoint(model).folder)
-    layers.use_cpu_layers(built)
-    for layer in built.model.layers:
-        assert type(layer) is form if form else not isinstance(layer, layers.CppDecoderLayer)
+    for parameter in built.parameters():
+        parameter.copy_(parameter.to(dtype))
+    use_cpu_layers(built)
+    assert (type(built.model) is CppDecoder) == (model in ("gqa-2", "llama"))
+    held = built.model.layers[0].self_attn.o_proj.weight.dtype
+    assert held == dtype or dtype == torch.float16 and not cpp_ops.load().takes_float16()
+    fast = logits_of(built)
+    built.model.__class__ = Decoder
+    assert torch.equal(logits_of(built), fast)
+
+
+@needs_compiler
+def test_layers_in_one_call_take_new_weights(checkpoint, make_llm):
+    """The new weights need not fit bfloat16, as the old ones do."""
+    llm = make_llm()
+    model = llm.engine.runner.model
+    new = tensors_of(checkpoint.folder)
+    old = {name: tensor.bfloat16() for name, tensor in new.items()}
+    llm.update_weights(old.items())
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.bfloat16
+    llm.generate(PROMPTS, greedy(4), use_tqdm=False)
+    llm.update_weights(new.items())
+    assert type(model.model) is CppDecoder
+    assert model.model.layers[0].mlp.down_proj.weight.dtype == torch.float32
+    assert_greedy(llm, checkpoint)
+
+
+@needs_compiler
+def test_the_largest_logits_are_those_of_the_sampler():
+    """The first of equals wins, 0 and -0 among them; rows without a finite largest get no token."""
+    logits = torch.randint(-9, 9, (12, 5000)).float()
+    logits[1] = -torch.inf
+    logits[2, 4000], logits[3, 0], logits[4, 700] = torch.inf, torch.nan, -torch.nan
+    logits[5, 1:] = -torch.inf
+    logits[6] = -1
+    logits[6, 3], logits[6, 9], logits[6, 2] = -0.0, 0.0, -torch.inf
+    logits[7] = torch.linspace(-9, -3, 5000)
+    rows = torch.zeros(len(logits))
+    places = dict(temperatures=rows, seeds=rows.long(), positions=rows.long())
+    for part in (logits, logits[:1], logits[:, :1], logits[:, :513]):
+        of_part = {name: row[: len(part)] for name, row in places.items()}
+        got, expected = cpp_ops.arg_max(part), sample(part, **of_part)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
 @needs_compiler
@@ -217,6 +245,11 @@ def library():
     return cpp_ops.compile_library([*cpp_ops.find_compiler(), *cpp_ops.FLAGS])
 
 
+def file_name() -> str:
+    command = [*cpp_ops.find_compiler(), *cpp_ops.FLAGS]
+    return cpp_ops.file_name(command, cpp_ops.SOURCE)
+
+
 @pytest.fixture
 def compiled(library, monkeypatch):
     """Lists the commands that would have compiled; what they would make is there already."""
@@ -237,12 +270,15 @@ def test_only_the_first_start_compiles(fresh, commands):
 
 @needs_compiler
 def test_what_is_kept_is_for_one_source_one_command_and_one_cpu(fresh, monkeypatch, tmp_path):
-    names = [cpp_ops.file_name(["g++", "-O1"]), cpp_ops.file_name(["g++", "-O2"])]
+    def of_source(command):
+        return cpp_ops.file_name(command, cpp_ops.SOURCE)
+
+    names = [of_source(["g++", "-O1"]), of_source(["g++", "-O2"])]
     monkeypatch.setattr(cpp_ops, "this_cpu", lambda: "another one")
-    names.append(cpp_ops.file_name(["g++", "-O2"]))
+    names.append(of_source(["g++", "-O2"]))
     monkeypatch.setattr(cpp_ops, "SOURCE", tmp_path / "newer.cpp")
     (tmp_path / "newer.cpp").write_text("// another version")
-    names.append(cpp_ops.file_name(["g++", "-O2"]))
+    names.append(of_source(["g++", "-O2"]))
     assert len({*names}) == 4
 
 
@@ -296,7 +332,7 @@ def start_anew() -> str:
 @needs_compiler
 def test_a_whole_library_that_cannot_be_loaded_here_is_compiled_again(fresh, compiled):
     with library_cache.open_cache() as cache:
-        cache.keep(cpp_ops.file_name([*cpp_ops.find_compiler(), *cpp_ops.FLAGS]), b"of elsewhere")
+        cache.keep(file_name(), b"of elsewhere")
     assert cpp_ops.load() and compiled
     compiled.clear()
     cpp_ops.load.cache_clear()
@@ -362,7 +398,7 @@ def evil(tmp_path_factory):
 def plant(folder: Path, library: bytes) -> Path:
     """Put a library where the next start looks for its own."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / cpp_ops.file_name([*cpp_ops.find_compiler(), *cpp_ops.FLAGS])
+    path = folder / file_name()
     path.write_bytes(library)
     path.chmod(0o600)
     return path

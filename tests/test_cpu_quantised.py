@@ -15,9 +15,9 @@ from transformers import LlamaConfig, MistralConfig
 
 from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, quantised
-from nanovllm.backends.cpu.layers import use_cpu_layers
+from nanovllm.backends.cpu.decoder import CppDecoder
 from nanovllm.backends.cpu.quantised import CppInt8Weight, CppIntegerWeight, use_cpp_weights
-from nanovllm.backends.cpu.quantised_decoder import CppQuantisedDecoder
+from nanovllm.backends.cpu.transform import use_cpu_layers
 from nanovllm.backends.quantised.config import Int8, Integers
 from nanovllm.backends.quantised.int8 import Int8Weight, quantise
 from nanovllm.backends.quantised.integers import IntegerWeight
@@ -182,7 +182,7 @@ def test_one_call_for_all_layers_changes_no_bit(name, tmp_path):
         make_checkpoint(folder, (MODELS | {"mistral": WINDOW})[name])
     model = load(folder, wanted=None if name == "gptq" else "int8")
     use_cpu_layers(model)
-    assert type(model.model) is CppQuantisedDecoder
+    assert type(model.model) is CppDecoder
     fast = logits_of(model)
     model.model.__class__ = Decoder
     assert torch.equal(logits_of(model), fast)

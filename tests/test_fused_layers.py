@@ -38,7 +38,7 @@ from transformers import (
 pytest.importorskip("triton")
 
 from nanovllm.backends.compile import compile_layers
-from nanovllm.backends.cpu.layers import use_cpu_layers
+from nanovllm.backends.cpu.transform import use_cpu_layers
 from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight

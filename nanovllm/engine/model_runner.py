@@ -7,7 +7,7 @@ what its device can do better.
 Shapes: B sequences that sample in a step; P tokens in N prompt chunks; V vocabulary entries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -252,7 +252,7 @@ class ModelRunner:
             self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
         slots = self._upload_decode_slots(batch.decode_slots)
         if batch.block_copies:
-            self._copy_blocks(batch.block_copies)
+            self._copy_blocks(batch)
         if batch.state_copies:
             self.recurrent.copy(batch.state_copies)
         if batch.prefills:
@@ -376,19 +376,26 @@ class ModelRunner:
         sizes = [len(array) for array in arrays]
         return self._upload(np.concatenate(arrays, dtype=dtype)).split(sizes)
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks, given as pairs (source, copy).
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Copy blocks for sequences that start, as far as these do not compute the tokens anew.
 
-        All sources are read first, so a block may be the copy of one pair and the source of
+        All sources are read first, so a block may be the source of one pair and the copy of
         another.
         """
-        source, copy = self._upload(np.array(copies, dtype=np.int64).T.copy())
+        size = self.block_size
+        # A chunk computes the tokens of a copied block from its start on.
+        needed = {
+            chunk.block_table[chunk.start // size]: chunk.start % size for chunk in batch.prefills
+        }
+        count = max(needed.get(copy, size) for _, copy in batch.block_copies)
+        source, copy = self._upload(np.array(batch.block_copies, dtype=np.int64).T.copy())
         # The K or V of one layer at a time, because PyTorch holds all that it reads in memory
         # before it writes. As 64-bit integers, because PyTorch takes as long to copy an element of
         # two bytes as one of eight.
         for part in self.kv_parts:
             blocks = part.flatten(2).view(torch.int64)  # [2, blocks, a block's content]
-            blocks[:, copy] = blocks[:, source]
+            end = -(-count * blocks.shape[2] // size)
+            blocks[:, copy, :end] = blocks[:, source, :end]
 
     def _sample(self, hidden: Tensor, slots: Tensor, positions: Tensor) -> StepOutput:
         """Sample the next tokens from hidden [B, hidden size], and store them as the last tokens of

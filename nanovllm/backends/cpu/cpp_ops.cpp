@@ -1,4 +1,4 @@
-// The kernels of cpp_ops.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
+// The kernels of cpp_ops.py and decoder.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
 //
 // T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
 // is given. Each token or sequence is computed alone, so its result does not depend on the batch.
@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 static float dot(const float* a, const float* b, int64_t n) {
     float sum = 0;
@@ -44,6 +48,38 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 
 extern "C" int64_t panel_width() { return WIDTH; }
 
+// A panel's numbers are float, or of 16 bits where these hold the floats exactly. All become float before they are
+// multiplied. A bfloat16 is the upper half of a float. Processors without an instruction for it have no float16 here.
+struct Bfloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, GROUPED };  // of a weight
+
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
+
+static inline Lanes load_lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+static inline Lanes load_lanes(const Bfloat16* from) {
+    return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
+}
+
+#if defined(__F16C__)
+extern "C" int64_t takes_float16() { return true; }
+static inline Lanes load_lanes(const Float16* from) {
+#ifdef __AVX512F__
+    return reinterpret_cast<Lanes>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#else
+    return reinterpret_cast<Lanes>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#endif
+}
+#else
+extern "C" int64_t takes_float16() { return false; }
+static inline Lanes load_lanes(const Float16* from) { return Lanes{}; }
+#endif
+
 // What is added to a product: bias [N], and residual [T, N], which may be the result's memory. Either may be null.
 struct Added {
     const float *bias, *residual;
@@ -52,11 +88,11 @@ struct Added {
 // Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], into rows of `out` that are N apart, as those of
 // the residual are. Each sum runs over k in order, whatever the number of rows, so a row's result does not depend on
 // other rows.
-template <int64_t rows>
-static void multiply_tile(const float* x, const float* panel, Added added, float* out, int64_t K, int64_t N) {
+template <int64_t rows, typename Number>
+static void multiply_tile(const float* x, const Number* panel, Added added, float* out, int64_t K, int64_t N) {
     Lanes sums[rows][2] = {};
     for (int64_t k = 0; k < K; k++) {
-        const Lanes *weight = reinterpret_cast<const Lanes*>(panel + k * WIDTH), left = weight[0], right = weight[1];
+        const Lanes left = load_lanes(panel + k * WIDTH), right = load_lanes(panel + k * WIDTH + LANES);
 #pragma GCC unroll 12
         for (int64_t r = 0; r < rows; r++) {
             sums[r][0] += x[r * K + k] * left;
@@ -71,8 +107,8 @@ static void multiply_tile(const float* x, const float* panel, Added added, float
 }
 
 // Multiply any number of rows as tiles of `rows` rows, and the rest as smaller ones.
-template <int64_t rows>
-static void multiply_panel(const float* x, const float* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+template <int64_t rows, typename Number>
+static void multiply_panel(const float* x, const Number* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
     int64_t t = 0;
     for (; t + rows <= T; t += rows) {
         multiply_tile<rows>(x + t * K, panel, added, out + t * N, K, N);
@@ -81,20 +117,50 @@ static void multiply_panel(const float* x, const float* panel, Added added, floa
     if constexpr (rows > 1) multiply_panel<rows - 1>(x + t * K, panel, added, out + t * N, T - t, K, N);
 }
 
+// Return a panel as floats, which several tiles read. A single tile takes its numbers as they are.
+static const float* floats_of(const float* panel, int64_t n) { return panel; }
+template <typename Number>
+static const float* floats_of(const Number* panel, int64_t n) {
+    static thread_local std::vector<float> floats;
+    floats.resize(n);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Lanes lanes = load_lanes(panel + i);
+        std::memcpy(&floats[i], &lanes, sizeof lanes);
+    }
+    return floats.data();
+}
+
 // Compute x W^T + bias + residual: x [T, K], panels of W [N / WIDTH, K, WIDTH] -> out [T, N].
-static void multiply(const float* x, const float* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+template <typename Number>
+static void multiply(const float* x, const Number* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
     constexpr int64_t AT_ONCE = 96;  // rows that stay in a core's cache while panels pass
 #pragma omp parallel for collapse(2) schedule(dynamic, 2) if (T * K * N > 65536)
     for (int64_t t = 0; t < T; t += AT_ONCE)
-        for (int64_t n = 0; n < N; n += WIDTH)
-            multiply_panel<ROWS>(
-                x + t * K, panels + n * K,
-                {added.bias ? added.bias + n : nullptr, added.residual ? added.residual + t * N + n : nullptr},
-                out + t * N + n, std::min(AT_ONCE, T - t), K, N);
+        for (int64_t n = 0; n < N; n += WIDTH) {
+            const int64_t count = std::min(AT_ONCE, T - t);
+            const Number* panel = panels + n * K;
+            const Added here = {added.bias ? added.bias + n : nullptr,
+                                added.residual ? added.residual + t * N + n : nullptr};
+            if (count <= ROWS)
+                multiply_panel<ROWS>(x + t * K, panel, here, out + t * N + n, count, K, N);
+            else
+                multiply_panel<ROWS>(x + t * K, floats_of(panel, K * WIDTH), here, out + t * N + n, count, K, N);
+        }
 }
 
-extern "C" void linear(const float* x, const float* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N) {
-    multiply(x, panels, {bias, nullptr}, out, T, K, N);
+static void multiply_any(Kind kind, const float* x, const void* panels, Added added, float* out, int64_t T, int64_t K,
+                         int64_t N) {
+    if (kind == BFLOAT16)
+        multiply(x, static_cast<const Bfloat16*>(panels), added, out, T, K, N);
+    else if (kind == FLOAT16)
+        multiply(x, static_cast<const Float16*>(panels), added, out, T, K, N);
+    else
+        multiply(x, static_cast<const float*>(panels), added, out, T, K, N);
+}
+
+extern "C" void linear(const float* x, const void* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N,
+                       int64_t kind) {
+    multiply_any(static_cast<Kind>(kind), x, panels, {bias, nullptr}, out, T, K, N);
 }
 
 // Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
@@ -118,32 +184,6 @@ extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
         float* row = out + t * F;
 #pragma omp simd
         for (int64_t i = 0; i < F; i++) row[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
-    }
-}
-
-// Norm rows of x [T, K], and multiply them as `linear` does -> out [T, N].
-extern "C" void norm_linear(
-    const float* x, const float* norm_weight, const float* panels, const float* bias, float* out, int64_t T, int64_t K,
-    int64_t N, float eps) {
-    std::vector<float> normed(T * K);
-    rms_norm(x, norm_weight, normed.data(), T, K, eps);
-    linear(normed.data(), panels, bias, out, T, K, N);
-}
-
-// Compute the second half of a decoder layer: the output projection of `attended` [T, A] on top of x [T, N], then the norm
-// and the gated MLP of F hidden elements on top of that -> out [T, N].
-extern "C" void output_and_mlp(
-    const float* x, const float* attended, const float* o_panels, const float* o_bias, const float* norm_weight,
-    const float* gate_up_panels, const float* gate_up_bias, const float* down_panels, const float* down_bias, float* out,
-    int64_t T, int64_t A, int64_t N, int64_t F, float eps) {
-    constexpr int64_t AT_ONCE = 1024;  // rows whose gates and activations stay in the CPU's cache
-    std::vector<float> gate_up(std::min(T, AT_ONCE) * 2 * F), active(std::min(T, AT_ONCE) * F);
-    multiply(attended, o_panels, {o_bias, x}, out, T, A, N);
-    for (int64_t t = 0; t < T; t += AT_ONCE) {
-        const int64_t rows = std::min(AT_ONCE, T - t);
-        norm_linear(out + t * N, norm_weight, gate_up_panels, gate_up_bias, gate_up.data(), rows, N, 2 * F, eps);
-        silu_and_mul(gate_up.data(), active.data(), rows, F);
-        multiply(active.data(), down_panels, {down_bias, out + t * N}, out + t * N, rows, F, N);
     }
 }
 
@@ -187,39 +227,76 @@ static void decode_codes(const uint8_t* codes, float* out, int64_t n) {
     }
 }
 
-// Return D numbers of a token's K or V: those of a float cache, or decoded into `space`.
-static const float* numbers(const float* token, float* space, int64_t D) { return token; }
-static const float* numbers(const uint8_t* token, float* space, int64_t D) {
-    decode_codes(token, space, D);
-    return space;
+// K or V of neighbouring tokens for one KV head: D numbers each, `stride` apart.
+struct Numbers {
+    const float* first;
+    int64_t stride;
+};
+
+// Return the numbers of `count` tokens: those of a float cache, or decoded into `space`.
+static Numbers numbers(const float* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+    return {tokens, stride};
+}
+static Numbers numbers(const uint8_t* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+    for (int64_t t = 0; t < count; t++) decode_codes(tokens + t * stride, space + t * D, D);
+    return {space, D};
 }
 
-// Attend with `heads` queries of one sequence to its tokens [first, end). The queries share a KV head, so its memory is
-// read once for all of them. A score s becomes softcap tanh(s / softcap) unless softcap is 0. Where there are sinks, each
-// head has one more score, of a token that does not exist. Stored is float, or uint8_t for FP8 codes; v_scale multiplies
-// the result, as the caller's scale does the scores. DIM is the head size where it is a constant, so that loops over
-// it compile to straight vector code, and 0 where the head size is known only at run time.
+// Add weight * v of `count` tokens to sums [D]. Some columns at a time stay in registers.
+template <int64_t DIM>
+static void add_values(const float* weights, Numbers v, int64_t count, float* sums, int64_t any_dim) {
+    if constexpr (DIM > 0) {
+        constexpr int64_t COLUMNS = 64;
+        for (int64_t c = 0; c < DIM; c += COLUMNS) {
+            Lanes parts[COLUMNS / LANES];
+            std::memcpy(parts, sums + c, sizeof parts);
+            for (int64_t t = 0; t < count; t++)
+                for (int64_t i = 0; i < COLUMNS / LANES; i++)
+                    parts[i] += weights[t] * load_lanes(v.first + t * v.stride + c + i * LANES);
+            std::memcpy(sums + c, parts, sizeof parts);
+        }
+    } else {
+        for (int64_t t = 0; t < count; t++) {
+            const float* value = v.first + t * v.stride;
+#pragma omp simd
+            for (int64_t i = 0; i < any_dim; i++) sums[i] += weights[t] * value[i];
+        }
+    }
+}
+
+// Attend with the queries of `groups` neighbouring KV heads of one sequence, `heads` of each, to its tokens [first, end). The
+// memory of the KV heads is read once, in the order in which it lies. A score s becomes softcap tanh(s / softcap) unless
+// softcap is 0. Where there are sinks, each head has one more score, of a token that does not exist. Stored is float, or
+// uint8_t for FP8 codes; v_scale multiplies the result, as the caller's scale does the scores. DIM is the head size where it
+// is a constant, so that loops over it compile to straight vector code, and 0 where the head size is known only at run time.
 template <int64_t DIM, typename Stored>
 static void attend(const float* query, const Stored* k_cache, const Stored* v_cache, const int32_t* table, int64_t first,
-                   int64_t end, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale, float v_scale,
-                   float softcap, const float* sinks, float* out) {
+                   int64_t end, int64_t groups, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale,
+                   float v_scale, float softcap, const float* sinks, float* out) {
     const int64_t D = DIM ? DIM : any_dim, len = end - first;
+    constexpr int64_t AT_ONCE = 16;  // tokens that stay in a core's smallest cache while its heads pass
     static thread_local std::vector<float> space;
-    space.resize(D);
-    auto for_each_token = [&](const Stored* cache, auto use) {  // calls use(t, K or V of token first + t)
-        for (int64_t start = first; start < end; start = (start / block_size + 1) * block_size) {
-            const int64_t stop = std::min((start / block_size + 1) * block_size, end);
-            const Stored* token = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
-            for (int64_t t = start - first; t < stop - first; t++, token += G * D) use(t, numbers(token, space.data(), D));
+    space.resize(AT_ONCE * D);
+    // Calls use(h, t, count, K or V of `count` tokens from first + t on) for each head.
+    auto for_each_head = [&](const Stored* cache, auto use) {
+        for (int64_t start = first, stop; start < end; start = stop) {
+            stop = std::min({(start / block_size + 1) * block_size, start + AT_ONCE, end});
+            const Stored* tokens = cache + (table[start / block_size] * block_size + start % block_size) * G * D;
+            for (int64_t g = 0; g < groups; g++) {
+                const Numbers of_tokens = numbers(tokens + g * D, stop - start, G * D, space.data(), D);
+                for (int64_t h = g * heads; h < (g + 1) * heads; h++) use(h, start - first, stop - start, of_tokens);
+            }
         }
     };
-    static thread_local std::vector<float> weights;
-    weights.resize(heads * len);
-    for_each_token(k_cache, [&](int64_t t, const float* k) {
-        for (int64_t h = 0; h < heads; h++) weights[h * len + t] = scale * dot(query + h * D, k, D);
+    static thread_local std::vector<float> of_thread;
+    of_thread.resize(groups * heads * len);
+    float* weights = of_thread.data();
+    for_each_head(k_cache, [&](int64_t h, int64_t from, int64_t count, Numbers k) {
+        for (int64_t t = 0; t < count; t++)
+            weights[h * len + from + t] = scale * dot(query + h * D, k.first + t * k.stride, D);
     });
-    for (int64_t h = 0; h < heads; h++) {
-        float* row = &weights[h * len];
+    for (int64_t h = 0; h < groups * heads; h++) {
+        float* row = weights + h * len;
         if (softcap > 0) {
 #pragma omp simd
             for (int64_t t = 0; t < len; t++) row[t] = softcap * (1 - 2 / (1 + exponential(2 * row[t] / softcap)));
@@ -237,14 +314,9 @@ static void attend(const float* query, const Stored* k_cache, const Stored* v_ca
 #pragma omp simd
         for (int64_t t = 0; t < len; t++) row[t] /= total;
     }
-    std::fill(out, out + heads * D, 0.0f);
-    for_each_token(v_cache, [&](int64_t t, const float* v) {
-        for (int64_t h = 0; h < heads; h++) {
-            const float weight = weights[h * len + t];
-            float* sum = out + h * D;
-#pragma omp simd
-            for (int64_t i = 0; i < D; i++) sum[i] += weight * v[i];
-        }
+    std::fill(out, out + groups * heads * D, 0.0f);
+    for_each_head(v_cache, [&](int64_t h, int64_t from, int64_t count, Numbers v) {
+        add_values<DIM>(weights + h * len + from, v, count, out + h * D, D);
     });
 }
 
@@ -254,14 +326,14 @@ static void decode_all(
     const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
     int64_t block_size, int64_t window, float scale, float v_scale, float softcap) {
     const int64_t heads = H / G;
-    const int64_t at_once = B > 8 ? G : 1;  // one thread takes all KV heads of a sequence: they are neighbours in memory
+    const int64_t groups = B > 8 ? G : 1;  // KV heads of a sequence that one thread takes: they are neighbours in memory
     const auto attend_dim = D == 64 ? attend<64, Stored> : D == 128 ? attend<128, Stored> : attend<0, Stored>;
-#pragma omp parallel for collapse(2) schedule(dynamic, at_once)
+#pragma omp parallel for collapse(2) schedule(dynamic)
     for (int64_t b = 0; b < B; b++)
-        for (int64_t g = 0; g < G; g++)
+        for (int64_t g = 0; g < G; g += groups)
             attend_dim(q + b * q_stride + g * heads * D, k_cache + g * D, v_cache + g * D, tables + b * W,
-                       std::max<int64_t>(0, lens[b] - window), lens[b], heads, G, D, block_size, scale, v_scale, softcap,
-                       sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
+                       std::max<int64_t>(0, lens[b] - window), lens[b], groups, heads, G, D, block_size, scale, v_scale,
+                       softcap, sinks ? sinks + g * heads : nullptr, out + (b * H + g * heads) * D);
 }
 
 // Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
@@ -276,4 +348,114 @@ extern "C" void decode_attention(
     else
         decode_all(q, static_cast<const float*>(k_cache), static_cast<const float*>(v_cache), lens, tables, sinks, out, B,
                    q_stride, H, G, D, W, block_size, window, scale, 1.0f, softcap);
+}
+
+// An integer of the bits of a float. Integers are in the order of the floats, and 0 is equal to -0. The compiler, which takes
+// no float for a NaN or an infinity, cannot take these for anything else.
+static inline int32_t order_of(int32_t bits) {
+    const int32_t order = bits ^ ((bits >> 31) & INT32_MAX);  // those of negative floats grow downwards: turn them round
+    return order + (order == -1);
+}
+
+// Find the largest of the logits [B, V] of each row, given by their bits: its value, and the first place where it stands. A
+// row whose largest is not finite, or that has a NaN, gets the place -1; its value is infinity, or -infinity if all are that.
+extern "C" void arg_max(const int32_t* logits, int64_t* tokens, int32_t* values, int64_t B, int64_t V) {
+    constexpr int64_t AT_ONCE = 512;
+    constexpr int32_t INFINITE = 0x7f800000;
+#pragma omp parallel for if (B * V > 65536)
+    for (int64_t b = 0; b < B; b++) {
+        const int32_t* row = logits + b * V;
+        int32_t largest = INT32_MIN, has_nan = 0;
+        int64_t place = 0;  // at first that of AT_ONCE logits, the first among which the largest is
+        for (int64_t from = 0; from < V; from += AT_ONCE) {
+            const int64_t to = std::min(from + AT_ONCE, V);
+            int32_t peak = INT32_MIN;
+#pragma omp simd reduction(max : peak) reduction(| : has_nan)
+            for (int64_t i = from; i < to; i++) {
+                peak = std::max(peak, order_of(row[i]));
+                has_nan |= (row[i] & INT32_MAX) > INFINITE;
+            }
+            if (peak > largest) {
+                largest = peak;
+                place = from;
+            }
+        }
+        while (order_of(row[place]) != largest) place++;
+        const bool is_finite = !has_nan && (row[place] & INFINITE) != INFINITE;
+        tokens[b] = is_finite ? place : -1;
+        values[b] = has_nan ? INFINITE : row[place];
+    }
+}
+
+// ---- a decoder ----
+
+// The kernels of quantised_ops.cpp, or null where no weight needs them.
+struct QuantisedKernels {
+    void (*int8_linear)(const float*, const int8_t*, const float*, const float*, float*, int64_t, int64_t, int64_t);
+    void (*grouped_linear)(const float*, const uint32_t*, const float*, const uint8_t*, const float*, float*, int64_t, int64_t,
+                           int64_t, int64_t, int64_t);
+};
+
+// A linear layer: see Linear in decoder.py. What its kind does not need is 0.
+struct Linear {
+    const void* weights;
+    const float* scales;
+    const uint8_t* zeros;
+    const float* bias;
+    int64_t kind, bits, group;
+};
+
+// A layer with its part of the KV cache: see Layer in decoder.py.
+struct Layer {
+    Linear qkv, o, gate_up, down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *cos_sin, *sinks;
+    float *k_cache, *v_cache;
+    int64_t hidden, heads, kv_heads, head_dim, intermediate, window;
+    float input_eps, post_eps, qk_eps, scale, softcap;
+};
+
+// Run one token of each of B sequences through all layers, in place: x [B, hidden].
+extern "C" void decode(const QuantisedKernels* quantised, const Layer* layers, int64_t count, float* x,
+                       const int64_t* positions, const int64_t* slots, const int32_t* lens, const int32_t* tables,
+                       int64_t B, int64_t W, int64_t block_size) {
+    std::vector<float> normed, heads, attended, both, activated, added;
+    auto project = [&](const Linear& linear, const float* from, float* to, int64_t K, int64_t N) {
+        if (linear.kind == INT8)
+            quantised->int8_linear(from, static_cast<const int8_t*>(linear.weights), linear.scales, linear.bias, to, B, K, N);
+        else if (linear.kind == GROUPED)
+            quantised->grouped_linear(from, static_cast<const uint32_t*>(linear.weights), linear.scales, linear.zeros,
+                                      linear.bias, to, B, K, N, linear.bits, linear.group);
+        else
+            multiply_any(static_cast<Kind>(linear.kind), from, linear.weights, {linear.bias, nullptr}, to, B, K, N);
+    };
+    auto project_and_add = [&](const Linear& linear, const float* from, int64_t K, int64_t N) {
+        if (linear.kind != INT8 && linear.kind != GROUPED) {
+            multiply_any(static_cast<Kind>(linear.kind), from, linear.weights, {linear.bias, x}, x, B, K, N);
+            return;
+        }
+        project(linear, from, added.data(), K, N);
+        for (int64_t i = 0; i < B * N; i++) x[i] += added[i];
+    };
+    for (const Layer* layer = layers; layer < layers + count; layer++) {
+        const int64_t hidden = layer->hidden, H = layer->heads, G = layer->kv_heads, D = layer->head_dim;
+        const int64_t F = layer->intermediate, width = (H + 2 * G) * D;
+        normed.resize(B * hidden);
+        added.resize(B * hidden);
+        heads.resize(B * width);
+        attended.resize(B * H * D);
+        both.resize(B * 2 * F);
+        activated.resize(B * F);
+
+        rms_norm(x, layer->input_norm, normed.data(), B, hidden, layer->input_eps);
+        project(layer->qkv, normed.data(), heads.data(), hidden, width);
+        qk_norm_rope_store(heads.data(), layer->q_norm, layer->k_norm, layer->cos_sin, positions, slots, layer->k_cache,
+                           layer->v_cache, B, H, G, D, layer->qk_eps);
+        decode_attention(heads.data(), layer->k_cache, layer->v_cache, nullptr, lens, tables, layer->sinks, attended.data(),
+                         B, width, H, G, D, W, block_size, layer->window, layer->scale, layer->softcap);
+        project_and_add(layer->o, attended.data(), H * D, hidden);
+        rms_norm(x, layer->post_norm, normed.data(), B, hidden, layer->post_eps);
+        project(layer->gate_up, normed.data(), both.data(), hidden, 2 * F);
+        silu_and_mul(both.data(), activated.data(), B, F);
+        project_and_add(layer->down, activated.data(), F, hidden);
+    }
 }

@@ -21,10 +21,6 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.library_cache import load_library, open_cache
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
-from nanovllm.layers.linear import RowParallelLinear, StackedLinear
-from nanovllm.layers.norm import RMSNorm
-
-Linear = StackedLinear | RowParallelLinear
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
@@ -40,19 +36,22 @@ KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 # The kinds of each kernel's arguments, in order, by the letters above.
 ARGUMENTS = {
     "panel_width": "",
-    "linear": "ppppnnn",
-    "norm_linear": "pppppnnnf",
-    "output_and_mlp": "ppppppppppnnnnf",
+    "takes_float16": "",
+    "linear": "ppppnnnn",
     "rms_norm": "pppnnf",
     "silu_and_mul": "ppnn",
     "qk_norm_rope_store": "ppppppppnnnnf",
     "decode_attention": "ppppppppnnnnnnnnff",
+    "arg_max": "pppnn",
+    "decode": "ppnpppppnnn",
 }
+# The dtypes of panels, by the number that C++ has for them.
+PANEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Load the kernels; compile them first, in two seconds, unless an earlier start kept them.
+    """Load the kernels; compile them first, in four seconds, unless an earlier start kept them.
 
     Returns None if there is no compiler, or if it fails.
     """
@@ -100,11 +99,10 @@ def find_compiler() -> list[str] | None:
     return command if shutil.which(command[0]) else None
 
 
-def file_name(command: list[str], source: Path | None = None) -> str:
-    """Return the file name of the library that `command` makes of a source, or SOURCE, here."""
+def file_name(command: list[str], source: Path) -> str:
+    """Return the file name of the library that `command` makes of a source here."""
     # Machines may share a home folder, but code of -march=native fits one CPU. So the CPU is part
     # of the name.
-    source = source or SOURCE
     parts = [source.read_bytes(), shlex.join(command).encode(), this_cpu().encode()]
     return f"{source.stem}-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}.so"
 
@@ -150,13 +148,21 @@ def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | N
 def pack(weight: Tensor) -> Tensor | None:
     """Copy a weight [N, K] into the order in which `linear` reads it: panels [N / width, K, width].
 
-    Returns None if the width of a panel does not divide N.
+    The panels are in bfloat16 or float16 if that changes no number, as it changes none of a
+    checkpoint in this dtype: a step of few tokens takes the time in which memory yields the
+    weights. The kernels compute in float32 all the same. Returns None if the width of a panel does
+    not divide N.
     """
     kernels = load()
     assert kernels is not None
     width = kernels.panel_width()
     if len(weight) % width:
         return None
+    for dtype in PANEL_DTYPES[1 : 3 if kernels.takes_float16() else 2]:
+        halves = weight.to(dtype)
+        if torch.equal(halves.float(), weight):
+            weight = halves
+            break
     return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
 
@@ -164,34 +170,21 @@ def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W^T + bias for packed weights: [..., K] -> [..., N]."""
     num_panels, inputs, width = panels.shape
     out = x.new_empty(*x.shape[:-1], num_panels * width)
-    _call("linear", x.contiguous(), panels, bias, out, x.numel() // inputs, inputs, out.shape[-1])
+    sizes = x.numel() // inputs, inputs, out.shape[-1]
+    kind = PANEL_DTYPES.index(panels.dtype)
+    _call("linear", x.contiguous(), panels, bias, out, *sizes, kind)
     return out
 
 
-def norm_linear(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-    """Norm each row of x, and multiply by packed weights: [T, K] -> [T, N]."""
-    num_panels, inputs, width = linear.weight.shape
-    out = x.new_empty(len(x), num_panels * width)
-    sizes = len(x), inputs, out.shape[1]
-    _call("norm_linear", x, norm.weight, linear.weight, linear.bias, out, *sizes, norm.eps)
-    return out
+def arg_max(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the place of the largest logit of each row, the first of equals, and its value.
 
-
-def output_and_mlp(
-    x: Tensor, attended: Tensor, o_proj: Linear, norm: RMSNorm, gate_up: Linear, down: Linear
-) -> Tensor:
-    """Compute the second half of a decoder layer by packed weights: [T, hidden] -> [T, hidden].
-
-    x is the layer's input, and attended [T, H D] is its attention before the output projection.
+    Rows [B, V] without a finite largest logit get the results that layers/sampler.py says.
     """
-    out = torch.empty_like(x)
-    weights: list[Tensor | None] = []
-    for part in (gate_up, down):
-        weights += [part.weight, part.bias]
-    sizes = len(x), attended.shape[1], x.shape[1], down.weight.shape[1]
-    tensors = x, attended, o_proj.weight, o_proj.bias, norm.weight, *weights, out
-    _call("output_and_mlp", *tensors, *sizes, norm.eps)
-    return out
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    values = logits.new_empty(len(logits))
+    _call("arg_max", logits.contiguous(), tokens, values, *logits.shape)
+    return tokens, values
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops
-from nanovllm.backends.cpu.quantised import use_cpp_weights
 from nanovllm.layers.attention import PackedKV, PagedKV, SelfAttention, store_kv
 from nanovllm.layers.context import PrefillMetadata, current_metadata
 from nanovllm.layers.embedding import ParallelLMHead
@@ -22,29 +21,9 @@ from nanovllm.layers.linear import RowParallelLinear, StackedLinear
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.models.transformer import DecoderLayer
 
 # Rows that an MLP computes at once, so that what lies between its products fits the CPU's cache.
 ROWS = 1024
-
-
-def use_cpu_layers(model: nn.Module) -> None:
-    """Replace the layers of a loaded model by faster ones, in place. The model may be of any dtype.
-
-    In a dtype that oneDNN does not compute in on this CPU, the layers stay as they are.
-    """
-    dtype = next(model.parameters()).dtype
-    if has_cpp(dtype) or can_pack(dtype):
-        pack_weights(model)
-    use_cpp_weights(model)
-    if has_cpp(dtype):
-        use_cpp(model)
-        # The module knows the layers of this one.
-        from nanovllm.backends.cpu.quantised_decoder import CppQuantisedDecoder
-
-        for module in model.modules():
-            if CppQuantisedDecoder.suits(module):
-                module.__class__ = CppQuantisedDecoder
 
 
 def has_cpp(dtype: torch.dtype) -> bool:
@@ -157,9 +136,6 @@ def use_cpp(model: nn.Module) -> None:
             module.__class__ = CppGatedMLP
         elif type(module) is RMSNorm:
             module.__class__ = CppRMSNorm
-    for module in model.modules():
-        if type(module) is DecoderLayer and CppDecoderLayer.suits(module):
-            module.__class__ = CppDecoderLayer
 
 
 class CppRMSNorm(RMSNorm):
@@ -217,16 +193,12 @@ class CppSelfAttention(CppDecodeAttention):
         return type(plain.rotary) is RotaryEmbedding and norms in ({RMSNorm}, {nn.Identity})
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.o_proj(self.attend_projected(self.qkv_proj(x), positions))
-
-    def attend_projected(self, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Attend with what qkv_proj returned: [T, (H + 2G) D] -> [T, H D]."""
         metadata = current_metadata()
         q_weight, k_weight, eps = None, None, 0.0
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             q_weight, k_weight, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
         q, k, v = cpp_ops.qk_norm_rope_store(
-            qkv,
+            self.qkv_proj(x),
             head_dim=self.head_dim,
             num_kv_heads=self.num_kv_heads,
             q_weight=q_weight,
@@ -239,34 +211,4 @@ class CppSelfAttention(CppDecodeAttention):
         )
         if self.kv_cache.scales is not None:
             k, v = store_kv(k, v, self.kv_cache, metadata.slot_mapping)
-        return self.attend_stored(q, k, v, metadata).flatten(1)
-
-
-class CppDecoderLayer(DecoderLayer):
-    """A decoder layer that calls C++ four times, so that Python takes less of a short step."""
-
-    @staticmethod
-    def suits(layer: DecoderLayer) -> bool:
-        """Return whether the parts of a layer are those that the kernels compute."""
-        attention, mlp = layer.self_attn, layer.mlp
-        if type(attention) is not CppSelfAttention or type(mlp) is not CppGatedMLP:
-            return False
-        norms = {type(layer.input_layernorm), type(layer.post_attention_layernorm)}
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        # A product in several ranks is summed over the ranks before it goes on.
-        is_whole = attention.o_proj.group.size == 1
-        return norms == {CppRMSNorm} and is_whole and all(map(has_panels, linears))
-
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        attention, mlp = self.self_attn, self.mlp
-        assert isinstance(attention, CppSelfAttention) and isinstance(mlp, CppGatedMLP)
-        x = x.contiguous()
-        qkv = cpp_ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
-        return cpp_ops.output_and_mlp(
-            x,
-            attention.attend_projected(qkv, positions).contiguous(),
-            attention.o_proj,
-            self.post_attention_layernorm,
-            mlp.gate_up_proj,
-            mlp.down_proj,
-        )
+        return self.o_proj(self.attend_stored(q, k, v, metadata).flatten(1))

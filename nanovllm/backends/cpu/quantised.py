@@ -27,7 +27,6 @@ FLAGS += ["-ffp-contract=off", str(SOURCE)]
 ARGUMENTS = {
     "int8_linear": "pppppnnn",
     "grouped_linear": "ppppppnnnnn",
-    "decode": "ppnpppppnnn",
 }
 # Outputs whose weights lie together, of the two kernels.
 BLOCK, WIDE = 16, 32

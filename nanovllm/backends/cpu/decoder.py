@@ -1,23 +1,23 @@
-"""A decoder whose steps without prompts are one C++ call, if all of its weights are integers.
+"""A decoder whose steps without prompts are one C++ call.
 
-A step of one token takes little time for its products with such weights. Python would need a good
-part of it to call the kernels of each layer. The C++ code calls the same kernels in the same order,
-so results are equal to the last bit, whichever steps a sequence takes part in.
+A step of one token takes little time for its products. Python would need a good part of it to call
+the kernels of each layer. The C++ code calls the same kernels in the same order, so results are
+equal to the last bit, whichever steps a sequence takes part in.
 """
 
 import ctypes
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops, quantised
-from nanovllm.backends.cpu.layers import CppGatedMLP, CppRMSNorm, CppSelfAttention
+from nanovllm.backends.cpu.layers import CppGatedMLP, CppRMSNorm, CppSelfAttention, has_panels
 from nanovllm.backends.cpu.quantised import CppInt8Weight, CppIntegerWeight
 from nanovllm.layers.context import AttentionMetadata, current_metadata
 from nanovllm.models.transformer import Decoder, DecoderLayer
 
-KERNELS = ("rms_norm", "silu_and_mul", "qk_norm_rope_store", "decode_attention")
+# The kinds of weights after those of cpp_ops.PANEL_DTYPES: int8, and integers in groups.
+INT8, GROUPED = 3, 4
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -25,16 +25,16 @@ def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class Linear(ctypes.Structure):
-    """A linear layer, as quantised_ops.cpp has it. bits: 0 for int8 weights with int8 inputs."""
+    """A linear layer, as cpp_ops.cpp has it. What its kind does not need is 0."""
 
     _fields_ = [
         *fields(ctypes.c_void_p, "weights scales zeros bias"),
-        *fields(ctypes.c_int64, "bits group"),
+        *fields(ctypes.c_int64, "kind bits group"),
     ]
 
 
 class Layer(ctypes.Structure):
-    """A layer of the decoder and its part of the KV cache, as quantised_ops.cpp has them."""
+    """A layer of the decoder and its part of the KV cache, as cpp_ops.cpp has them."""
 
     _fields_ = [
         *fields(Linear, "qkv o gate_up down"),
@@ -46,23 +46,22 @@ class Layer(ctypes.Structure):
     ]
 
 
-class CppQuantisedDecoder(Decoder):
-    """A quantised decoder whose steps without prompts run all layers in one C++ call."""
+class CppDecoder(Decoder):
+    """A decoder whose steps without prompts run all layers in one C++ call."""
 
-    # The description of the layers. It holds as long as the KV cache lies where it did, because
-    # updates leave weights where they are.
+    # The description of the layers. It holds as long as the KV cache lies where it did, and until
+    # the layers take other weights.
     described: Any = None
     described_for: list[int] | None = None
 
     @staticmethod
     def suits(plain: nn.Module) -> bool:
         """Return whether the C++ code computes what the layers of a decoder compute."""
-        return (
-            type(plain) is Decoder
-            and all(map(is_known, plain.layers))
-            and cpp_ops.load() is not None
-            and quantised.load() is not None
-        )
+        return type(plain) is Decoder and all(map(is_known, plain.layers))
+
+    def take_weights(self, plain: nn.Module) -> None:
+        """Forget the description, because the layers' weights may lie elsewhere afterwards."""
+        self.described_for = None
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         metadata = current_metadata()
@@ -85,12 +84,13 @@ class CppQuantisedDecoder(Decoder):
         if self.described_for != where:
             self.described = (Layer * len(layers))(*map(describe, layers))
             self.described_for = where
+            self.quantised_kernels = addresses_of_quantised_kernels()
         tables = metadata.block_tables
         assert tables is not None
         cpp_ops.call(
-            quantised.load(),
+            cpp_ops.load(),
             "decode",
-            ctypes.addressof(kernels()),
+            ctypes.addressof(self.quantised_kernels),
             ctypes.addressof(self.described),
             len(layers),
             x,
@@ -103,30 +103,36 @@ class CppQuantisedDecoder(Decoder):
         )
 
 
-@cache
-def kernels() -> Any:
-    """Return the addresses of the kernels that the C++ code calls."""
-    library: Any = cpp_ops.load()
-    addresses = [ctypes.cast(library[name], ctypes.c_void_p).value for name in KERNELS]
-    return (ctypes.c_void_p * len(KERNELS))(*addresses)
+def addresses_of_quantised_kernels() -> Any:
+    """Return the addresses of quantised.ARGUMENTS, null if no layer has loaded these kernels."""
+    library: Any = quantised.load() if quantised.load.cache_info().currsize else None
+    addresses = [
+        library and ctypes.cast(library[name], ctypes.c_void_p).value
+        for name in quantised.ARGUMENTS
+    ]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def is_known(layer: Any) -> bool:
     """Return whether a layer is one that the C++ code computes."""
     if type(layer) is not DecoderLayer:
         return False
-    attention, mlp = layer.self_attn, layer.mlp
+    attention: Any = layer.self_attn
+    mlp: Any = layer.mlp
     kinds = type(layer.input_layernorm), type(layer.post_attention_layernorm), type(attention)
     if (*kinds, type(mlp)) != (CppRMSNorm, CppRMSNorm, CppSelfAttention, CppGatedMLP):
         return False
     linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-    if not all(hasattr(linear, "packed") for linear in linears):
-        return False
-    weights = [linear.packed["weight"] for linear in linears]
-    return all(
-        type(weight) in (CppInt8Weight, CppIntegerWeight) and not weight.is_split
-        for weight in weights
-    )
+    # A product in several ranks is summed over the ranks before it goes on.
+    is_whole: bool = attention.o_proj.group.size == 1
+    return is_whole and all(map(is_known_linear, linears))
+
+
+def is_known_linear(linear: Any) -> bool:
+    if not hasattr(linear, "packed"):
+        return has_panels(linear)
+    weight = linear.packed["weight"]
+    return type(weight) in (CppInt8Weight, CppIntegerWeight) and not weight.is_split
 
 
 def describe(layer: Any) -> Layer:
@@ -154,7 +160,7 @@ def describe(layer: Any) -> Layer:
         attention.num_heads,
         attention.num_kv_heads,
         attention.head_dim,
-        mlp.down_proj.packed["weight"].width,
+        mlp.down_proj.in_features,
         options.window or 2**62,
         first.eps,
         second.eps,
@@ -165,14 +171,16 @@ def describe(layer: Any) -> Layer:
 
 
 def describe_linear(layer: Any) -> Linear:
+    if not hasattr(layer, "packed"):
+        kind = cpp_ops.PANEL_DTYPES.index(layer.weight.dtype)
+        return Linear(pointer(layer.weight), None, None, pointer(layer.bias), kind)
     weight = layer.packed["weight"]
-    zeros, bits, group = None, 0, 0
-    if isinstance(weight, CppIntegerWeight):
-        bits, group = weight.scheme.bits, weight.words_of_group
-        zeros = pointer(weight.zeros) if weight.scheme.has_zeros else None
-    return Linear(
-        pointer(weight.codes), pointer(weight.scales), zeros, pointer(layer.bias), bits, group
-    )
+    tensors = pointer(weight.codes), pointer(weight.scales)
+    if isinstance(weight, CppInt8Weight):
+        return Linear(*tensors, None, pointer(layer.bias), INT8)
+    zeros = pointer(weight.zeros) if weight.scheme.has_zeros else None
+    sizes = weight.scheme.bits, weight.words_of_group
+    return Linear(*tensors, zeros, pointer(layer.bias), GROUPED, *sizes)
 
 
 def pointer(x: Tensor | None) -> int | None:
