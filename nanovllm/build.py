@@ -150,7 +150,16 @@ def quantization_of(config: Config, model_config: ModelConfig) -> Quantization |
     """Return the formats of the model's weights; None: its layers are plain."""
     if config.kv_cache_dtype == "fp8":
         check_kv_cache_scheme(model_config.quantization_config)
-    return read_quantization(model_config.quantization_config, config.quantization)
+    on_gpu = config.device.startswith("cuda") or (
+        config.device == "auto" and torch.cuda.is_available()
+    )
+    return read_quantization(
+        model_config.quantization_config,
+        config.quantization,
+        # On an H200, kernels multiply faster by packed experts than by dequantised ones in decode
+        # steps, and take 8 % longer for 8,192 tokens. On a CPU, packed ones take ten times as long.
+        keeps_mxfp4=on_gpu and config.kernels == "auto",
+    )
 
 
 def choose_exchange(

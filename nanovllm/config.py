@@ -171,7 +171,8 @@ class Config:
     quantization: str | None = option(
         None,
         'format of the weights; `None`: the checkpoint\'s; `"fp8"` or, on a CPU, `"int8"`: '
-        'quantise a checkpoint that is not quantised; `"mxfp4"`: keep gpt-oss packed; or the '
+        'quantise a checkpoint that is not quantised; `"mxfp4"`: keep gpt-oss packed on a CPU, '
+        "too; or the "
         "`quant_method` of the checkpoint",
         read=read_quantization,
     )
