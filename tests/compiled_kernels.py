@@ -26,6 +26,7 @@ from nanovllm.backends.cuda.triton import (
     fp8_linear,
     gated_delta,
     gemv,
+    invariant_linear,
     moe,
     moe_packed,
     packed_linear,
@@ -100,6 +101,7 @@ def run_all() -> None:
     x, weight = new(rows, HIDDEN), new(HIDDEN)
     gemv.linear(x, new(64, HIDDEN), new(64))
     gemv.gated_linear(x, new(128, HIDDEN))
+    invariant_linear.linear(x, new(64, HIDDEN), new(64))
     many = new(64, HIDDEN)
     tiling = decode_gemm.Tiling(32, 2, 3)
     decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)

@@ -1014,9 +1014,9 @@ def test_prefill_attention_by_tiles_equals_its_twin(
     meta = PrefillMetadata(starts_q, starts_k, 200, 200 + cached, tables if cached else None)
     args = meta, AttentionOptions(0.1, window, softcap, some_sinks(sinks, torch.float16))
     fetched = []
-    make = prefill_attention._tiles
+    make = prefill_attention.describe_keys
     monkeypatch.setattr(
-        prefill_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
+        prefill_attention, "describe_keys", lambda x, rows: fetched.append(rows) or make(x, rows)
     )
     kv = PagedKV(cache, tables) if cached else PackedKV(k, v)
     expected = plain.prefill_attention(q[:264], kv, *args)
