@@ -171,7 +171,8 @@ class Config:
     quantization: str | None = option(
         None,
         'format of the weights; `None`: the checkpoint\'s; `"fp8"` or, on a CPU, `"int8"`: '
-        'quantise a checkpoint that is not quantised; `"mxfp4"`: keep gpt-oss packed; or the '
+        'quantise a checkpoint that is not quantised; `"mxfp4"`: keep gpt-oss packed on a CPU, '
+        "too; or the "
         "`quant_method` of the checkpoint",
         read=read_quantization,
     )
@@ -218,6 +219,11 @@ class Config:
         'what layers compute with; `"auto"`: kernels made by hand for the device; `"plain"`: '
         'PyTorch\'s; `"compile"`: those that torch.compile makes',
         choices=("auto", "plain", "compile"),
+    )
+    batch_invariant: bool = option(
+        False,
+        "give a request the same tokens and log-probabilities, to the bit, whatever runs beside "
+        "it; for dense models such as Qwen3 in bfloat16 on one Hopper GPU",
     )
     overlap: bool | None = option(
         None, "launch a step before the last one's tokens are read; `None`: on a GPU alone"

@@ -36,6 +36,8 @@ from nanovllm.backends.cuda.triton import (
     fp8_inputs,
     fp8_linear,
     gated_delta,
+    invariant_attention,
+    invariant_linear,
     linear,
     moe,
     moe_packed,
@@ -202,6 +204,33 @@ def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"decode gated {rows} {outputs}", partial(run, rows, outputs, 1024, True)
     yield "prefill gated", partial(run, 16384, 6144, 1024, True)
     yield "prefill gated gelu", partial(run, 16384, 6144, 1024, True, True)
+
+
+def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
+    """Yield cases of the kernels of batch_invariant, which serve Hopper alone."""
+
+    def products(rows):
+        x, weight = new(rows, 1024, dtype=dtype), new(4096, 1024, dtype=dtype)
+        invariant_linear.linear(x, weight, new(4096, dtype=dtype))
+        invariant_linear.gated_linear(x, weight)
+
+    def attention(head_dim):
+        options = AttentionOptions(0.1, softcap=50.0, window=1024)
+        ends, tables = new(2, dtype=torch.int32), new(1, 16, dtype=torch.int32)
+        q = new(512, 8, head_dim, dtype=dtype)
+        kv = PagedKV(new_cache(256, 4, head_dim, dtype, False), tables, new(1, dtype=torch.int32))
+        meta = PrefillMetadata(ends, ends, 512, 512, tables)
+        invariant_attention.prefill_attention(q, kv, meta, options)
+        invariant_attention.decode_attention(q[:1], kv, options)
+
+    def on_hopper(run, size):
+        if dispatch.is_hopper(torch.device("cpu")):
+            run(size)
+
+    for rows in (1, 32, 64, 256, 16384):
+        yield f"invariant products {rows}", partial(on_hopper, products, rows)
+    for head_dim in (64, 128, 256):
+        yield f"invariant attention {head_dim}", partial(on_hopper, attention, head_dim)
 
 
 def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
@@ -463,6 +492,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             yield f"{name}, heads of {head_dim}", run
     makers = (
         linear_cases,
+        invariant_cases,
         fp8_cases,
         packed_cases,
         moe_cases,

@@ -25,6 +25,7 @@ from nanovllm.backends.cuda.triton import (
     fp8_linear,
     gated_delta,
     gemv,
+    invariant_linear,
     moe,
     moe_packed,
     packed_linear,
@@ -105,6 +106,7 @@ def run_all() -> None:
     x, weight = new(rows, HIDDEN), new(HIDDEN)
     gemv.linear(x, new(64, HIDDEN), new(64))
     gemv.gated_linear(x, new(128, HIDDEN))
+    invariant_linear.linear(x, new(64, HIDDEN), new(64))
     many = new(64, HIDDEN)
     tiling = decode_gemm.Tiling(32, 2, 3)
     decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)
@@ -116,6 +118,8 @@ def run_all() -> None:
     chosen = fp8_linear.Tiling(64, 64, 2, warps=4, stages=3)
     inputs = fp8_inputs.quantise(many, matrix)
     fp8_linear.multiply(inputs, matrix, new(64), x.dtype, chosen)
+    one = fp8_inputs.quantise(new(1, HIDDEN), matrix)
+    fp8_linear.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
     packed_linear.few_rows_linear(x, packed, new(64))

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 from effort import spread
 from test_kernels import DEVICE, DTYPES, assert_close
 
-from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear
+from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
+from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.fp8_linear import Tiling
 from nanovllm.backends.quantised.fp8 import rounded, scale_for
@@ -152,3 +153,14 @@ def test_formats_that_no_kernel_knows_are_told():
         assert not fp8_linear.suits(x, matrix._replace(group=group))
     assert not fp8_linear.suits(x[:0], matrix)
     assert not fp8_linear.suits(x, matrix._replace(codes=matrix.codes[:, :280]))
+
+
+@pytest.mark.parametrize("name", ["blocks", "rows and tokens", "weights alone, blocks"])
+def test_a_row_of_several_parts_equals_the_plain_layers_product(name):
+    inputs = 4 * WORDS_OF_PART + 32
+    matrix = make_matrix(*FORMATS[name], inputs)
+    x = make_inputs(1, inputs, torch.float16)
+    rows = fp8_inputs.as_rows(x, matrix)
+    assert fp8_gemv.suits(rows, matrix)
+    out = fp8_gemv.linear(rows, matrix, None, torch.float32)
+    assert_close(out, expected(x, matrix).float())

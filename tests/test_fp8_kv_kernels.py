@@ -134,9 +134,9 @@ def test_prompts_by_tiles_equal_their_twin(is_graph, monkeypatch):
     lens_q, lens_k = [1, 63, 200], [63, 364, 501]
     cache, tables = paged_cache(lens_k, 2, 64, 128)
     fetched = []
-    make = prefill_attention._tiles
+    make = prefill_attention.describe_keys
     monkeypatch.setattr(
-        prefill_attention, "_tiles", lambda x, rows: fetched.append(rows) or make(x, rows)
+        prefill_attention, "describe_keys", lambda x, rows: fetched.append(rows) or make(x, rows)
     )
     q, kv = randn(264, 4, 64, dtype=torch.float16), PagedKV(cache, tables)
     meta = PrefillMetadata(ends_of(lens_q), ends_of(lens_k), 200, 501, tables)

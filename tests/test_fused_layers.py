@@ -45,6 +45,7 @@ from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, FusedGatedMLP, fuse
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.linear import FASTEST
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import Fp8, Integers, Quantization
 from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers
@@ -351,12 +352,12 @@ class ThreadGroup(ParallelGroup):
 
 
 def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
-    kernels = ("rms_norm", "add_rms_norm", "norm_add_norm", "qk_norm_rope_store", "gated_linear")
-    for name in kernels:
+    for name in ("rms_norm", "add_rms_norm", "norm_add_norm", "qk_norm_rope_store"):
         # The interpreter knows no threads.
         monkeypatch.setattr(fused_layers, name, getattr(plain, name))
-    monkeypatch.setattr(
-        fused_layers, "linear", lambda x, weight, bias, out=None: F.linear(x, weight, bias)
+    products = FASTEST._replace(
+        linear=lambda x, weight, bias, out=None: F.linear(x, weight, bias),
+        gated_linear=plain.gated_linear,
     )
     monkeypatch.setattr(fused_layers, "multiply_by_sigmoid", plain.multiply_by_sigmoid)
     for module, kind in ((gated_delta, "delta_rule"), (short_conv, "convolve")):
@@ -371,7 +372,7 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     def run_rank(rank):
         model = build_model(load_model_config(folder), ThreadGroup(rank, size, meeting=state))
         load_weights(model, folder)
-        fuse(model, PLAIN_BACKEND)
+        fuse(model, PLAIN_BACKEND, products)
         overlapped_decoder.overlap_all_reduces(model)
         assert type(model.model) is overlapped_decoder.OverlappedDecoder
         results[rank] = run(model)

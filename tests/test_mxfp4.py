@@ -15,6 +15,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.quantised.config import read_quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
+from nanovllm.build import quantization_of
+from nanovllm.config import Config
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model, load_model_config, read_model_config
 from nanovllm.weights.loader import init_dummy_weights, load_weights
@@ -200,6 +202,21 @@ def test_logits_of_packed_experts_are_those_of_the_dequantised_twin(folders):
     models = packed_model(packed), load(plain)
     logits = [Driver(model, 1, 32).step({}, {0: tokens}) for model in models]
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "device, kernels, stays_packed",
+    [("cuda", "auto", True), ("auto", "auto", True), ("cuda", "plain", False)]
+    + [("cpu", "auto", False)],
+)
+def test_experts_stay_packed_by_default_where_kernels_take_them(
+    folders, device, kernels, stays_packed, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    set_quantization(folders[0], QUANTIZED)
+    config = Config(str(folders[0]), device=device, kernels=kernels)
+    formats = quantization_of(config, load_model_config(folders[0]))
+    assert (formats is not None and formats.description == "MXFP4 weights") is stays_packed
 
 
 @pytest.mark.parametrize("value", ["mxfp4", "", ["mxfp4"], 0])

@@ -37,7 +37,7 @@ from nanovllm.backends.cuda.triton.elementwise import (
     rms_norm,
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import norm_and_quantise
-from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
+from nanovllm.backends.cuda.triton.linear import FASTEST, Products
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
 from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
 from nanovllm.layers.attention import SelfAttention
@@ -76,8 +76,11 @@ from nanovllm.models.transformer import Decoder, DecoderLayer, LinearAttentionLa
 MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 
 
-def fuse(model: nn.Module, backend: AttentionBackend) -> None:
-    """Turn the model's layers into fused ones, where their class and options are known here."""
+def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTEST) -> None:
+    """Turn the model's layers into fused ones, where their class and options are known here.
+
+    products: the products of linear layers whose weights are plain.
+    """
     for module in reversed(list(model.modules())):  # children before their parents
         use_packed_kernels(module)
         fused = fused_class(type(module))
@@ -87,6 +90,8 @@ def fuse(model: nn.Module, backend: AttentionBackend) -> None:
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
+            if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+                module.products = products
 
 
 def fused_class(plain: type[nn.Module]) -> type[nn.Module] | None:
@@ -123,12 +128,14 @@ class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
 class FusedLinear(StackedLinear):
     """The products of fused linear layers. In its subclasses it comes before the plain layer."""
 
+    products = FASTEST
+
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Multiply x [T, K] by the weight -> [T, N]. `out`: memory that the result may take."""
-        return linear(x, self.weight, bias, out)
+        return self.products.linear(x, self.weight, bias, out)
 
 
 class FusedReplicatedLinear(FusedLinear, ReplicatedLinear):
@@ -145,11 +152,11 @@ class FusedMergedColumnParallelLinear(FusedLinear, MergedColumnParallelLinear):
 
         reader: the layer that takes the result.
         """
-        return gated_linear(x, self.weight, self.bias, gelu)
+        return self.products.gated_linear(x, self.weight, self.bias, gelu)
 
     def warmup_gated(self, gelu: bool) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
-        warmup_gated_linear(self.weight, self.bias, gelu)
+        self.products.warmup_gated_linear(self.weight, self.bias, gelu)
 
 
 class FusedQKVParallelLinear(FusedLinear, QKVParallelLinear):
@@ -159,6 +166,7 @@ class FusedQKVParallelLinear(FusedLinear, QKVParallelLinear):
 class FusedRowParallelLinear(RowParallelLinear):
     """A row-parallel linear layer whose sum over the ranks can be left to the next norm."""
 
+    products = FASTEST
     multiplier: float | None = None  # multiplies the result; None: 1
 
     def forward(self, x: Tensor) -> Tensor:
@@ -166,7 +174,7 @@ class FusedRowParallelLinear(RowParallelLinear):
 
     def product(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Multiply x [T, K] by the weight -> [T, N]. `out`: memory that the result may take."""
-        return linear(x, self.weight, bias, out)
+        return self.products.linear(x, self.weight, bias, out)
 
     def partial(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the sum. `out`: memory that the result may take."""
@@ -177,6 +185,8 @@ class FusedRowParallelLinear(RowParallelLinear):
 class FusedLMHead(ParallelLMHead):
     """A head that pads its rows to the number of rows of a decode step."""
 
+    products = FASTEST
+
     def forward(self, hidden: Tensor) -> Tensor:
         # cuBLAS has a kernel for every few numbers of rows, and took 20 to 40 ms to load one on an
         # H200. The kernels for decode steps are loaded already.
@@ -184,7 +194,7 @@ class FusedLMHead(ParallelLMHead):
         padding = (size_for(rows, SIZES) or rows) - rows
         if padding:
             hidden = F.pad(hidden, (0, 0, 0, padding))
-        return linear(hidden, self.weight, None)[:rows]
+        return self.products.linear(hidden, self.weight, None)[:rows]
 
 
 class FusedSelfAttention(SelfAttention):

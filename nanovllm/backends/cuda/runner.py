@@ -37,6 +37,13 @@ from nanovllm.backends.cuda.fused_layers import (
     kind_of,
 )
 from nanovllm.backends.cuda.fused_recurrent import FUSED_RECURRENT, warmup_recurrent
+from nanovllm.backends.cuda.invariant import (
+    approve_products,
+    check_model,
+    invariant_attention,
+    make_prompt_records,
+    warmup_products,
+)
 from nanovllm.backends.cuda.memory_budget import MemoryBudget
 from nanovllm.backends.cuda.overlapped_decoder import (
     MIN_ROWS,
@@ -47,6 +54,7 @@ from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
 from nanovllm.backends.cuda.triton import elementwise, sampler
+from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
@@ -115,6 +123,14 @@ class CUDAModelRunner(ModelRunner):
         if not self._has_own_kernels:
             self._backend = PLAIN_BACKEND
             return model
+        if config.batch_invariant:
+            self._backend = invariant_attention()
+            fuse(model, self._backend, INVARIANT_PRODUCTS)
+            check_model(model, self.dtype)
+            if self.score_prompts is not None:
+                self.score_prompts = partial(self.score_prompts, make=make_prompt_records)
+            self.attention_name = self._backend.name
+            return model
         layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
         self._backend = select_attention_backend(
             config.attention_backend,
@@ -178,6 +194,8 @@ class CUDAModelRunner(ModelRunner):
         mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
         for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
             mlp.warmup()
+        if self.config.batch_invariant:
+            warmup_products(self.model)
 
     @contextmanager
     def _dry_run(self) -> Iterator[None]:
@@ -210,7 +228,7 @@ class CUDAModelRunner(ModelRunner):
             tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
             self._backend.prefill(q, layer.prefill_kv(k, v, tiled), tiled, layer.options)
         for size in self.decode_sizes:
-            if size >= MIN_SHARING:
+            if size >= MIN_SHARING and not self.config.batch_invariant:
                 q = torch.zeros(size, heads[0], layer.head_dim, **options)
                 lens = torch.ones(size, dtype=torch.int32, device=self.device)
                 kv = PagedKV(layer.kv_cache, tables[:1].repeat(size, 1), lens)
@@ -220,6 +238,8 @@ class CUDAModelRunner(ModelRunner):
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
             make_factors(self.model)
+            if self.config.batch_invariant:
+                approve_products(self.model, {*SIZES, *self.decode_sizes})
             # Plain attention, plain experts and plain recurrent layers wait for the device, which a
             # graph cannot hold.
             is_plain = self._backend is PLAIN_BACKEND or any(
@@ -364,6 +384,7 @@ class CUDAModelRunner(ModelRunner):
         """Run a decode step by a graph if there is one for its size, else kernel by kernel."""
         count, shared_tokens = len(slots), batch.shared_blocks * self.block_size
         shares = count >= MIN_SHARING and shared_tokens >= MIN_SHARED_TOKENS
+        shares &= not self.config.batch_invariant
         if shares and shared_tokens != self._shared_len_holds:
             self._shared_len_holds = None
             self._shared_len.fill_(shared_tokens)

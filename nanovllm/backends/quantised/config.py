@@ -146,11 +146,14 @@ class Quantization:
         return " and ".join(sorted(formats))
 
 
-def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
+def read_quantization(
+    config: Any, wanted: str | None, *, keeps_mxfp4: bool = False
+) -> Quantization | None:
     """Read which formats a model's weights have; None: the layers stay plain.
 
     config: The checkpoint's quantization_config, or None.
     wanted: The option `quantization`.
+    keeps_mxfp4: Whether weights in MXFP4 stay packed where the option does not say so.
     Raises ValueError for a format that is not run here, and where `wanted` is another one.
     """
     if not config:
@@ -177,7 +180,7 @@ def read_quantization(config: Any, wanted: str | None) -> Quantization | None:
             f"or give a checkpoint in {wanted}"
         )
     rules = READERS[method](config)
-    if method == "mxfp4" and wanted is None:
+    if method == "mxfp4" and wanted is None and not keeps_mxfp4:
         return None  # the loader dequantises it
     return Quantization(
         method,

@@ -10,7 +10,7 @@ logits are computed for a few tokens at a time, and only the requested log-proba
 Shapes: P tokens of prompt chunks; R of these whose next token is scored; V vocabulary entries.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,12 +65,17 @@ class PromptLogprobs:
 
 
 def score_prompts(
-    runner: "ModelRunner", hidden: Tensor, chunks: Sequence[PrefillChunk]
+    runner: "ModelRunner",
+    hidden: Tensor,
+    chunks: Sequence[PrefillChunk],
+    make: Callable[[Tensor, Tensor, int], Tensor] | None = None,
 ) -> PromptLogprobs:
     """Compute the log-probabilities that `chunks` ask for. At least one chunk asks for some.
 
-    hidden [P, hidden size] are the hidden states of all tokens of the chunks, packed.
+    hidden [P, hidden size] are the hidden states of all tokens of the chunks, packed. `make` takes
+    the arguments of make_records, in whose place it is called.
     """
+    make = make or make_records
     rows: list[int] = []
     token_ids: list[int] = []
     asking: list[tuple[int, int]] = []
@@ -88,7 +93,7 @@ def score_prompts(
     for piece, tokens in zip(*[x.split(ROWS_AT_ONCE) for x in wanted]):
         logits = runner.model.compute_logits(hidden[piece])
         logits = runner.group.gather_vocab(logits, runner.vocab_size)
-        records.append(make_records(logits, tokens, most))
+        records.append(make(logits, tokens, most))
     return PromptLogprobs(asking, torch.cat(records))
 
 

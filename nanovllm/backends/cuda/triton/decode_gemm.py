@@ -156,7 +156,7 @@ def _descriptors(x: Tensor, weight: Tensor, block_n: int) -> tuple:
 
 
 @triton.jit
-def _prefetch(weight, first_row, K, begin, end, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def prefetch(weight, first_row, K, begin, end, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """Ask for rows of the weights, by lines of 128 bytes, without waiting for them.
 
     The memory delivers them to the L2 cache.
@@ -196,7 +196,7 @@ def _linear_kernel(
     span = K // SPLITS
     begin = split * span
     if PDL and m == 0:
-        _prefetch(
+        prefetch(
             weight, n * BLOCK_N, K, begin, begin + tl.minimum(span, PREFETCH), BLOCK_N, BLOCK_K
         )
     wait_for_inputs(PDL)
@@ -241,8 +241,8 @@ def _gated_linear_kernel(
 ):
     m, n = tl.program_id(0), tl.program_id(1)
     if PDL and m == 0:
-        _prefetch(weight, n * BLOCK_N, K, 0, tl.minimum(K, PREFETCH), BLOCK_N, BLOCK_K)
-        _prefetch(weight, N + n * BLOCK_N, K, 0, tl.minimum(K, PREFETCH), BLOCK_N, BLOCK_K)
+        prefetch(weight, n * BLOCK_N, K, 0, tl.minimum(K, PREFETCH), BLOCK_N, BLOCK_K)
+        prefetch(weight, N + n * BLOCK_N, K, 0, tl.minimum(K, PREFETCH), BLOCK_N, BLOCK_K)
     wait_for_inputs(PDL)
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

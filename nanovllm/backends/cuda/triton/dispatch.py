@@ -32,9 +32,12 @@ except ImportError:  # Triton before 3.3
 MAX_ROWS = 256
 
 
-def overlap(x: Tensor) -> dict[str, bool]:
-    """Return the launch options of a kernel that takes `PDL: tl.constexpr` and has input `x`."""
-    able = x.shape[0] <= MAX_ROWS and can_overlap(x.device)
+def overlap(x: Tensor, top_k: int = 1) -> dict[str, bool]:
+    """Return the launch options of a kernel that takes `PDL: tl.constexpr` and has input `x`.
+
+    top_k: how many rows of x belong to a token.
+    """
+    able = x.shape[0] <= MAX_ROWS * top_k and can_overlap(x.device)
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 

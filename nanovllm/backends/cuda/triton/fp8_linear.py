@@ -1,7 +1,8 @@
 """Linear layers whose weights, and often inputs, are in FP8 (e4m3).
 
 Their twin is `Fp8Weight`, whose docstring says what is computed. `_linear_kernel` multiplies codes
-on tensor cores. fp8_inputs.py has quantised the inputs before. Hopper's tensor cores add up
+on tensor cores; a single row is left to fp8_gemv.py. fp8_inputs.py has quantised the inputs before.
+Hopper's tensor cores add up
 products of FP8 in few bits, so the sum of each BLOCK_K columns is added to a total in float32. For
 prompts, kernels of cuBLASLt and CUTLASS, which do the same, are faster on Hopper.
 
@@ -16,7 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.backends.cuda.triton import fp8_gemv
 from nanovllm.backends.cuda.triton.dispatch import (
+    MAX_ROWS,
     TensorDescriptor,
     arrivals,
     gpu,
@@ -66,6 +69,8 @@ def linear(
     No running kernel may write to the weight: kernels read it before others have ended.
     """
     x = as_rows(x, matrix, largest)
+    if fp8_gemv.suits(x, matrix):
+        return fp8_gemv.linear(x, matrix, bias, dtype)
     if suits_cublas(x, matrix, dtype):
         return multiply_by_cublas(x, matrix, bias)
     return multiply(x, matrix, bias, dtype, tiling(x, matrix))
@@ -118,7 +123,9 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
     is_able = len(matrix.scales[0]) == 1 or (
         matrix.group == matrix.block_rows == 128 and outputs % 128 == 0 and inputs % 512 == 0
     )
-    return is_able and rows > 128
+    # Measured on an H200: of 12,288 inputs and 4,096 outputs, cuBLASLt's tiles are too few.
+    is_long = inputs > 2 * outputs and len(matrix.scales[0]) > 1
+    return is_able and rows > (MAX_ROWS if is_long else 128)
 
 
 def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
@@ -167,7 +174,8 @@ def multiply(
         TensorDescriptor.from_tensor(x.codes, [t.block_m, block_k]),
         TensorDescriptor.from_tensor(codes, [t.block_n, block_k]),
         *(x.scales, matrix.scales, bias, parts, counters),
-        *(x.codes.stride(0), outputs, inputs, matrix.scales.shape[1], matrix.group),
+        *(x.codes.stride(0), outputs, inputs, matrix.scales.shape[1]),
+        matrix.group if matrix.scales.shape[1] > 1 else block_k,
         matrix.scales.shape[1] > 1,
         x.scales is not None and x.scales.shape[0] > 1,
         is_uniform,
@@ -224,7 +232,7 @@ def _linear_kernel(
     N,
     K,
     G,
-    GROUP,
+    GROUP: tl.constexpr,
     W_GROUPED: tl.constexpr,
     X_GROUPED: tl.constexpr,
     UNIFORM: tl.constexpr,

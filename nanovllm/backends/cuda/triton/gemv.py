@@ -35,7 +35,7 @@ def linear(
     """
     if not is_skinny(x, weight):
         if bias is None and _suits_cublaslt(x, weight):
-            bias = _zero_bias(weight.shape[0], x.dtype, x.device)
+            bias = zero_bias(weight.shape[0], x.dtype, x.device)
         if out is not None and x.shape[0] > MAX_ROWS and bias is None:
             return torch.mm(x, weight.t(), out=out)
         return F.linear(x, weight, bias)
@@ -111,7 +111,7 @@ def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
 
 
 @lru_cache
-def _zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(outputs, dtype=dtype, device=device)
 
 

@@ -29,10 +29,13 @@ from nanovllm.backends.cuda.triton.dispatch import (
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import (
     PackedExperts,
+    Rows,
     SortedPairs,
     Tile,
     multiply_packed,
     packed_tile,
+    prepare_row,
+    rows_for,
 )
 from nanovllm.layers.moe import ClampedSwiGLU
 
@@ -83,25 +86,37 @@ def moe(
     pairs = num_tokens * top_k
     if not pairs:
         return out
+    inputs: Tensor | Rows = x
+    preparation = None
     if isinstance(gate_up, PackedExperts):
         tile = packed_tile(gate_up, pairs / num_experts, x)
+        inputs, preparation = rows_for(x, gate_up)
     else:
         tile = plain_tile(pairs / num_experts, x)
     weights, *sorted_pairs = sort_by_expert(
-        logits, x, top_k=top_k, renormalize=renormalize, block_m=tile.rows
+        logits,
+        x,
+        top_k=top_k,
+        renormalize=renormalize,
+        block_m=tile.rows,
+        preparation=preparation,
     )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
-    hidden, results = x.new_empty(pairs, expert_width), x.new_empty(pairs, width)
+    splits = tile.splits
+    hidden = x.new_empty(pairs, expert_width)
+    results = x.new_empty(pairs * splits, width, dtype=torch.float32 if splits > 1 else x.dtype)
     options: dict[str, Any] = dict(pairs=sorted_pairs, top_k=top_k, tile=tile)
     if isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts):
-        multiply_packed(x, gate_up, gate_up_bias, hidden, clamped=clamped, follows=down, **options)
+        multiply_packed(
+            inputs, gate_up, gate_up_bias, hidden, clamped=clamped, follows=down, **options
+        )
         multiply_packed(hidden, down, down_bias, results, **options)
     else:
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         multiply(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
         multiply(hidden, down, down_bias, results, **options)
     _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
-        results, weights, *(added or (None, None)), out, width, top_k, 512, **overlap(x)
+        results, weights, *(added or (None, None)), out, width, top_k, splits, 512, **overlap(x)
     )
     return out
 
@@ -148,9 +163,19 @@ def multiply(
 
 
 def sort_by_expert(
-    logits: Tensor, x: Tensor, *, top_k: int, renormalize: bool, block_m: int
+    logits: Tensor,
+    x: Tensor,
+    *,
+    top_k: int,
+    renormalize: bool,
+    block_m: int,
+    preparation: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
+
+    The pairs of a single token stay in the order of their scores: each is a run.
+
+    preparation: the arguments of `rows_for`, whose rows are filled meanwhile.
 
     Returns:
         weights: [P] float32, of the pairs.
@@ -165,83 +190,177 @@ def sort_by_expert(
     passes = triton.cdiv(num_tokens, CHUNK_TOKENS * MAX_CHUNKS)
     chunks = triton.cdiv(num_tokens, CHUNK_TOKENS * passes)
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
-    experts, order, counts, runs = (
+    places, order, counts, runs = (
         torch.empty(size, dtype=torch.int32, device=x.device)
         for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 3))
     )
+    is_alone = num_tokens == 1
     block_e = triton.next_power_of_2(num_experts)
-    _route_kernel[(chunks,)](
-        *(logits, weights, experts, counts, num_tokens, passes),
-        *(num_experts, top_k, renormalize),
-        CHUNK_TOKENS,
+    _route_kernel[(chunks + (num_tokens if preparation else 0),)](
+        *(logits, weights, places, counts, order, runs, num_tokens, passes, chunks),
+        *(preparation or (None,) * 9),
+        *(num_experts, top_k, renormalize, is_alone),
+        1 if is_alone else CHUNK_TOKENS,
         block_e,
         triton.next_power_of_2(top_k),
         **overlap(x),
     )
-    _sort_kernel[(chunks + 1,)](
-        *(experts, counts, order, runs, pairs, passes, chunks),
-        *(num_experts, CHUNK_TOKENS * top_k, block_m),
-        block_e,
-        triton.next_power_of_2(CHUNK_TOKENS * top_k),
-        32,
-        num_warps=8,
-        **overlap(x),
-    )
+    if not is_alone:
+        _sort_kernel[(chunks + 1,)](
+            *(places, counts, order, runs, pairs, passes, chunks),
+            *(num_experts, CHUNK_TOKENS * top_k, block_m),
+            block_e,
+            triton.next_power_of_2(CHUNK_TOKENS * top_k),
+            32,
+            num_warps=8,
+            **overlap(x),
+        )
     return weights, order, runs, max_tiles
 
 
-@triton.jit(do_not_specialize=["T", "passes"])
+@triton.jit(do_not_specialize=["T", "passes", "chunks"])
 def _route_kernel(
     logits,
     weights,
-    experts,
+    places,
     counts,
+    order,
+    runs,
     T,
     passes,
+    chunks,
+    x,
+    numbers,
+    scales,
+    IN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARING: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    ALONE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Route a chunk of tokens; in programs after those of the chunks, prepare a row of inputs."""
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
+    if chunk < chunks:
+        # fmt: off
+        _route(
+            logits, weights, places, counts, order, runs, T, passes, chunk,
+            E, K, RENORMALIZE, ALONE, BLOCK_T, BLOCK_E, BLOCK_K,
+        )
+        # fmt: on
+    elif x is not None:
+        prepare_row(chunk - chunks, x, numbers, scales, IN, PARTS, SHARING, GROUPS, BLOCK_G, BLOCK)
+
+
+@triton.jit
+def _route(
+    logits,
+    weights,
+    places,
+    counts,
+    order,
+    runs,
+    T,
+    passes,
+    chunk,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    ALONE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Pick experts for a chunk of tokens, and number the pairs of each expert within the chunk.
+
+    A pair's place is its expert, and 2^16 times its number. ALONE: there is one token, whose pairs
+    are sorted at once.
+    """
     expert, pick = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     count = tl.zeros([BLOCK_E], tl.int32)
     for i in range(passes):
         token = ((chunk * passes + i) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
         inside = (token < T) & (expert < E)
-        scores = tl.load(logits + token * E + expert, mask=inside, other=float("-inf")).to(
-            tl.float32
-        )
-        peak = tl.max(tl.where(token < T, scores, 0.0), axis=1)[:, None]
-        total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
-        # Rows of padding may be NaN (see cuda/padded_forward.py). Threads find a row's arg max by
-        # exchanging values. Every comparison with NaN is false, so each thread would keep another
-        # expert. The pairs that threads count would then differ from those that they store, and the
-        # sort would lose pairs of other rows.
-        scores = tl.where(scores == scores, scores, float("-inf"))
+        scores = tl.load(logits + token * E + expert, mask=inside, other=float("-inf"))
+        # Rows of padding may be NaN (see cuda/padded_forward.py). They get experts, too.
+        keys = _keys(tl.where(scores == scores, scores, float("-inf")), expert)
+        NONE: tl.constexpr = -(2**31) if keys.dtype == tl.int32 else -(2**63)
         best_scores = tl.full([BLOCK_T, BLOCK_K], float("-inf"), tl.float32)
         best_experts = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
         for k in tl.static_range(K):
-            best = tl.argmax(scores, axis=1)[:, None]
-            best_scores = tl.where(pick == k, tl.max(scores, axis=1)[:, None], best_scores)
-            best_experts = tl.where(pick == k, best, best_experts)
-            count += tl.sum(((expert == best) & (token < T)).to(tl.int32), axis=0)
-            scores = tl.where(expert == best, float("-inf"), scores)
+            best = tl.max(keys, axis=1)[:, None]
+            keys = tl.where(keys == best, NONE, keys)
+            score, picked = _score_and_expert(best, scores.dtype)
+            best_scores = tl.where(pick == k, score, best_scores)
+            best_experts = tl.where(pick == k, picked, best_experts)
+        scores = scores.to(tl.float32)
+        peak = tl.max(best_scores, axis=1)[:, None]
+        peak = tl.where(token < T, peak, 0.0)
+        total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
         weight = tl.exp(best_scores - peak)
         weight /= tl.sum(weight, axis=1)[:, None] if RENORMALIZE else total
         weight = tl.where(total == total, weight, total)  # all NaN if the row has a NaN
-        tl.store(weights + token * K + pick, weight, mask=(token < T) & (pick < K))
-        tl.store(experts + token * K + pick, best_experts, mask=(token < T) & (pick < K))
-    tl.store(counts + chunk * E + tl.arange(0, BLOCK_E), count, mask=tl.arange(0, BLOCK_E) < E)
+        is_pair = (token < T) & (pick < K)
+        tl.store(weights + token * K + pick, weight, mask=is_pair)
+        if ALONE:
+            tl.store(order + pick, pick, mask=is_pair)
+            tl.store(runs, K)
+            tl.store(runs + 3 + 3 * pick, best_experts, mask=is_pair)
+            tl.store(runs + 4 + 3 * pick, pick, mask=is_pair)
+            tl.store(runs + 5 + 3 * pick, pick + 1, mask=is_pair)
+        else:
+            mine = ((keys == NONE) & (token < T)).to(tl.int32)
+            number = tl.cumsum(mine, axis=0) - mine + count[None, :]
+            place = best_experts
+            for k in tl.static_range(K):
+                picked = tl.sum(tl.where(pick == k, best_experts, 0), axis=1)[:, None]
+                nth = tl.sum(tl.where(expert == picked, number, 0), axis=1)[:, None]
+                place += tl.where(pick == k, nth << 16, 0)
+            tl.store(places + token * K + pick, place, mask=is_pair)
+            count += tl.sum(mine, axis=0)
+    if not ALONE:
+        at = counts + chunk * E + tl.arange(0, BLOCK_E)
+        tl.store(at, count, mask=tl.arange(0, BLOCK_E) < E)
+
+
+@triton.jit
+def _keys(scores, expert):
+    """Make integers that have the order of scores, and of equal ones that of experts, backwards."""
+    if scores.dtype == tl.float32:
+        bits = scores.to(tl.int32, bitcast=True)
+        # The magnitude of negative numbers is inverted.
+        key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+        return (key << 32) | (0xFFFF - expert).to(tl.int64)
+    else:
+        bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
+        return ((bits ^ ((bits >> 31) & 0x7FFF)) << 16) | (0xFFFF - expert)
+
+
+@triton.jit
+def _score_and_expert(key, dtype: tl.constexpr):
+    """Return the float32 score and the expert that a key was made of."""
+    expert = 0xFFFF - (key & 0xFFFF).to(tl.int32)
+    if dtype == tl.float32:
+        bits = (key >> 32).to(tl.int32)
+        return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True), expert
+    else:
+        bits = key >> 16
+        bits = (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16)
+        return bits.to(dtype, bitcast=True).to(tl.float32), expert
 
 
 @triton.jit(do_not_specialize=["P", "passes", "chunks"])
 def _sort_kernel(
-    experts,
+    places,
     counts,
     order,
     runs,
@@ -275,16 +394,15 @@ def _sort_kernel(
         before += tl.sum(tl.where(c < chunk, count, 0), axis=0)
     run = tl.cumsum(total, axis=0) - total
     if chunk < chunks:
-        place = run + before
+        first = run + before
         for i in range(passes):
             offset = tl.arange(0, BLOCK_P)
             pair = (chunk * passes + i) * PAIRS + offset
             inside = (offset < PAIRS) & (pair < P)
-            mine = tl.load(experts + pair, mask=inside, other=BLOCK_E)[:, None] == expert[None, :]
-            rank = tl.cumsum(mine.to(tl.int32), axis=0)  # from 1
-            at = tl.sum(tl.where(mine, place[None, :] + rank - 1, 0), axis=1)
+            place = tl.load(places + pair, mask=inside, other=0)
+            mine = (place & 0xFFFF)[:, None] == expert[None, :]
+            at = tl.sum(tl.where(mine, first[None, :], 0), axis=1) + (place >> 16)
             tl.store(order + at, pair, mask=inside)
-            place += tl.sum(mine.to(tl.int32), axis=0)
     else:
         tiles = (total + BLOCK_M - 1) // BLOCK_M
         first = tl.cumsum(tiles, axis=0) - tiles
@@ -372,6 +490,7 @@ def _sum_kernel(
     out,
     N: tl.constexpr,
     K: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -381,9 +500,10 @@ def _sum_kernel(
     inside = column < N
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
-        result = tl.load(results + (token * K + k) * N + column, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        result = tl.zeros([BLOCK], tl.float32)
+        for split in tl.static_range(SPLITS):
+            at = results + ((token * K + k) * SPLITS + split) * N + column
+            result += tl.load(at, mask=inside, other=0.0).to(tl.float32)
         total += result * tl.load(weights + token * K + k)
     if added is not None:
         more = tl.load(added + token * N + column, mask=inside, other=0.0).to(tl.float32)

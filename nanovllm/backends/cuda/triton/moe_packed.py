@@ -79,8 +79,11 @@ class Rows(NamedTuple):
     scales: Tensor | None  # [rows, groups] float32, if the inputs are quantised
 
 
-def prepare(x: Tensor, weight: PackedExperts) -> Rows:
-    """Quantise and reorder inputs [rows, IN] as a product with the weight takes them."""
+def rows_for(x: Tensor, weight: PackedExperts) -> tuple[Rows, tuple[Any, ...]]:
+    """Make room for inputs [rows, IN] as a product with the weight takes them.
+
+    Returns the rows, and the arguments of `prepare_row`, which fills them, but for the row.
+    """
     count, width = x.shape
     parts, sharing = weight.parts, weight.sharing
     dtype = torch.float8_e4m3fn if parts == 1 else x.dtype
@@ -90,12 +93,18 @@ def prepare(x: Tensor, weight: PackedExperts) -> Rows:
     if sharing:
         scales = torch.empty(count, groups, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(sharing or width)
-    _prepare_kernel[(count,)](
-        *(x, numbers, scales, width, parts, sharing or width, groups),
-        *(triton.next_power_of_2(groups), block),
-        **overlap(x),
-    )
-    return Rows(numbers, scales)
+    sizes = width, parts, sharing or width, groups, triton.next_power_of_2(groups), block
+    return Rows(numbers, scales), (x, numbers, scales, *sizes)
+
+
+def prepare(x: Tensor, weight: PackedExperts, top_k: int = 1) -> Rows:
+    """Quantise and reorder inputs [rows, IN] as a product with the weight takes them.
+
+    top_k: how many rows belong to a token.
+    """
+    rows, arguments = rows_for(x, weight)
+    _prepare_kernel[(len(x),)](*arguments, **overlap(x, top_k))
+    return rows
 
 
 @triton.jit
@@ -112,7 +121,24 @@ def _prepare_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0)
+    prepare_row(row, x, numbers, scales, IN, PARTS, SHARING, GROUPS, BLOCK_G, BLOCK)
+
+
+@triton.jit
+def prepare_row(
+    row,
+    x,
+    numbers,
+    scales,
+    IN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SHARING: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = row.to(tl.int64)
     group, inside = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK)
     column = group[:, None] * SHARING + inside[None, :]
     mask = (inside < SHARING)[None, :] & (column < IN)
@@ -140,31 +166,33 @@ class Tile(NamedTuple):
     inputs: int  # that a step takes
     warps: int
     stages: int
+    splits: int = 1  # programs that share the inputs of a product
 
 
 # Tiles by kind and by the greatest number of pairs for each expert, measured on an H200.
 TILES = {
     "e4m3": (
         (1, Tile(16, 64, 128, 4, 6)),
-        (8, Tile(16, 128, 128, 4, 4)),
+        (14, Tile(16, 128, 128, 4, 4)),
         (32, Tile(32, 128, 128, 4, 3)),
         (float("inf"), Tile(64, 128, 128, 4, 3)),
     ),
     "e2m1": (
-        (1, Tile(16, 64, 256, 4, 6)),
-        (8, Tile(16, 64, 256, 4, 3)),
-        (16, Tile(32, 128, 256, 4, 3)),
+        (0.2, Tile(16, 64, 256, 4, 3, 3)),
+        (12, Tile(16, 64, 256, 4, 3)),
+        (28, Tile(32, 128, 256, 4, 3)),
         (64, Tile(64, 128, 128, 4, 3)),
         (float("inf"), Tile(128, 128, 128, 4, 3)),
     ),
     "int4": (
+        (0.1, Tile(16, 64, 256, 4, 3, 2)),
         (1, Tile(16, 64, 256, 4, 4)),
         (8, Tile(16, 64, 256, 4, 3)),
         (32, Tile(32, 128, 256, 4, 4)),
         (float("inf"), Tile(128, 128, 128, 4, 3)),
     ),
 }
-SMALL_TILE = Tile(64, 128, 128, 8, 4)  # the most on a GPU without large shared memory
+SMALL_TILE = Tile(64, 128, 128, 8, 4, 8)  # the most on a GPU without large shared memory
 OTHER_BYTES = 4096  # of shared memory that a program leaves to its other needs than its stages
 LEAST = 32  # words that a step takes, as tensor cores take so many codes of FP8
 FLOAT32_TILE = Tile(16, 32, 64, 4, 2)  # tensor cores do not compute products of float32
@@ -175,6 +203,8 @@ def packed_tile(weight: PackedExperts, pairs: float, x: Tensor) -> Tile:
     if x.dtype == torch.float32:
         return FLOAT32_TILE
     tile = next(tile for limit, tile in TILES[weight.kind] if pairs <= limit)
+    if weight.kind == "int4" and not is_hopper(x.device):
+        tile = tile._replace(splits=1)  # elsewhere, programs that share columns spill (Triton 3.6)
     if not has_large_shared_memory(x.device):
         tile = Tile(*map(min, tile, SMALL_TILE))
         if tile.rows == SMALL_TILE.rows:
@@ -187,7 +217,7 @@ def packed_tile(weight: PackedExperts, pairs: float, x: Tensor) -> Tile:
 
 
 def multiply_packed(
-    x: Tensor,
+    x: Tensor | Rows,
     weight: PackedExperts,
     bias: Tensor | None,
     out: Tensor,
@@ -200,18 +230,21 @@ def multiply_packed(
 ) -> None:
     """Multiply each pair's row by its expert's weights, into `out`.
 
+    x: inputs, or what `prepare` makes of them.
     follows: the weights of the second product, in the first. Then rows are those of the tokens, and
         results are gated and in sorted order. Otherwise rows are in sorted order, and results in
         that of the tokens.
     """
     is_gated = follows is not None
-    # The first product writes its results in the order in which the second takes them.
     parts_of_out = follows.parts if follows is not None and not follows.sharing else 1
     order, runs, max_tiles = pairs
     outputs, inputs = weight.shape
     results = outputs // 2 if is_gated else outputs
     parts, group, sharing = weight.parts, weight.group, weight.sharing
-    rows = Rows(x, None) if not is_gated and not sharing else prepare(x, weight)
+    if isinstance(x, Tensor):
+        # The first product wrote its results as the second takes them, but for what is quantised.
+        x = prepare(x, weight, top_k) if is_gated or sharing else Rows(x, None)
+    rows = x
     words = min(tile.inputs // parts, max(LEAST, triton.next_power_of_2(inputs // parts)))
     # A step's columns are a part of a group, or whole groups if the numbers have the scales.
     for size in (group, sharing):
@@ -220,7 +253,7 @@ def multiply_packed(
             words = min(words, (size & -size) // parts)
     # There shall be enough programs to keep the device busy.
     block_n, enough = tile.outputs, 2 * num_processors(out.device)
-    while block_n > 32 and max_tiles * triton.cdiv(outputs, block_n) < enough:
+    while block_n > 32 and tile.splits * max_tiles * triton.cdiv(outputs, block_n) < enough:
         block_n //= 2
     block = block_n // 2 if is_gated else block_n
     uniform = weight.block_rows % block == 0 and results % weight.block_rows == 0
@@ -231,15 +264,26 @@ def multiply_packed(
     stage = words * (block_n * code_bytes + tile.rows * parts * number_bytes)
     stages = max(1, min(tile.stages, (gpu(out.device).shared_memory - OTHER_BYTES) // stage))
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
-    _packed_product_kernel[(max_tiles * triton.cdiv(results, block),)](
+    splits = tile.splits
+    sums = out
+    if splits > 1:
+        assert weight.kind != "e4m3"
+        if is_gated:
+            sums = torch.empty(len(out) * splits, outputs, dtype=torch.float32, device=out.device)
+    _packed_product_kernel[(max_tiles * triton.cdiv(results, block), splits)](
         *(rows.numbers, rows.scales, weight.words, weight.scales, weight.zeros, bias),
-        *(order, runs, out, alpha, limit),
+        *(order, runs, sums, alpha, limit),
         *(top_k, outputs, inputs, weight.kind, parts, group, weight.scales.shape[-1]),
         *(sharing or 0, is_gated, parts_of_out, uniform, swapped, tile.rows, block_n, words),
+        splits,
         num_warps=tile.warps if block_n >= 64 else 4,
         num_stages=stages,
-        **overlap(out),
+        **overlap(out, top_k),
     )
+    if splits > 1 and is_gated:
+        _gate_kernel[(len(out), triton.cdiv(results, 512))](
+            *(sums, out, alpha, limit, results, splits, parts_of_out, 512), **overlap(out, top_k)
+        )
 
 
 @triton.jit
@@ -270,12 +314,16 @@ def _packed_product_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N rows of an expert's weights by a tile of BLOCK_M pairs.
 
     With GATED, the first half of an expert's rows are gates, the second half ups. A program takes
     as many of both, and writes their gated product.
+
+    With SPLITS above 1, as many programs share the columns of the inputs. Each writes its sums as
+    they are: rows pair * SPLITS + split, and with GATED the gates before the ups.
     """
     wait_for_inputs(PDL)
     RESULTS: tl.constexpr = OUT // 2 if GATED else OUT
@@ -308,26 +356,30 @@ def _packed_product_kernel(
         X_GROUPS: tl.constexpr = (IN + SHARING - 1) // SHARING if SHARING > 0 else 1
         if SHARING > 0:
             x_scale_at = x_scales + source * X_GROUPS
-        word = tl.arange(0, BLOCK_W)
+        SHARE: tl.constexpr = tl.cdiv(tl.cdiv(WORDS, BLOCK_W), SPLITS) * BLOCK_W
+        split = tl.program_id(1) if SPLITS > 1 else 0
+        begin = split * SHARE
+        word = begin + tl.arange(0, BLOCK_W)
         at = codes + row[:, None] * WORDS + word[None, :]
         x_at = x + source[None, :] * IN + word[:, None]
         total = tl.zeros([BLOCK_N, BLOCK_M] if SWAPPED else [BLOCK_M, BLOCK_N], tl.float32)
         # Scales are loaded before they are needed: those of numbers two steps, others one.
         if KIND != "e4m3":
-            scale = _load_groups(scale_at, 0, PARTS, GROUP, GROUPS, BLOCK_W)
+            scale = _load_groups(scale_at, begin, PARTS, GROUP, GROUPS, BLOCK_W)
             factor = factor_of(scale, KIND, x.dtype.element_ty)
-            scale = _load_groups(scale_at, BLOCK_W, PARTS, GROUP, GROUPS, BLOCK_W)
+            scale = _load_groups(scale_at, begin + BLOCK_W, PARTS, GROUP, GROUPS, BLOCK_W)
             if HAS_ZEROS:
-                zero = _load_groups(zero_at, 0, PARTS, GROUP, GROUPS, BLOCK_W)
+                zero = _load_groups(zero_at, begin, PARTS, GROUP, GROUPS, BLOCK_W)
                 offset = offset_of(zero, x.dtype.element_ty)
-                zero = _load_groups(zero_at, BLOCK_W, PARTS, GROUP, GROUPS, BLOCK_W)
+                zero = _load_groups(zero_at, begin + BLOCK_W, PARTS, GROUP, GROUPS, BLOCK_W)
         else:
             scale = _scales_of_rows(scale_at, 0, GATED, UNIFORM, RESULTS * GROUPS, BLOCK_N)
             if SHARING > 0:
                 x_scale = tl.load(x_scale_at, mask=inside, other=0.0)
-        for start in range(0, WORDS, BLOCK_W):
-            in_row = word < WORDS - start
-            if WORDS % BLOCK_W == 0:
+        for step in range(0, SHARE if SPLITS > 1 else WORDS, BLOCK_W):
+            start = begin + step
+            in_row = word < WORDS - step
+            if WORDS % (BLOCK_W * SPLITS) == 0:
                 words = tl.load(at)
             else:
                 words = tl.load(at, mask=in_row[None, :], other=0)
@@ -379,16 +431,51 @@ def _packed_product_kernel(
         if KIND == "e2m1" and x.dtype.element_ty == tl.bfloat16:
             total *= 1 / E2M1_UNIT
         if bias is not None:
-            total += tl.load(bias + row).to(tl.float32)[:, None]
+            added = tl.load(bias + row).to(tl.float32)
+            if SPLITS > 1:  # one of the programs adds it
+                added = tl.where(split == 0, added, 0.0)
+            total += added[:, None]
         value = total.to(out.dtype.element_ty)
-        if GATED:
-            pairs = value.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
-            gate, up = tl.split(pairs)
-            value = gated(gate, up, alpha, limit).reshape(BLOCK, BLOCK_M)
-        result = part * BLOCK + tl.arange(0, BLOCK)
-        at = result % PARTS_OF_OUT * (RESULTS // PARTS_OF_OUT) + result // PARTS_OF_OUT
-        out_at = out + target.to(tl.int64)[None, :] * RESULTS + at[:, None]
-        tl.store(out_at, value, mask=inside[None, :] & (result < RESULTS)[:, None])
+        if GATED and SPLITS > 1:
+            out_at = out + (target * SPLITS + split).to(tl.int64)[None, :] * OUT
+            tl.store(out_at + (row - expert * OUT)[:, None], value, mask=inside[None, :])
+        else:
+            if GATED:
+                pairs = value.reshape(BLOCK_N // 16, 2, 8, BLOCK_M).permute(0, 2, 3, 1)
+                gate, up = tl.split(pairs)
+                value = gated(gate, up, alpha, limit).reshape(BLOCK, BLOCK_M)
+            result = part * BLOCK + tl.arange(0, BLOCK)
+            at = result % PARTS_OF_OUT * (RESULTS // PARTS_OF_OUT) + result // PARTS_OF_OUT
+            out_at = out + (target * SPLITS + split).to(tl.int64)[None, :] * RESULTS + at[:, None]
+            tl.store(out_at, value, mask=inside[None, :] & (result < RESULTS)[:, None])
+
+
+@triton.jit
+def _gate_kernel(
+    sums,
+    out,
+    alpha,
+    limit,
+    RESULTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS_OF_OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add up what SPLITS programs wrote of a row, and gate it."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    result = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = result < RESULTS
+    gate, up = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = sums + (row * SPLITS + split) * 2 * RESULTS + result
+        gate += tl.load(at, mask=inside, other=0.0)
+        up += tl.load(at + RESULTS, mask=inside, other=0.0)
+    dtype = out.dtype.element_ty
+    value = gated(gate.to(dtype), up.to(dtype), alpha, limit)
+    at = result % PARTS_OF_OUT * (RESULTS // PARTS_OF_OUT) + result // PARTS_OF_OUT
+    tl.store(out + row * RESULTS + at, value, mask=inside)
 
 
 @triton.jit

@@ -91,8 +91,9 @@ def prefill_attention(
     # that. Prompts with a cached part are fetched by tiles all the same, because that saves the
     # compilation of a kernel.
     tiled = bool(page) or metadata.max_seqlen_k >= TILED_KEYS
-    tiled = tiled and _suits_tiles(k, v, page, block_n)
-    k_tiles, v_tiles = (_tiles(k, block_n), _tiles(v, block_n)) if tiled else (None, None)
+    tiled = tiled and suits_tiles(k, v, page, block_n)
+    k_tiles = describe_keys(k, block_n) if tiled else None
+    v_tiles = describe_keys(v, block_n) if tiled else None
     if query_tiles is not None:
         assert page, "without a cache, the rows of k and v where chunks begin are not known"
         programs = len(query_tiles), num_heads, 1
@@ -129,7 +130,7 @@ def _choose_tiles(q: Tensor, is_fp8: bool) -> tuple[int, int, int]:
     return block_n, 8 if head_bytes > 128 and not is_large else 4, stages
 
 
-def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
+def suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
     """Tell whether Hopper's tensor memory accelerator can fetch K and V.
 
     It needs dense heads of up to 256 bytes, and pages of whole tiles.
@@ -145,7 +146,7 @@ def _suits_tiles(k: Tensor, v: Tensor, page: int, block_n: int) -> bool:
     return aligned and k.shape[2] in (16, 32, 64, 128) and page % block_n == 0
 
 
-def _tiles(x: Tensor, rows: int) -> TensorDescriptor:
+def describe_keys(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe x [T, G, D] to the accelerator, as tiles of `rows` rows of one head."""
     return TensorDescriptor(
         x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, x.shape[2]]

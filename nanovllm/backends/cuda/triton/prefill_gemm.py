@@ -105,7 +105,7 @@ def _gated_linear_kernel(
     tiles_m, tiles_n = tl.cdiv(x_tiles.shape[0], BLOCK_M), tl.cdiv(N, BLOCK_N)
     # `flatten` merges both loops into one, so that fetching goes on from tile to tile.
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        m, n = _place(tile, tiles_m, tiles_n, COLUMN)
+        m, n = place(tile, tiles_m, tiles_n, COLUMN)
         acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
         for k in range(0, K, BLOCK_K):
             inputs = x_tiles.load([m * BLOCK_M, k])
@@ -120,7 +120,7 @@ def _gated_linear_kernel(
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, COLUMN: tl.constexpr):
+def place(tile, tiles_m, tiles_n, COLUMN: tl.constexpr):
     """Return the row and column of a tile, by its number.
 
     Numbers go down a column of COLUMN tiles, then down the next column of the same rows.

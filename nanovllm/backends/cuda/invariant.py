@@ -1,0 +1,150 @@
+"""Batch invariance: a request's results do not depend, to the bit, on what runs beside it.
+
+`LLM(batch_invariant=True)` chooses here:
+
+- products of linear layers that sum in the order of inputs, whatever the number of rows:
+  triton/invariant_linear.py;
+- attention that cuts a context at fixed places, for prompts and for decoding alike:
+  triton/invariant_attention.py;
+- log-probabilities of prompts by the kernels that compute those of sampled tokens.
+
+Norms, rotary embeddings, activations, embeddings and the sampler compute each row by itself in any
+case. A layer of another class is refused: nobody has shown that it computes rows so.
+"""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.fused_layers import (
+    FusedDecoder,
+    FusedDecoderLayer,
+    FusedGatedMLP,
+    FusedLinear,
+    FusedLMHead,
+    FusedRMSNorm,
+    FusedRowParallelLinear,
+    FusedSelfAttention,
+)
+from nanovllm.backends.cuda.fused_quantised import FusedQuantised
+from nanovllm.backends.cuda.triton import resampler as kernels
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
+from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
+from nanovllm.backends.cuda.triton.invariant_linear import approve_cublas, linear
+from nanovllm.layers.embedding import VocabParallelEmbedding
+from nanovllm.layers.mlp import gelu_tanh
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.transformer import CausalLM
+
+# Classes of layers that compute each token by itself, or with the kernels that are chosen here.
+BY_ROW = {
+    FusedDecoder,
+    FusedDecoderLayer,
+    FusedSelfAttention,
+    FusedGatedMLP,
+    FusedRMSNorm,
+    FusedLMHead,
+    VocabParallelEmbedding,
+    RotaryEmbedding,
+    nn.ModuleList,
+    nn.Identity,
+}
+
+
+def invariant_attention() -> AttentionBackend:
+    """Return the attention whose results do not depend on the batch."""
+    return AttentionBackend(
+        "Triton, batch-invariant", prefill_attention, decode_attention, takes_tiles=True
+    )
+
+
+def check_model(model: CausalLM, dtype: torch.dtype) -> None:
+    """Raise ValueError for a fused model that has a layer whose results depend on the batch."""
+    remedy = "use another model, or leave the option out"
+    if dtype != torch.bfloat16:
+        raise ValueError(
+            f"batch_invariant is True, but dtype is {str(dtype).removeprefix('torch.')!r}: use "
+            "'bfloat16', or leave the option out"
+        )
+    for name, module in reversed(list(model.named_modules())):  # parts before wholes
+        known = type(module) in BY_ROW or isinstance(
+            module, (CausalLM, FusedLinear, FusedRowParallelLinear)
+        )
+        if not known or isinstance(module, FusedQuantised):
+            kind = type(module).__name__.removeprefix("Fused")
+            raise ValueError(
+                f"batch_invariant is True, but layer {name} is of class {kind}, whose results "
+                f"may depend on the batch: {remedy}"
+            )
+    for name, module in model.named_modules():
+        if reason := _why_not_shown(module):
+            raise ValueError(
+                f"batch_invariant is True, but layer {name} has {reason}, with which the kernels "
+                f"have not been shown to be invariant: {remedy}"
+            )
+        if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+            width = module.weight.shape[1]
+            if width % 8:
+                raise ValueError(
+                    f"batch_invariant is True, but layer {name} has {width} inputs, which is no "
+                    f"multiple of 8: {remedy}"
+                )
+
+
+def _why_not_shown(module: nn.Module) -> str | None:
+    """Say which property of a layer no run on a GPU has had; None: all have been run."""
+    if isinstance(module, FusedSelfAttention):
+        options = module.options
+        if module.head_dim != 128:
+            return f"heads of {module.head_dim} elements and not of 128"
+        if options.window is not None:
+            return f"a window of {options.window} tokens"
+        if options.softcap is not None or options.sinks is not None:
+            return "capped scores or sinks"
+    if isinstance(module, FusedGatedMLP) and module.activation is gelu_tanh:
+        return "a GELU"
+    if isinstance(module, (FusedLinear, FusedRowParallelLinear)) and module.bias is not None:
+        return "a bias"
+    return None
+
+
+def warmup_products(model: nn.Module) -> None:
+    """Launch the kernels that multiply the rows of prompts."""
+    layers = [x for x in model.modules() if isinstance(x, (FusedLinear, FusedRowParallelLinear))]
+    for layer in {layer.weight.shape: layer for layer in layers}.values():
+        for rows in (MAX_ROWS + 1, 8192):
+            linear(layer.weight.new_zeros(rows, layer.weight.shape[1]), layer.weight, layer.bias)
+
+
+def approve_products(model: nn.Module, sizes: Iterable[int]) -> None:
+    """Let products of these numbers of rows use cuBLAS where it computes the same bits.
+
+    The products of all other numbers of rows use the kernels of triton/invariant_linear.py.
+    """
+    layers = (FusedLinear, FusedRowParallelLinear, FusedLMHead)
+    weights = [module.weight for module in model.modules() if isinstance(module, layers)]
+    for weight in {weight.shape: weight for weight in weights}.values():
+        for size in sizes:
+            approve_cublas(weight, size)
+    torch.cuda.empty_cache()
+
+
+def make_prompt_records(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:
+    """Make records as make_records does, by the kernels that make those of sampled tokens."""
+    rows, device = len(logits), logits.device
+    slots = torch.zeros(rows, dtype=torch.int64, device=device)
+    # One batch slot, which asks for `most` likeliest tokens. The kernels read no other limit.
+    limits = torch.full((1, kernels.COLUMNS.value), most, dtype=torch.int32, device=device)
+    asked: Any = SimpleNamespace(limits=limits)
+    return kernels.logprobs(
+        logits,
+        torch.arange(rows, device=device),
+        SimpleNamespace(slots=slots, tokens=token_ids),
+        slot_params=asked,
+        most=most,
+        workspace=kernels.Workspace(rows, logits.shape[1], device),
+    )

@@ -1,0 +1,305 @@
+"""Products whose result for a row does not depend, to the bit, on the number of rows.
+
+On Hopper's tensor cores, a sum over K is a chain: each instruction adds the products of 16 inputs
+to the sum so far. The kernels of this file let every output go through this chain from the first
+input to the last. Measured on an H200, 24 shapes of tiles gave the same bits, by both kinds of
+instructions (mma.sync and wgmma), with rows and weights in either order. So the tile may depend on
+the number of rows. What would change bits is left out: sharing K among programs, and sums on other
+cores than tensor cores.
+
+Most kernels of cuBLAS compute the same chain, but some share K. `approve_cublas` compares them.
+
+`linear` and `gated_linear` are twins of those in linear.py.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.backends.cuda.triton.decode_gemm import PREFETCH, prefetch
+from nanovllm.backends.cuda.triton.dispatch import (
+    MAX_ROWS,
+    TensorDescriptor,
+    launch,
+    num_processors,
+    overlap,
+    wait_for_inputs,
+)
+from nanovllm.backends.cuda.triton.elementwise import activate_and_mul, activated
+from nanovllm.backends.cuda.triton.gemv import zero_bias
+from nanovllm.backends.cuda.triton.linear import Products
+from nanovllm.backends.cuda.triton.prefill_gemm import COLUMN, place
+
+SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
+FEW_ROWS = 64  # up to so many, the kernel of this file is as fast as cuBLAS
+
+
+class Tile(NamedTuple):
+    """The shape of a program's tile. A tile of a gated product has as many gates and ups."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    turned: bool = False  # whether weights are the rows of tensor cores, which take 64 at least
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """Compute x @ weight.T + bias: x [M, K], weight [N, K], bias [N] -> [M, N].
+
+    No running kernel may write to the weights. `out` is not used.
+    """
+    if (approved := _approved_for(x, weight)) is not None:
+        if approved.with_bias and (bias is not None or not approved.without):
+            return F.linear(x, weight, _zeros(weight) if bias is None else bias)
+        if approved.without and bias is None:
+            return F.linear(x, weight)
+    return _multiply(x, weight, bias, len(weight), gated=False, gelu=False)
+
+
+def gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, gelu: bool = False
+) -> Tensor:
+    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
+
+    weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias. No running
+    kernel may write to the weights.
+    """
+    if bias is None and _approved_for(x, weight) is not None:
+        return activate_and_mul(linear(x, weight), gelu)
+    return _multiply(x, weight, bias, len(weight) // 2, gated=True, gelu=gelu)
+
+
+def warmup_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
+    """Launch the kernels that `gated_linear` uses only for more rows than a decode step has."""
+    for rows in (MAX_ROWS + 1, 8192):
+        gated_linear(weight.new_zeros(rows, weight.shape[1]), weight, bias, gelu)
+
+
+class Approved(NamedTuple):
+    """How cuBLAS computes the chain for a number of rows and weights of a shape."""
+
+    without: bool  # without a bias
+    with_bias: bool
+
+
+_approved: dict[tuple, Approved] = {}
+
+
+def approve_cublas(weight: Tensor, rows: int) -> None:
+    """Use cuBLAS for products of so many rows with such weights if it computes the same chain.
+
+    Random inputs tell: if cuBLAS summed in another order, some of the thousands of results would
+    differ. Which of its kernels cuBLAS takes depends on sizes and alignment alone.
+    """
+    if rows <= FEW_ROWS:
+        return
+    generator = torch.Generator(weight.device).manual_seed(0)
+    options: dict = dict(dtype=weight.dtype, device=weight.device, generator=generator)
+    x = torch.randn(rows, weight.shape[1], **options)
+    like, bias = torch.randn(weight.shape, **options), torch.randn(len(weight), **options)
+    same = [
+        torch.equal(F.linear(x, like, b), _multiply(x, like, b, len(like), gated=False, gelu=False))
+        for b in (None, bias)
+    ]
+    if any(same):
+        _approved[_key(x, weight)] = Approved(*same)
+
+
+def _approved_for(x: Tensor, weight: Tensor) -> Approved | None:
+    """Return how cuBLAS may compute the product; None: it may not."""
+    approved = _approved.get(_key(x, weight))
+    if approved is None or not (x.is_contiguous() and weight.is_contiguous()):
+        return None
+    return None if (x.data_ptr() | weight.data_ptr()) % 256 else approved
+
+
+def _key(x: Tensor, weight: Tensor) -> tuple:
+    return x.shape[0], *weight.shape, x.dtype, x.device
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    """Return a bias that adds nothing: with a bias, cuBLAS may take another kernel."""
+    return zero_bias(weight.shape[0], weight.dtype, weight.device)
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, *, gated: bool, gelu: bool
+) -> Tensor:
+    x = x.contiguous()
+    rows, inputs = x.shape
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    processors = num_processors(x.device)
+    tile = tile_for(rows, outputs, gated, processors)
+    block_m, block_n, block_k, warps, turned = tile
+    stage = (block_m + (2 if gated else 1) * block_n) * block_k * x.element_size()
+    x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
+    grid = triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)
+    if rows <= MAX_ROWS:
+        launch(
+            _few_rows_kernel,
+            grid,
+            *(out, x_tiles, TensorDescriptor.from_tensor(weight, [block_n, block_k])),
+            *(weight, bias, outputs, inputs, block_m, block_n, block_k, turned, gated, gelu),
+            num_warps=warps,
+            num_stages=min(6, SHARED_MEMORY // stage),
+            **overlap(x),
+        )
+        return out
+    matrices = weight.view(2 if gated else 1, outputs, inputs)
+    w_tiles = TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k])
+    parts = 2 if block_n == 256 else 1  # a tile of 256 outputs is stored in two parts
+    out_tiles = None
+    if outputs % 8 == 0:  # the accelerator needs rows of a multiple of 16 bytes
+        out_tiles = TensorDescriptor.from_tensor(out, [block_m, block_n // parts])
+    launch(
+        _many_rows_kernel,
+        (min(grid[0] * grid[1], processors),),
+        *(out, x_tiles, w_tiles, out_tiles, bias, outputs, inputs),
+        *(block_m, block_n, block_k, COLUMN, parts, gated, gelu),
+        num_warps=warps,
+        num_stages=3 if gated else 4,
+    )
+    return out
+
+
+def tile_for(rows: int, outputs: int, gated: bool, processors: int) -> Tile:
+    """Choose a tile, as measured on an H200. The choice changes no bit of the result."""
+    if rows <= 32:
+        return Tile(16 if rows <= 16 else 32, 64, 128, 4, turned=True)
+    if rows <= MAX_ROWS:
+        for block_n in (16, 32, 64):
+            if triton.cdiv(rows, 64) * triton.cdiv(outputs, block_n) <= processors:
+                return Tile(64, block_n, 128, 4)
+        return Tile(64, 64, 128, 4) if rows <= 64 or gated else Tile(64, 128, 64, 4)
+    # The time of tiles of 256 columns and of 128: waves of programs, times that of a tile.
+    rows_of_tiles = triton.cdiv(rows, 128)
+    columns = outputs * (2 if gated else 1)
+    wide = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 256), processors) * 2
+    narrow = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 128), processors) * 1.12
+    width = 256 if wide <= narrow else 128
+    return Tile(128, width // 2 if gated else width, 64, 8)
+
+
+# M is read from the descriptor of x: as an argument of its own, each number of rows would be
+# another launch to `launch`.
+@triton.jit
+def _few_rows_kernel(
+    out,
+    x_tiles,
+    w_tiles,
+    weight,
+    bias,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TURNED: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    m, n = tl.program_id(0), tl.program_id(1)
+    if PDL and m == 0 and (n + 1) * BLOCK_N <= N:
+        end = tl.minimum(K // BLOCK_K * BLOCK_K, PREFETCH)
+        prefetch(weight, n * BLOCK_N, K, 0, end, BLOCK_N, BLOCK_K)
+        if GATED:
+            prefetch(weight, N + n * BLOCK_N, K, 0, end, BLOCK_N, BLOCK_K)
+    wait_for_inputs(PDL)
+    if TURNED:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    ups = acc
+    for k in range(0, K, BLOCK_K):
+        inputs = x_tiles.load([m * BLOCK_M, k])
+        acc = _add_product(inputs, w_tiles.load([n * BLOCK_N, k]), acc, TURNED)
+        if GATED:
+            ups = _add_product(inputs, w_tiles.load([N + n * BLOCK_N, k]), ups, TURNED)
+    if TURNED:
+        acc, ups = acc.T, ups.T
+    row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+    dtype = out.dtype.element_ty
+    if GATED:
+        acc = _gated(acc, ups, bias, col, N, dtype, GELU)
+    elif bias is not None:
+        acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    inside = (row < x_tiles.shape[0])[:, None] & (col < N)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * N + col[None, :], acc.to(dtype), mask=inside)
+
+
+@triton.jit
+def _add_product(inputs, weights, acc, TURNED: tl.constexpr):
+    return tl.dot(weights, inputs.T, acc) if TURNED else tl.dot(inputs, weights.T, acc)
+
+
+@triton.jit
+def _many_rows_kernel(
+    out,
+    x_tiles,
+    w_tiles,
+    out_tiles,
+    bias,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMN: tl.constexpr,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+):
+    """Compute one tile after the other, and fetch the inputs of the next meanwhile."""
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    M = x_tiles.shape[0]
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        m, n = place(tile, tiles_m, tiles_n, COLUMN)
+        acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        for k in range(0, K, BLOCK_K):
+            weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
+            acc = tl.dot(x_tiles.load([m * BLOCK_M, k]), weights.T, acc)
+        row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+        dtype = out.dtype.element_ty
+        if GATED:
+            gates, ups = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+            result = _gated(gates, ups, bias, col, N, dtype, GELU)
+        else:
+            result = acc
+            if bias is not None:
+                result += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        result = result.to(dtype)
+        if out_tiles is None:
+            inside = (row < M)[:, None] & (col < N)[None, :]
+            tl.store(out + row.to(tl.int64)[:, None] * N + col[None, :], result, mask=inside)
+        elif PARTS == 1:
+            out_tiles.store([m * BLOCK_M, n * BLOCK_N], result)
+        else:
+            left, right = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            out_tiles.store([m * BLOCK_M, n * BLOCK_N], left)
+            out_tiles.store([m * BLOCK_M, n * BLOCK_N + BLOCK_N // 2], right)
+
+
+@triton.jit
+def _gated(gate, up, bias, col, N, dtype: tl.constexpr, GELU: tl.constexpr):
+    """Compute silu(gate) * up or, with GELU, gelu(gate) * up. Round as separate kernels would."""
+    if bias is not None:
+        gate += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    return activated(gate, GELU).to(dtype).to(tl.float32) * up
+
+
+INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear)

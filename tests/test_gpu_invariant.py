@@ -1,0 +1,174 @@
+"""batch_invariant=True on CUDA: bits do not depend on what runs beside a request."""
+
+import random
+
+import pytest
+import torch
+from engine_helpers import MODELS, SHAPE
+from model_helpers import make_checkpoint
+from transformers import Qwen3Config
+
+from nanovllm import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs a Hopper GPU",
+    ),
+]
+BF16 = dict(dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outputs, inputs", [(1024, 3072), (4096, 1024), (1003, 328), (48, 32)])
+def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(outputs, inputs, dtype):
+    from nanovllm.backends.cuda.triton import invariant_linear as kernels
+
+    torch.manual_seed(0)
+    x = torch.randn(1100, inputs, dtype=dtype, device="cuda")
+    weight, bias = torch.randn(2 * outputs, inputs + 1, dtype=dtype, device="cuda").split(
+        [inputs, 1], dim=1
+    )
+    weight, bias = weight.contiguous(), bias.flatten()
+    half = weight[:outputs].contiguous()
+    for rows in (96, 224):
+        kernels.approve_cublas(half, rows)
+        kernels.approve_cublas(weight, rows)
+    for given, plain in ((None, x @ half.T), (bias, x @ weight.T + bias)):
+        whole = kernels.linear(x, half, given[:outputs] if given is not None else None)
+        gated = kernels.gated_linear(x, weight, given)
+        if given is None:
+            torch.testing.assert_close(whole, plain, rtol=0.02, atol=0.02 * inputs**0.5)
+        for rows in (1, 2, 16, 17, 33, 64, 65, 96, 200, 224, 256, 257, 800):
+            few = kernels.linear(x[-rows:], half, given[:outputs] if given is not None else None)
+            assert torch.equal(few, whole[-rows:]), rows
+            assert torch.equal(kernels.gated_linear(x[-rows:], weight, given), gated[-rows:]), rows
+
+
+@pytest.mark.parametrize(
+    "heads, groups, head_dim, window, softcap",
+    [(8, 2, 64, None, None), (6, 2, 128, 300, None), (4, 4, 256, None, 20.0), (20, 4, 24, 70, 5.0)],
+)
+def test_a_token_attends_alike_in_prompts_chunks_and_decoding(
+    heads, groups, head_dim, window, softcap
+):
+    from nanovllm.backends.cuda.triton import invariant_attention as kernels
+    from nanovllm.layers import attention as plain
+    from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
+    from nanovllm.layers.context import PrefillMetadata
+
+    torch.manual_seed(0)
+    length, page = 1300, 256
+    q, k, v = torch.randn(length, heads + 2 * groups, head_dim, **BF16).split(
+        [heads, groups, groups], dim=1
+    )
+    options = AttentionOptions(head_dim**-0.5, window, softcap, torch.randn(heads, **BF16))
+    pages = torch.full((2, 9, page, groups, head_dim), torch.nan, **BF16)
+    tables = torch.randperm(9, device="cuda")[None, :6].int()
+    for i in range(-(-length // page)):
+        part = slice(i * page, min(length, (i + 1) * page))
+        pages[0, tables[0, i], : part.stop - part.start] = k[part]
+        pages[1, tables[0, i], : part.stop - part.start] = v[part]
+    paged = PagedKV(KVCache(*pages), tables)
+
+    def chunk(first: int, last: int, kv) -> torch.Tensor:
+        starts = [torch.tensor([0, n], device="cuda").int() for n in (last - first, last)]
+        lengths = last - first, last
+        tables = None if isinstance(kv, PackedKV) else paged.block_tables
+        metadata = PrefillMetadata(*starts, *lengths, tables)
+        return kernels.prefill_attention(q[first:last], kv, metadata, options)
+
+    whole = chunk(0, length, PackedKV(k, v))
+    starts = torch.tensor([0, length], device="cuda").int()
+    metadata = PrefillMetadata(starts, starts, length, length, None)
+    expected = plain.prefill_attention(
+        q.float(),
+        PackedKV(k.float(), v.float()),
+        metadata,
+        AttentionOptions(options.scale, window, softcap, options.sinks.float()),
+    )
+    torch.testing.assert_close(whole.float(), expected, rtol=0.02, atol=0.02)
+    for first in (0, 1, 255, 256, 700):
+        assert torch.equal(chunk(first, length, paged), whole[first:]), first
+    ends = torch.tensor([1, 2, 63, 64, 65, 255, 256, 257, 600, 1024, 1025, 1299, 1300]).cuda()
+    for copies in (1, 40):
+        lens = ends.repeat(copies)
+        kv = PagedKV(paged.cache, tables.repeat(len(lens), 1), lens.int())
+        assert torch.equal(kernels.decode_attention(q[lens - 1], kv, options), whole[lens - 1])
+
+
+def requests(seed: int) -> list[tuple[list[int], SamplingParams]]:
+    """Make requests of random lengths, some of which begin alike."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(190) for _ in range(130)]
+    made = []
+    for i in range(rng.choice([1, 3, 20, 60])):
+        prompt = [rng.randrange(190) for _ in range(rng.choice([1, 5, 40, 100]))]
+        prompt = prefix[: rng.choice([0, 1, 64, 130])] + prompt
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            seed=i,
+            max_tokens=rng.choice([1, 10, 24]),
+            ignore_eos=True,
+            logprobs=2,
+            prompt_logprobs=rng.choice([None, 1]),
+        )
+        made.append((prompt, params))
+    return made
+
+
+def bits(output) -> tuple:
+    """Return all that a request's output says, with log-probabilities as they are."""
+    (completion,) = output.outputs
+    lists = (completion.logprobs, output.prompt_logprobs or [])
+    flat = [
+        [(token, entry.logprob) for token, entry in entries.items()]
+        for entries in (*lists[0], *lists[1])
+        if entries
+    ]
+    return tuple(completion.token_ids), flat
+
+
+def test_a_request_gets_the_same_bits_whatever_runs_beside_it(tmp_path):
+    make_checkpoint(tmp_path, Qwen3Config(**SHAPE | dict(head_dim=128)))
+    options = dict(dtype="bfloat16", batch_invariant=True, max_model_len=512, max_num_seqs=64)
+    with LLM(str(tmp_path), gpu_memory_utilization=0.2, **options) as llm:
+        asked = [request for seed in range(4) for request in requests(seed)]
+        alone = [bits(llm.generate([p], s, use_tqdm=False)[0]) for p, s in asked[:30]]
+        # A prompt's log-probabilities are those that generation gave.
+        prompt, params = asked[1]
+        tokens = list(alone[1][0])
+        (again,) = llm.generate(
+            [prompt + tokens], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
+        )
+        given = [
+            entry[token] for entry, token in zip(again.prompt_logprobs[-len(tokens) :], tokens)
+        ]
+        expected = [dict(entries)[t] for entries, t in zip(alone[1][1], tokens)]
+        assert [entry.logprob for entry in given] == expected
+    others = [
+        {},
+        dict(max_num_batched_tokens=70, max_num_seqs=20),
+        dict(enforce_eager=True, overlap=False, enable_prefix_caching=False),
+        dict(num_kvcache_blocks=40, kvcache_block_size=16),
+    ]
+    for more in others:
+        with LLM(str(tmp_path), gpu_memory_utilization=0.2, **options | more) as llm:
+            order = random.Random(1).sample(range(len(asked)), len(asked))
+            outputs = llm.generate(
+                [asked[i][0] for i in order], [asked[i][1] for i in order], use_tqdm=False
+            )
+            for i, output in zip(order, outputs):
+                if i < len(alone):
+                    assert bits(output) == alone[i], (more, i)
+
+
+@pytest.mark.parametrize("name, layer", [("experts", "Experts")])
+def test_a_model_whose_layers_were_not_shown_is_refused_by_name(name, layer, tmp_path):
+    make_checkpoint(tmp_path, MODELS[name])
+    with pytest.raises(
+        ValueError, match=f"batch_invariant is True, but layer .* is of class {layer}"
+    ):
+        LLM(str(tmp_path), dtype="bfloat16", batch_invariant=True)

@@ -1,0 +1,174 @@
+"""batch_invariant=True: its kernels compute what the plain layers compute, and what it refuses.
+
+The kernels run in Triton's interpreter. tests/test_gpu_invariant.py compares bits on a GPU.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+import plain_layers as plain
+from engine_helpers import FAMILIES, MODELS
+from model_helpers import make_checkpoint
+from test_kernels import DEVICE, assert_close, needs_tiles, randn
+
+from nanovllm import LLM, TINY_MODEL
+from nanovllm.backends.cuda.fused_layers import fuse
+from nanovllm.backends.cuda.invariant import (
+    check_model,
+    make_prompt_records,
+)
+from nanovllm.backends.cuda.invariant import (
+    invariant_attention as invariant_backend,
+)
+from nanovllm.backends.cuda.triton import invariant_attention, invariant_linear
+from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
+from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
+from nanovllm.build import check_batch_invariance
+from nanovllm.config import Config
+from nanovllm.features.sampling.logprobs import make_records
+from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
+from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.models import build_model, load_model_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    "rows, outputs, inputs, has_bias",
+    [(1, 100, 72, True), (20, 64, 136, False), (70, 40, 72, True), (300, 72, 72, False)],
+)
+def test_a_product_equals_its_twin(rows, outputs, inputs, has_bias):
+    x = randn(rows, inputs, dtype=torch.float16)
+    weight = (randn(2 * outputs, inputs) / inputs**0.5).half()
+    bias = randn(2 * outputs, dtype=torch.float16) if has_bias else None
+    expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
+    assert_close(invariant_linear.linear(x, weight, bias), expected)
+    gated = plain.activate_and_mul(expected)
+    assert_close(invariant_linear.gated_linear(x, weight, bias), gated)
+
+
+@pytest.mark.parametrize("is_tiled", [False, pytest.param(True, marks=needs_tiles)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (50, 5.0)])
+def test_prompts_and_decoding_attend_as_the_plain_layers_do(window, softcap, is_tiled, monkeypatch):
+    monkeypatch.setattr(invariant_attention, "SEGMENT", 64)
+    monkeypatch.setattr(
+        invariant_attention, "suits_tiles", lambda k, v, page, block_n: is_tiled and not page % 64
+    )
+    heads, groups, head_dim, page = 6, 2, 32, 64
+    lens = torch.tensor([200, 70, 1], device=DEVICE)
+    starts = F.pad(lens.cumsum(0), (1, 0)).int()
+    q, k, v = randn(271, heads + 2 * groups, head_dim).split([heads, groups, groups], dim=1)
+    options = AttentionOptions(head_dim**-0.5, window, softcap, randn(heads))
+    pages = torch.full((2, 12, page, groups, head_dim), torch.nan, device=DEVICE)
+    tables = torch.randperm(12, device=DEVICE).view(3, 4).int()
+    for start, length, table in zip(starts, lens, tables):
+        for i in range(length):
+            pages[:, table[i // page], i % page] = torch.stack((k, v))[:, start + i]
+    cache = KVCache(*pages)
+
+    metadata = PrefillMetadata(starts, starts, 200, 200, tables)
+    whole = plain.prefill_attention(q, PackedKV(k, v), metadata, options)
+    paged = PagedKV(cache, tables)
+    assert_close(prefill_attention(q, paged, metadata, options), whole)
+    without_pages = PrefillMetadata(starts, starts, 200, 200, None)
+    assert_close(prefill_attention(q, PackedKV(k, v), without_pages, options), whole)
+    for splits in (1, 4):
+        monkeypatch.setattr(invariant_attention, "_num_splits", lambda *_, n=splits: n)
+        last = (starts[1:] - 1).long()
+        kv = PagedKV(cache, tables, lens.int())
+        assert_close(decode_attention(q[last], kv, options), whole[last])
+
+
+def test_records_of_prompts_are_those_of_the_plain_sampler():
+    logits = randn(5, 199)
+    token_ids = torch.tensor([3, 198, 0, 7, 50], device=DEVICE)
+    mine, twins = make_prompt_records(logits, token_ids, 2), make_records(logits, token_ids, 2)
+    assert torch.equal(mine[..., 0], twins[..., 0])
+    values = (x[..., 1].contiguous().view(torch.float32) for x in (mine, twins))
+    torch.testing.assert_close(*values)
+
+
+def test_a_cpu_is_refused_with_what_it_promises():
+    with pytest.raises(ValueError, match="but device is 'cpu': .* in float32 a CPU"):
+        LLM(TINY_MODEL, device="cpu", batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    "name, given, use",
+    [
+        ("kernels", "compile", "'auto'"),
+        ("attention_backend", "flash-attn", "'auto' or 'triton'"),
+        ("attention_backend", "torch", "'auto' or 'triton'"),
+        ("kv_cache_dtype", "fp8", "'auto'"),
+        ("quantization", "fp8", "None"),
+        ("tensor_parallel_size", 2, "1"),
+    ],
+)
+def test_options_that_cannot_are_refused_by_name(name, given, use, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = Config("folder", batch_invariant=True, **{name: given})
+    with pytest.raises(ValueError, match=f"but {name} is {given!r}, .*: use {use}, or leave"):
+        check_batch_invariance(config, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    "name, layer",
+    [
+        ("gqa-2", None),
+        ("llama", None),
+        ("smollm3", "NoRotaryEmbedding"),
+        ("granite", "GraniteLayer"),
+        ("olmo2", "ShardedRMSNorm"),
+        ("experts", "Experts"),
+        ("lfm2", "ShortConvolution"),
+        ("gemma3", "ZeroCenteredRMSNorm"),
+        ("gemma4", "WideRMSNorm"),
+    ],
+)
+def test_layers_that_were_not_shown_are_refused_by_name(name, layer, tmp_path):
+    config = copy.deepcopy((MODELS | FAMILIES)[name])
+    if layer is None:
+        config.head_dim = 128
+    make_checkpoint(tmp_path, config)
+    model = build_model(load_model_config(tmp_path), ParallelGroup())
+    fuse(model, invariant_backend(), INVARIANT_PRODUCTS)
+    if layer is None:
+        check_model(model, torch.bfloat16)
+    else:
+        with pytest.raises(
+            ValueError, match=f"layer .* is of class .*{layer}.*: use another model"
+        ):
+            check_model(model, torch.bfloat16)
+    with pytest.raises(ValueError, match="dtype is 'float32': use 'bfloat16'"):
+        check_model(model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name, change, reason",
+    [
+        ("gqa-2", dict(head_dim=64), "heads of 64 elements"),
+        ("attention-bias", dict(head_dim=128), "a bias"),
+        ("mistral-window", dict(head_dim=128), "a window of 21 tokens"),
+    ],
+)
+def test_properties_that_no_run_had_are_refused(name, change, reason, tmp_path):
+    config = copy.deepcopy((MODELS | FAMILIES)[name])
+    for key, value in change.items():
+        setattr(config, key, value)
+    make_checkpoint(tmp_path, config)
+    model = build_model(load_model_config(tmp_path), ParallelGroup())
+    fuse(model, invariant_backend(), INVARIANT_PRODUCTS)
+    with pytest.raises(ValueError, match=f"has {reason}.*, with which .* not been shown"):
+        check_model(model, torch.bfloat16)
