@@ -271,7 +271,8 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     def run(rows, outputs, inputs, group, bits, gated):
         codes = new(outputs, inputs * bits // 32, dtype=torch.int32)
         factors = new(inputs // group, outputs, dtype=torch.int32)
-        weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs)
+        woven = packed_linear.takes_woven(META, bits, group, inputs)
+        weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs, woven)
         x = new(rows, inputs, dtype=dtype)
         if gated:
             packed_linear.gated_linear(x, weight)
@@ -280,7 +281,7 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
 
     for rows in (1, 16, 64, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
-        for group, bits in ((128, 4), (128, 8)):
+        for group, bits in ((128, 4), (64, 4), (128, 8)):
             name = f"{kind} INT{bits} {rows} by {group}"
             yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, group, bits, False)
             yield f"{name} gated", partial(run, rows, 24576, 4096, group, bits, True)

@@ -20,7 +20,6 @@ from nanovllm.backends.cuda.triton import (
     allreduce_norm,
     decode_attention,
     decode_gemm,
-    dispatch,
     elementwise,
     fp8_inputs,
     fp8_linear,
@@ -32,12 +31,14 @@ from nanovllm.backends.cuda.triton import (
     packed_linear,
     sampler,
     short_conv,
+    woven_linear,
 )
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 512, 8, 2, 64
 BLOCK = r"\$L__BB\w+"
+COPY = r"\.shared::(?:cluster|cta)\.global"  # Triton 3.6 writes the first, 3.9 the second
 
 
 def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, bool]:
@@ -52,15 +53,17 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
     sources: dict[str, set[int]] = {}
     reads: set[int] = set()
     for line in re.split(r"[;\n]", body):
-        if found := re.search(r"ld\.param\S*\s+(%\w+), \[\w+_param_(\d+)", line):
+        if found := re.search(r"(?:ld\.param|mov)\S*\s+(%\w+), \[?\w+_param_(\d+)", line):
             sources[found[1]] = {int(found[2])}
         elif registers := re.findall(r"%(?:rd|rs|r|p|f)\d+", line):
             of = set().union(*[sources.get(register, set()) for register in registers])
             sources[registers[0]] = of
-            if "ld.global" in line or "prefetch.global" in line:
+            if "ld.global" in line or "prefetch.global" in line or re.search(COPY, line):
                 address = re.findall(r"\[\s*(%\w+)", line)
                 reads |= set().union(*[sources.get(register, set()) for register in address])
-    writes = re.search(r"\b(st|atom|red)\.(?!shared)|cp\.async\.bulk", body) is not None
+    # An asynchronous copy from global to shared memory writes nothing that others see.
+    copies = rf"cp\.async\.bulk(?!\S*{COPY})"
+    writes = re.search(rf"\b(st|atom|red)\.(?!shared)|{copies}", body) is not None
     # Whatever branches before the wait leads to labels before it.
     labels = set(re.findall(rf"({BLOCK}):", body))
     targets = set(re.findall(rf"\bbra(?:\.uni)?\s+({BLOCK})", body))
@@ -80,8 +83,10 @@ def report_to(found: list) -> Callable[..., None]:
             # None and constants are no arguments of the compiled kernel; nor is 1, a constant.
             if name in constants or value is None or type(value) in (int, bool) and value == 1:
                 continue
-            if isinstance(value, dispatch.TensorDescriptor):
-                names += [name] + [""] * 2 * value.base.dim()  # its shape and strides are numbers
+            if hasattr(value, "block_shape"):
+                names += [name] + [
+                    ""
+                ] * 2 * value.base.dim()  # a descriptor's shape and strides are numbers
             else:
                 names.append(name if isinstance(value, torch.Tensor) else "")
         assert options["launch_pdl"] and compiled.metadata.launch_pdl, kernel.__name__
@@ -119,6 +124,8 @@ def run_all() -> None:
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
     packed_linear.few_rows_linear(x, packed, new(64))
     packed_linear.tiled_linear(many, packed, new(64), packed_linear.Tiling(32, 64, 16, 2, 2, 4))
+    woven = woven_linear.Tiling(block_m=64, warps=4, splits=2, stages=2)
+    woven_linear.linear(many, codes, factors, new(64), woven, group=128)
     for direct_bytes in (1 << 20, 0):
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
         allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)

@@ -13,8 +13,15 @@ from transformers import Qwen3Config
 
 pytest.importorskip("triton")
 
-from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight, drop_factors
+from nanovllm.backends.cuda.fused_integers import (
+    FusedIntegerWeight,
+    arrange_integers,
+    await_weights,
+    drop_factors,
+    make_factors,
+)
 from nanovllm.backends.cuda.fused_quantised import use_packed_kernels
+from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.quantised.config import Integers, Quantization
 from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.layers import use_quantised_layers
@@ -99,6 +106,36 @@ def test_fused_weights_follow_an_update(folder):
     assert torch.equal(weight(x), 2 * before) and weight.factors.data_ptr() == address
     drop_factors(weight)
     assert torch.equal(weight(x), 2 * before)
+
+
+def test_all_weights_have_factors_before_graphs_are_captured(folder):
+    """A graph records how factors are made, and only its replay makes them."""
+    weights = torch.nn.ModuleList(load(folder, SCHEMES["gptq"], torch.float16))
+    for weight in weights:
+        use_packed_kernels(weight)
+    make_factors(weights)
+    assert all(weight.factors is not None for weight in weights)
+
+
+@torch.inference_mode()
+def test_codes_are_woven_once_after_each_load(folder, monkeypatch):
+    monkeypatch.setattr(packed_linear, "is_hopper", lambda device: True)
+    scheme = SCHEMES["symmetric"]
+    weight, plain = (load(folder, scheme, torch.float16)[0] for _ in range(2))
+    before = plain.codes.clone()
+    use_packed_kernels(weight)
+    await_weights(weight)
+    for _ in range(2):
+        arrange_integers(weight)
+        assert not torch.equal(weight.codes, before)
+        for rows in (1, 300):
+            x = torch.randn(rows, weight.width, device=DEVICE).half()
+            assert_close(weight(x), plain(x))
+        assert torch.equal(
+            weight.dequantise(slice(3, 9), 0, None), plain.dequantise(slice(3, 9), 0, None)
+        )
+        weight.take_weights(plain)
+        assert torch.equal(plain.codes, before)
 
 
 def test_weights_that_no_kernel_suits_stay_plain(folder):

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from effort import spread
 
-from nanovllm.backends.cuda.triton import packed_linear
+from nanovllm.backends.cuda.triton import packed_linear, woven_linear
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors, Tiling
 from nanovllm.backends.quantised.packed import pack
 
@@ -93,3 +93,48 @@ def test_rows_of_a_decode_step_equal_their_product_in_float64(
     assert_close(packed_linear.tiled_linear(x, weight, bias, tiling), expected)
     gated = packed_linear.tiled_linear(x, weight, bias, tiling, gated=True, gelu=True)
     assert_close(gated, activated(expected, dtype, gelu=True))
+
+
+WOVEN_SHAPES = [(48, 256, 128), (34, 2304, 256), (40, 384, 384)]
+
+
+def woven_case(rows, shape, dtype, **options):
+    x, weight, bias, expected = case(rows, shape, dtype, **options)
+    woven_linear.weave(weight.codes)
+    return x, weight._replace(woven=True), bias, expected
+
+
+def test_woven_words_hold_the_codes_that_a_thread_needs_together():
+    places = torch.tensor(woven_linear.places()).view(4, 4, 2, 4)  # lane, block, second, code
+    assert sorted(places.flatten().tolist()) == list(range(128))
+    assert places[1, 0].tolist() == [[2, 10, 18, 26], [3, 11, 19, 27]]
+    assert torch.equal(places[:, 3], places[:, 0] + 96)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", WOVEN_SHAPES)
+def test_woven_codes_stand_for_the_same_numbers(shape, dtype):
+    weight, numbers = make(*shape, dtype=dtype)
+    woven_linear.weave(weight.codes)
+    weight = weight._replace(woven=True)
+    assert torch.equal(packed_linear.dequantise(weight, dtype), numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", WOVEN_SHAPES)
+def test_few_rows_of_woven_codes_equal_their_product_in_float64(shape, dtype):
+    x, weight, bias, expected = woven_case(1, shape, dtype)
+    assert_close(packed_linear.few_rows_linear(x, weight, bias), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*WOVEN_SHAPES, (4096, 4096, 128)])
+@pytest.mark.parametrize("rows", [1, 3, 16, 40, 100, 256])
+def test_tensor_cores_multiply_by_woven_codes(rows, shape, dtype):
+    """The kernel is written in Gluon, which has no interpreter."""
+    x, weight, bias, expected = woven_case(rows, shape, dtype)
+    assert_close(packed_linear.woven_product(x, weight, bias), expected)
+    for gelu in (False, True):
+        gated = packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
+        assert_close(gated, activated(expected, dtype, gelu))

@@ -18,6 +18,8 @@ class FusedIntegerWeight(IntegerWeight):
     """
 
     factors: Tensor | None = None  # int32 [..., G, N]
+    is_woven: bool | None = None  # whether the kernels take the codes woven; None: not known yet
+    has_woven_codes = False  # whether they are woven by now: those that were just read are not
 
     @staticmethod
     def suits(plain: IntegerWeight) -> bool:
@@ -48,6 +50,8 @@ class FusedIntegerWeight(IntegerWeight):
 
     def tensors(self, expert: int | None = None) -> PackedTensors:
         """Return what the kernels read, of an expert if there are any."""
+        if self.is_woven is None:
+            self.arrange()
         if self.factors is None:
             self.refresh()
         codes: Tensor = self.codes
@@ -55,7 +59,30 @@ class FusedIntegerWeight(IntegerWeight):
         assert factors is not None
         if expert is not None:
             codes, factors = codes[expert], factors[expert]
-        return PackedTensors(codes, factors, self.scheme.bits, self.group, self.width)
+        bits, group, width = self.scheme.bits, self.group, self.width
+        return PackedTensors(codes, factors, bits, group, width, bool(self.is_woven))
+
+    @property
+    def shall_weave(self) -> bool:
+        """Whether the kernels want the codes woven."""
+        # Kernels for experts know no other order.
+        return not self.lead and packed_linear.takes_woven(
+            self.codes.device, self.scheme.bits, self.group, self.width
+        )
+
+    @torch.inference_mode()
+    def arrange(self) -> None:
+        """Bring weights that were just read into the form that the kernels read."""
+        self.is_woven = self.shall_weave
+        if self.is_woven and not self.has_woven_codes:
+            packed_linear.woven_linear.weave(self.codes)
+            self.has_woven_codes = True
+        self.refresh()
+
+    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+        if not self.has_woven_codes:
+            return super().dequantise(rows, number, expert)
+        return packed_linear.dequantise(self.tensors(), self.scales.dtype)[rows]
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -71,13 +98,31 @@ class FusedIntegerWeight(IntegerWeight):
         """Take the weights of a plain packed weight."""
         for name, parameter in plain.named_parameters(recurse=False):
             self.get_parameter(name).copy_(parameter)
-        self.refresh()
+        self.has_woven_codes = False
+        self.arrange()
 
 
-def refresh_factors(model: nn.Module) -> None:
-    """Make the factors that the model's integer weights have of the weights that it has now."""
+def await_weights(model: nn.Module) -> None:
+    """Let the model launch the kernels that its integer weights want, before these are read.
+
+    `arrange_integers` must follow.
+    """
     for module in model.modules():
-        if isinstance(module, FusedIntegerWeight) and module.factors is not None:
+        if isinstance(module, FusedIntegerWeight):
+            module.is_woven = module.shall_weave
+
+
+def arrange_integers(model: nn.Module) -> None:
+    """Bring the model's integer weights, which were just read, into the form of the kernels."""
+    for module in model.modules():
+        if isinstance(module, FusedIntegerWeight):
+            module.arrange()
+
+
+def make_factors(model: nn.Module) -> None:
+    """Make the factors that were dropped; a graph's capture could not compute them."""
+    for module in model.modules():
+        if isinstance(module, FusedIntegerWeight) and module.factors is None:
             module.refresh()
 
 

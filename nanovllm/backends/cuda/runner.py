@@ -22,7 +22,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.backends.cuda.cuda_graph import SIZES, Graphs, size_for, sizes_up_to
-from nanovllm.backends.cuda.fused_integers import drop_factors, refresh_factors
+from nanovllm.backends.cuda.fused_integers import (
+    arrange_integers,
+    await_weights,
+    drop_factors,
+    make_factors,
+)
 from nanovllm.backends.cuda.fused_layers import (
     FusedDecoder,
     FusedGatedMLP,
@@ -148,11 +153,12 @@ class CUDAModelRunner(ModelRunner):
         """Load the weights, and compile kernels meanwhile."""
         if not self._has_own_kernels:
             return super()._fill(fill)
+        await_weights(self.model)
         with ThreadPoolExecutor(1) as beside:
             compiling = beside.submit(self._compile_kernels)
             super()._fill(fill)
             compiling.result()
-        refresh_factors(self.model)  # compiling used those of weights that were not read yet
+        arrange_integers(self.model)  # compiling used weights that were not read yet
         self.synchronize()
 
     @torch.inference_mode()
@@ -231,6 +237,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
+            make_factors(self.model)
             if self.config.batch_invariant:
                 approve_products(self.model, {*SIZES, *self.decode_sizes})
             # Plain attention, plain experts and plain recurrent layers wait for the device, which a

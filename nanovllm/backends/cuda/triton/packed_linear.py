@@ -5,7 +5,8 @@ bits. Rows of a step decide how the product is computed:
 
 - Few: each program asks for all of its words at once, as in gemv.py, and sums in float32.
 - Those of a decode step: tensor cores, which take the weights from registers, where they were
-  dequantised, and the inputs from shared memory.
+  dequantised, and the inputs from shared memory. On Hopper, woven_linear.py has a faster kernel for
+  weights of 4 bits in groups of 128 columns, whose codes it wants in another order.
 - Many: one kernel dequantises the whole weight, then cuBLAS multiplies.
 
 Tensor cores sum over columns in any order, as long as weights and inputs agree. Neighbours in a
@@ -17,7 +18,7 @@ Shapes: M rows, K inputs, N outputs, W words in a row, G groups in a row.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,11 +29,18 @@ from nanovllm.backends.cuda.triton import linear as dense
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     arrivals,
+    is_hopper,
     num_processors,
     overlap,
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.elementwise import activated
+
+woven_linear: Any
+try:
+    from nanovllm.backends.cuda.triton import woven_linear
+except ImportError:  # older releases of Triton lack Gluon, or parts of it
+    woven_linear = None
 
 # Words whose codes are woven: a step of tensor cores takes 16 columns.
 RUN = 16
@@ -57,6 +65,7 @@ class PackedTensors(NamedTuple):
     bits: int
     group: int  # columns that share a factor
     inputs: int  # K
+    woven: bool = False  # whether the codes are in the order of woven_linear.py
 
     @property
     def outputs(self) -> int:
@@ -86,6 +95,8 @@ def linear(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> Tens
     if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
         return few_rows_linear(x, weight, bias)
     if len(x) <= MAX_ROWS:
+        if weight.woven:
+            return woven_product(x, weight, bias)
         return tiled_linear(x, weight, bias, tiling(x, weight))
     return dense.linear(x, dequantise(weight, x.dtype), bias)
 
@@ -101,8 +112,36 @@ def gated_linear(
     if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
         return few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
     if len(x) <= MAX_ROWS:
+        if weight.woven:
+            return woven_product(x, weight, bias, gated=True, gelu=gelu)
         return tiled_linear(x, weight, bias, tiling(x, weight), gated=True, gelu=gelu)
     return dense.gated_linear(x, dequantise(weight, x.dtype), bias, gelu)
+
+
+def takes_woven(device: torch.device, bits: int, group: int, inputs: int) -> bool:
+    """Tell whether a weight's codes shall be woven: for the kernel of woven_linear.py."""
+    in_runs = group % 128 == 0 or group >= inputs
+    return (
+        woven_linear is not None
+        and is_hopper(device)
+        and (bits == 4 and inputs % 128 == 0 and in_runs)
+    )
+
+
+def woven_product(
+    x: Tensor,
+    weight: PackedTensors,
+    bias: Tensor | None,
+    *,
+    gated: bool = False,
+    gelu: bool = False,
+) -> Tensor:
+    """Compute `linear`, or with `gated` `gated_linear`, of woven codes."""
+    outputs = weight.outputs // 2 if gated else weight.outputs
+    tiling = woven_linear.tiling(x, outputs, gated=gated)
+    codes, factors = weight.codes, weight.factors
+    group = min(weight.group, weight.inputs)
+    return woven_linear.linear(x, codes, factors, bias, tiling, group=group, gated=gated, gelu=gelu)
 
 
 def warmup_gated_linear(
@@ -138,7 +177,7 @@ def few_rows_linear(
     _few_rows_kernel[(triton.cdiv(outputs, own),)](
         *(x, weight.codes, weight.factors, bias, out),
         *(outputs, inputs, per_row, weight.group, weight.bits),
-        *(rows, block_n, chunks, gated, gelu, x.device.type != "cpu"),
+        *(rows, block_n, chunks, weight.woven, gated, gelu, x.device.type != "cpu"),
         num_warps=4,
         maxnreg=registers,
         **overlap(x),
@@ -161,6 +200,7 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
+    WOVEN: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     ASM: tl.constexpr,
@@ -176,13 +216,15 @@ def _few_rows_kernel(
     wait_for_inputs(PDL)
     dtype = out.dtype.element_ty
     for row in tl.static_range(ROWS):
-        total = _product(x + row * K, words, scale, zero, chunk, W, BITS, ASM)
+        total = _product(x + row * K, words, scale, zero, chunk, W, BITS, WOVEN, ASM)
         for part in tl.static_range(1, (W + 4 * CHUNKS - 1) // (4 * CHUNKS)):
             at = part * CHUNKS
             more, more_scale, more_zero = _chunks(
                 codes, factors, n, at, chunk, TIMES * N, W, GROUP, BITS, x
             )
-            total += _product(x + row * K, more, more_scale, more_zero, at + chunk, W, BITS, ASM)
+            total += _product(
+                x + row * K, more, more_scale, more_zero, at + chunk, W, BITS, WOVEN, ASM
+            )
         result = tl.sum(total, axis=1)
         if bias is not None:
             result += tl.load(bias + n).to(tl.float32)
@@ -226,7 +268,17 @@ def _chunks(codes, factors, n, first, chunk, rows, W, GROUP: tl.constexpr, BITS:
 
 
 @triton.jit
-def _product(x, words, scale, zero, chunk, W: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def _product(
+    x,
+    words,
+    scale,
+    zero,
+    chunk,
+    W: tl.constexpr,
+    BITS: tl.constexpr,
+    WOVEN: tl.constexpr,
+    ASM: tl.constexpr,
+):
     """Multiply words [N, C, 4] by the inputs of their columns, and sum inside chunks: [N, C].
 
     A code of 4 bits, put into the bits of the number 128, adds itself if it ends at bit 16, its
@@ -235,16 +287,25 @@ def _product(x, words, scale, zero, chunk, W: tl.constexpr, BITS: tl.constexpr, 
     """
     PER_WORD: tl.constexpr = 32 // BITS
     at = chunk[:, None] * 4 + tl.arange(0, 4)[None, :]
-    fours = x.to(tl.pointer_type(tl.int64)) + at * (PER_WORD // 4)  # four inputs at a time
-    low = tl.load(fours, mask=at < W, other=0)
-    high = low
-    if BITS == 4:
-        high = tl.load(fours + 1, mask=at < W, other=0)
+    if WOVEN:  # two inputs at a time; W is a multiple of 16
+        column = at // 16 * 128 + at % 4 * 32 + at % 16 // 4 * 2
+        pairs = x.to(tl.pointer_type(tl.int32)) + column // 2
+    else:  # four inputs at a time
+        fours = x.to(tl.pointer_type(tl.int64)) + at * (PER_WORD // 4)
+        low = tl.load(fours, mask=at < W, other=0)
+        high = low
+        if BITS == 4:
+            high = tl.load(fours + 1, mask=at < W, other=0)
     total = tl.zeros(words.shape, tl.float32)
     plain = tl.zeros(at.shape, tl.float32)
     added = tl.zeros(at.shape, tl.float32)
     for j in tl.static_range(PER_WORD):
-        bits = ((low if j < 4 else high) >> (16 * (j % 4))).to(tl.int16)
+        if WOVEN:
+            bits = (tl.load(pairs + j % 4 * 4, mask=at < W, other=0) >> (16 * (j // 4))).to(
+                tl.int16
+            )
+        else:
+            bits = ((low if j < 4 else high) >> (16 * (j % 4))).to(tl.int16)
         inputs = bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
         plain += inputs
         if BITS == 4:
@@ -610,7 +671,7 @@ def dequantise(weight: PackedTensors, dtype: torch.dtype) -> Tensor:
     )
     _dequantise_kernel[grid](
         *(weight.codes, weight.factors, out, weight.outputs, weight.inputs, weight.codes.shape[1]),
-        *(weight.group, weight.bits, block_n, block_w),
+        *(weight.group, weight.bits, block_n, block_w, weight.woven),
         num_warps=4,
     )
     return out
@@ -628,6 +689,7 @@ def _dequantise_kernel(
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    WOVEN: tl.constexpr,
 ):
     PER_WORD: tl.constexpr = 32 // BITS
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -640,6 +702,9 @@ def _dequantise_kernel(
     place = tl.arange(0, PER_WORD)
     column = w[:, None] * PER_WORD + place[None, :]
     code = (words[:, :, None] >> (place * BITS)[None, None, :]) & ((1 << BITS) - 1)
+    if WOVEN:  # [N, run, lane, block, second of a pair, place in 8] in the order of columns
+        code = code.reshape(BLOCK_N, BLOCK_W // 16, 4, 4, 2, 4)
+        code = code.permute(0, 1, 3, 5, 2, 4).reshape(BLOCK_N, BLOCK_W, PER_WORD)
     tl.store(
         out + n[:, None, None] * K + column[None, :, :],
         (code - (factor & 255)).to(scale.dtype) * scale,

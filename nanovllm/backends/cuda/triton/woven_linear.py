@@ -1,0 +1,422 @@
+"""Products of 4-bit weights on Hopper's tensor cores, which take weights from registers.
+
+A thread that holds a part of a weight's tile for the tensor cores needs columns 2c, 2c + 1, 2c + 8
+and 2c + 9 of every 16, where c is its place among four threads. In the order of checkpoints, these
+codes are in words of which the thread needs nothing else. So the codes of 128 columns, 16 words,
+are woven once, when the weights are loaded: see `weave`. Then four neighbouring words are all that
+a thread needs, and a shift and a mask yield two numbers that belong into one register.
+
+Codes and inputs of several steps of 128 columns are on their way to shared memory at a time. While
+the tensor cores multiply by the weights of a step, the threads dequantise those of the next one.
+
+The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
+
+Shapes: M rows, K inputs, N outputs, W words in a row, G groups in a row.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanovllm.backends.cuda.triton.dispatch import arrivals, num_processors, overlap
+
+# Triton 3.9 has other names for these two than 3.6.
+fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+RUN = 16  # words whose codes are woven
+COLUMNS = 128  # those of a run; a step of the kernel takes so many
+
+
+class Tiling(NamedTuple):
+    """The tiling of a product."""
+
+    block_m: int  # rows of a tile
+    warps: int  # a tile has 16 outputs a warp
+    splits: int  # programs that share a tile
+    stages: int  # steps that are in shared memory or on their way
+    registers: int | None = None  # at most, of a thread
+
+
+def places() -> list[int]:
+    """Return the column of each code of a woven run, from the lowest bits of its first word on.
+
+    A word holds codes of four columns that lie 8 apart, in its lower half, and of the columns
+    right of these, in its upper half.
+    """
+    columns = []
+    for word in range(RUN):
+        lane, block = word // 4, word % 4  # of 32 columns
+        for code in range(8):
+            columns.append(32 * block + 8 * (code % 4) + 2 * lane + code // 4)
+    return columns
+
+
+def weave(codes: Tensor) -> None:
+    """Reorder the codes of each run of words in place, as the kernel reads them: [N, W]."""
+    order = torch.tensor(places(), device=codes.device)
+    shifts = torch.arange(0, 32, 4, device=codes.device, dtype=torch.int32)
+    for part in codes.split(max(1, (1 << 20) // codes.shape[1])):
+        numbers = (part.unsqueeze(-1) >> shifts & 15).view(len(part), -1, COLUMNS)[:, :, order]
+        # No two numbers share a bit, so their sum has the bits of all.
+        part.copy_((numbers.view(*part.shape, 8) << shifts).sum(-1, dtype=torch.int32))
+
+
+def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
+    """Choose how to cut a product into programs that fill the device.
+
+    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B and 16, 64, 128 and 256
+    rows, not with other numbers of rows. Of programs with four warps, three or four run on a
+    multiprocessor at a time: while one waits, others compute.
+    """
+    rows, steps = len(x), x.shape[1] // COLUMNS
+    columns = triton.cdiv(outputs, 32 if gated else 64)
+    programs = num_processors(x.device) * (4 if rows <= 16 else 3)
+    # Two tiles of 64 rows, of which fewer programs share each, took less time than one of 128.
+    is_small = rows <= 128 and columns * 2 <= programs
+    block_m = min(max(8, triton.next_power_of_2(rows)), 64 if is_small else 128)
+    splits = max(1, min(programs // (columns * triton.cdiv(rows, block_m)), steps // 3))
+    stages = {8: 8, 16: 6, 32: 5, 64: 3, 128: 2}[block_m]
+    return Tiling(block_m, 4, splits, stages, None if block_m <= 16 else 168)
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    factors: Tensor,
+    bias: Tensor | None,
+    tiling: Tiling,
+    *,
+    group: int,
+    gated: bool = False,
+    gelu: bool = False,
+) -> Tensor:
+    """Compute x @ weight.T + bias, or with `gated` the activated product: x [M, K] -> [M, N].
+
+    codes: woven. group: columns that share a factor, a multiple of 128. No running kernel may write
+    to the weights.
+    """
+    (rows, inputs), outputs = x.shape, codes.shape[0]
+    if gated:
+        outputs //= 2
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    block_m, warps, splits, stages, registers = tiling
+    half = 8 * warps  # outputs of which a thread holds one at a time
+    steps = inputs // COLUMNS
+    span = triton.cdiv(steps, splits)
+    splits = triton.cdiv(steps, span)
+    width = (8 if gated else 16) * warps
+    grid = triton.cdiv(rows, block_m), triton.cdiv(outputs, width), splits
+    parts = counters = None
+    if splits > 1:
+        size = grid[0] * grid[1] * splits * 16 * warps * block_m
+        parts = torch.empty(size, dtype=torch.float32, device=x.device)
+        counters = arrivals(x.device)
+    tensors = (
+        TensorDescriptor.from_tensor(x, [block_m, COLUMNS], gl.NVMMASharedLayout(128, 16, 2)),
+        TensorDescriptor.from_tensor(codes, [half, RUN], gl.NVMMASharedLayout(64, 32, 2)),
+        *(
+            factors,
+            bias,
+            out,
+            parts,
+            counters,
+            rows,
+            outputs,
+            steps,
+            span,
+            splits,
+            group // COLUMNS,
+        ),
+    )
+    _woven_linear_kernel[grid](
+        *(*tensors, block_m, warps, splits > 1, stages, gated, gelu),
+        num_warps=warps,
+        maxnreg=registers,
+        **overlap(x),
+    )
+    return out
+
+
+@cache
+def unpacking(is_bfloat16: bool) -> str:
+    """Write the assembly that dequantises two words of a row, whose codes become 8 pairs.
+
+    Outputs 0 to 7 are the pairs; 8 and 9 are the words; 10 and 11 are pairs of what to subtract
+    from a code, and of scales. A code in the lowest bits of a number that is 128 in bfloat16, or
+    1024 in float16, adds itself.
+    """
+    kind, magic, one = (
+        ("bf16x2", "43004300", "3f803f80") if is_bfloat16 else ("f16x2", "64006400", "3c003c00")
+    )
+    lines = [".reg .b32 t, none, one;", "mov.b32 none, 0x80008000;", f"mov.b32 one, 0x{one};"]
+    for j in range(8):
+        source = "$8" if j < 4 else "$9"
+        if j % 4:
+            lines.append(f"shr.u32 t, {source}, {4 * (j % 4)};")
+            source = "t"
+        lines.append(f"lop3.b32 t, {source}, 0x000f000f, 0x{magic}, 0xea;")
+        lines.append(f"fma.rn.{kind} t, t, one, $10;")
+        lines.append(f"fma.rn.{kind} ${j}, t, $11, none;")
+    return "{" + "\n".join(lines) + "}"
+
+
+BFLOAT16_ASM = gl.constexpr(unpacking(True))
+FLOAT16_ASM = gl.constexpr(unpacking(False))
+
+
+@gluon.jit
+def _numbers(words, factor, dtype: gl.constexpr):
+    """Dequantise words [H, W] by factors [H] -> [H, W, 2, 2, 2].
+
+    The last three are the bits of a code's place in a pair of words, the highest first. As the
+    words are woven, a pair of numbers comes from one word.
+    """
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, words.type.layout), assert_trivial=True)
+    factor = gl.expand_dims(factor, 1)
+    scale = (factor >> 16).to(gl.int16).to(dtype, bitcast=True)
+    # The negative of the number that a code of zero becomes.
+    zero = factor & 255 | (0xC300 if dtype == gl.bfloat16 else 0xE400)
+    words, zero = gl.broadcast(words, zero.to(gl.int16).to(dtype, bitcast=True))
+    words, scale = gl.broadcast(words, scale)
+    a, b, c, d, e, f, g, h = gl.inline_asm_elementwise(
+        BFLOAT16_ASM if dtype == gl.bfloat16 else FLOAT16_ASM,
+        "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
+        [words, zero, scale],
+        dtype=[scale.dtype] * 8,
+        is_pure=True,
+        pack=2,
+    )
+    even = gl.join(gl.join(a, e), gl.join(c, g))
+    odd = gl.join(gl.join(b, f), gl.join(d, h))
+    return gl.join(even, odd)
+
+
+@gluon.jit
+def _halves(words):
+    """Split words [H, 16] into those of a run's first 64 columns and the others: twice [H, 8]."""
+    H: gl.constexpr = words.shape[0]
+    first, second = gl.split(words.reshape([H, 4, 2, 2]).permute([0, 1, 3, 2]))
+    return first.reshape([H, 8]), second.reshape([H, 8])
+
+
+@gluon.jit
+def _weights(words, more, factor, more_factor, dtype: gl.constexpr, A: gl.constexpr):
+    """Dequantise 64 columns of both halves of a tile: words [H, 8] -> [2 H, 64].
+
+    In a warp's 16 rows, the first half's 8 come before those of the second half.
+    """
+    WARPS: gl.constexpr = words.shape[0] // 8
+    numbers = gl.join(_numbers(words, factor, dtype), _numbers(more, more_factor, dtype))
+    # [warp, row, lane, second of a pair, block, code // 2, code % 2, half]
+    numbers = numbers.reshape([WARPS, 8, 4, 2, 2, 2, 2, 2])
+    numbers = numbers.permute([0, 7, 1, 4, 5, 6, 2, 3]).reshape([16 * WARPS, 64])
+    return gl.convert_layout(numbers, A, assert_trivial=True)
+
+
+@gluon.jit
+def _gelu(x):
+    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+    return x / (1 + gl.exp(-2 * inner))
+
+
+@gluon.jit(do_not_specialize=["M", "all_steps", "span", "splits"])
+def _woven_linear_kernel(
+    x,
+    codes,
+    factors,
+    bias,
+    out,
+    parts,
+    arrivals,
+    M,
+    N,
+    all_steps,
+    span,
+    splits,
+    STEPS: gl.constexpr,  # that share a factor
+    BLOCK_M: gl.constexpr,
+    WARPS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    GELU: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    H: gl.constexpr = 8 * WARPS
+    # A thread holds four words of a row. Eight rows and four threads a row make a warp.
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]],
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0], [32, 0]] if WARPS == 8 else [[8, 0], [16, 0]],
+        [],
+        [H, 16],
+    )
+    dtype: gl.constexpr = out.dtype.element_ty
+    fetched_codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, H, 16], codes.layout)
+    fetched_x = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128], x.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+    BYTES: gl.constexpr = 2 * H * 64 + BLOCK_M * 256
+    m = gl.program_id(0) * BLOCK_M
+    # The halves of a tile are neighbours, or gates and ups.
+    n = gl.program_id(1) * (H if GATED else 2 * H)
+    second_n = n + (N if GATED else H)
+    rows = 2 * N if GATED else N
+    split = gl.program_id(2)
+    begin = split * span
+    steps = gl.minimum(span, all_steps - begin)
+    first = gl.minimum(steps, STAGES)
+    for k in range(first):
+        mbarrier.expect(ready.index(k), BYTES)
+        fetch(codes, [n, (begin + k) * 16], ready.index(k), fetched_codes.index(2 * k))
+        fetch(codes, [second_n, (begin + k) * 16], ready.index(k), fetched_codes.index(2 * k + 1))
+    row = gl.arange(0, H, layout=gl.SliceLayout(1, WORDS))
+    # What lies outside is computed from what lies inside, and not stored.
+    factors_0 = factors + gl.minimum(n + row, rows - 1)
+    factors_1 = factors + gl.minimum(second_n + row, rows - 1)
+    at = begin // STEPS * rows
+    factor_0, factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
+    if PDL:
+        _run("griddepcontrol.launch_dependents;")
+        _run("griddepcontrol.wait;")
+    for k in range(first):
+        fetch(x, [m, (begin + k) * 128], ready.index(k), fetched_x.index(k))
+    acc = gl.zeros([2 * H, BLOCK_M], gl.float32, MMA)
+    mbarrier.wait(ready.index(0), 0)
+    words, later_words = _halves(fetched_codes.index(0).load(WORDS))
+    more, later_more = _halves(fetched_codes.index(1).load(WORDS))
+    weights = _weights(words, more, factor_0, factor_1, dtype, A)
+    inputs = fetched_x.index(0)
+    acc = warpgroup_mma(weights, inputs.slice(0, 64, 1).permute((1, 0)), acc, is_async=True)
+    for k in range(1, steps):
+        new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
+        at = (begin + k) // STEPS * rows
+        factor_0, factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        weights = new
+        inputs = fetched_x.index((k - 1) % STAGES)
+        acc = warpgroup_mma(weights, inputs.slice(64, 64, 1).permute((1, 0)), acc, is_async=True)
+        stage = k % STAGES
+        mbarrier.wait(ready.index(stage), k // STAGES & 1)
+        words, later_words = _halves(fetched_codes.index(2 * stage).load(WORDS))
+        more, later_more = _halves(fetched_codes.index(2 * stage + 1).load(WORDS))
+        new = _weights(words, more, factor_0, factor_1, dtype, A)
+        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        weights = new
+        inputs = fetched_x.index(stage)
+        acc = warpgroup_mma(weights, inputs.slice(0, 64, 1).permute((1, 0)), acc, is_async=True)
+        # All threads are done with step k - 1, so its place is free.
+        barrier()
+        later = k - 1 + STAGES
+        wanted = later < steps
+        place = later % STAGES
+        mbarrier.expect(ready.index(place), BYTES, pred=wanted)
+        fetch(
+            *(codes, [n, (begin + later) * 16]),
+            *(ready.index(place), fetched_codes.index(2 * place), wanted),
+        )
+        fetch(
+            *(codes, [second_n, (begin + later) * 16]),
+            *(ready.index(place), fetched_codes.index(2 * place + 1), wanted),
+        )
+        fetch(x, [m, (begin + later) * 128], ready.index(place), fetched_x.index(place), wanted)
+    new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
+    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    weights = new
+    inputs = fetched_x.index((steps - 1) % STAGES)
+    acc = warpgroup_mma(weights, inputs.slice(64, 64, 1).permute((1, 0)), acc, is_async=True)
+    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
+    _finish(acc, bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
+
+
+@gluon.jit
+def _finish(
+    acc,
+    bias,
+    out,
+    parts,
+    arrivals,
+    M,
+    N,
+    m,
+    n,
+    tile,
+    splits,
+    SPLIT: gl.constexpr,
+    GATED: gl.constexpr,
+    GELU: gl.constexpr,
+):
+    """Sum the parts of a tile [2 H, BLOCK_M], whose rows have the order of `_weights`; store it."""
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    H: gl.constexpr = acc.shape[0] // 2
+    WARPS: gl.constexpr = H // 8
+    MMA: gl.constexpr = acc.type.layout
+    dtype: gl.constexpr = out.dtype.element_ty
+    second_n = n + (N if GATED else H)
+    rows = 2 * N if GATED else N
+    r = gl.arange(0, 2 * H, layout=gl.SliceLayout(1, MMA))
+    column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA))
+    is_last = True
+    if SPLIT:
+        place = gl.expand_dims(r, 1) * BLOCK_M + gl.expand_dims(column, 0)
+        parts += tile * splits * BLOCK_M * 2 * H
+        gl.store(parts + gl.program_id(2) * BLOCK_M * 2 * H + place, acc)
+        # The program that arrives last sees what the others wrote before they arrived.
+        barrier()  # wait until all threads have stored
+        is_last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == splits - 1
+        barrier()
+        if is_last:
+            gl.store(arrivals + tile, 0)
+            acc = gl.zeros([2 * H, BLOCK_M], gl.float32, MMA)
+            for part in range(splits):
+                acc += gl.load(parts + part * BLOCK_M * 2 * H + place)
+    if is_last:
+        if bias is not None:
+            inside = n + r // 16 * 8 + r % 8 + r // 8 % 2 * (second_n - n)
+            inside = gl.minimum(inside, rows - 1)
+            acc += gl.expand_dims(gl.load(bias + inside).to(gl.float32), 1)
+        halves = acc.reshape([WARPS, 2, 8, BLOCK_M])
+        if GATED:
+            gate, up = gl.split(halves.permute([0, 2, 3, 1]))
+            # Round where separate kernels for the product and the activation would round.
+            gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+            gate = _gelu(gate) if GELU else gate / (1 + gl.exp(-gate))
+            result = (gate.to(dtype).to(gl.float32) * up).reshape([H, BLOCK_M])
+        else:
+            result = halves.permute([1, 0, 2, 3]).reshape([2 * H, BLOCK_M])
+        # Let a thread store neighbours.
+        WIDTH: gl.constexpr = H if GATED else 2 * H
+        LANES: gl.constexpr = WIDTH // 8
+        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+        result = gl.convert_layout(result.to(dtype), STORE)
+        own = n + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, STORE))
+        target = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORE))
+        gl.store(
+            out + gl.expand_dims(target.to(gl.int64) * N, 0) + gl.expand_dims(own, 1),
+            result,
+            mask=gl.expand_dims(target < M, 0) & gl.expand_dims(own < N, 1),
+        )
+
+
+@gluon.jit
+def _run(INSTRUCTION: gl.constexpr):
+    gl.inline_asm_elementwise(
+        INSTRUCTION + " mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
