@@ -187,6 +187,17 @@ def run_all() -> None:
         for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
     ]
     moe.moe(x, new(rows, 8), gate_up=packed[0], down=packed[1], top_k=2, renormalize=True)
+    # Of one token, several programs share a product.
+    packed = [
+        moe_packed.PackedExperts(
+            "e2m1",
+            new(8, outputs, inputs // 2, dtype=torch.uint8),
+            new(8, outputs, inputs // 32, dtype=torch.uint8),
+            32,
+        )
+        for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
+    ]
+    moe.moe(x[:1], new(1, 8), gate_up=packed[0], down=packed[1], top_k=1, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
     sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 

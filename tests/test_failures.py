@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.__main__ import main
 from nanovllm.engine.errors import InvalidLogitsError
-from nanovllm.layers.attention import SelfAttention
+from nanovllm.models.transformer import Decoder
 
 PROMPTS = random_prompts(7, seed=3)
 
@@ -54,15 +54,15 @@ ERRORS = {
 PLACES = {
     "model": lambda llm: (llm.engine.runner.model, "forward"),
     "sampler": lambda llm: (llm.engine.runner, "_sample_tokens"),
-    "attention": lambda llm: (attention_of(llm), "attend_stored"),
+    "norm": lambda llm: (decoder_of(llm).norm, "forward"),  # when all layers have stored K and V
     "decode": lambda llm: (llm._tokenizer, "decode"),
     "detokenizer": lambda llm: (llm.engine.detokenizer, "update"),
 }
 
 
-def attention_of(llm):
+def decoder_of(llm):
     layers = llm.engine.runner.model.modules()
-    return [layer for layer in layers if isinstance(layer, SelfAttention)][-1]
+    return next(layer for layer in layers if isinstance(layer, Decoder))
 
 
 def by_generate(llm):
