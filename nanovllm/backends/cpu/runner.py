@@ -12,7 +12,7 @@ class CPUModelRunner(ModelRunner):
     def _sample_tokens(
         self, logits: Tensor, *, temperatures: Tensor, vocab_start: int = 0, **options: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Sample a token for each row, as `sample` does. Two cores share the rows of a batch."""
+        """Sample a token for each row, as `sample` does. All cores share the rows of a batch."""
         in_cpp = logits.dtype == torch.float32 and cpp_ops.load() is not None
         if not in_cpp or not len(logits) or (temperatures > 0).any():
             return sample(logits, temperatures=temperatures, vocab_start=vocab_start, **options)

@@ -64,7 +64,7 @@ class FusedIntegerWeight(IntegerWeight):
 
     @property
     def shall_weave(self) -> bool:
-        """Whether the kernels want the codes woven."""
+        """Tell whether the kernels want the codes woven."""
         # Kernels for experts know no other order.
         return not self.lead and packed_linear.takes_woven(
             self.codes.device, self.scheme.bits, self.group, self.width

@@ -23,7 +23,7 @@ WORDS_OF_PART = 1024  # words of a row that a program's threads load side by sid
 
 
 def suits(x: Rows, matrix: Fp8Matrix) -> bool:
-    """Tell whether the kernel knows the sizes, and is the fastest."""
+    """Tell whether there is a single row, and the kernel knows the sizes."""
     inputs = matrix.codes.shape[1]
     return (
         len(x) == 1

@@ -2,9 +2,9 @@
 
 Their twin is `Fp8Weight`, whose docstring says what is computed. `_linear_kernel` multiplies codes
 on tensor cores; a single row is left to fp8_gemv.py. fp8_inputs.py has quantised the inputs before.
-Hopper's tensor cores add up
-products of FP8 in few bits, so the sum of each BLOCK_K columns is added to a total in float32. For
-prompts, kernels of cuBLASLt and CUTLASS, which do the same, are faster on Hopper.
+Hopper's tensor cores add up products of FP8 in few bits, so the sum of each BLOCK_K columns is
+added to a total in float32. For prompts, kernels of cuBLASLt and CUTLASS, which do the same, are
+faster on Hopper.
 
 Shapes: M rows, K inputs, N outputs, G groups of inputs.
 """

@@ -85,7 +85,7 @@ def warmup_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool =
 
 
 class Approved(NamedTuple):
-    """How cuBLAS computes the chain for a number of rows and weights of a shape."""
+    """Products of some shape in which cuBLAS sums in the order of the chain."""
 
     without: bool  # without a bias
     with_bias: bool
