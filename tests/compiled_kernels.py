@@ -187,6 +187,22 @@ def run_all() -> None:
         for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
     ]
     moe.moe(x, new(rows, 8), gate_up=packed[0], down=packed[1], top_k=2, renormalize=True)
+    # A tile of FP8 weights that ends within the row is loaded under a mask.
+    uneven = moe_packed.PackedExperts(
+        "e4m3",
+        new(8, HIDDEN, 48, dtype=torch.float8_e4m3fn),
+        new(8, HIDDEN, 1, dtype=torch.float32),
+        48,
+        sharing=48,
+    )
+    packed[0] = moe_packed.PackedExperts(
+        "e4m3",
+        new(8, 96, HIDDEN, dtype=torch.float8_e4m3fn),
+        new(8, 96, 1, dtype=torch.float32),
+        HIDDEN,
+        sharing=HIDDEN,
+    )
+    moe.moe(x, new(rows, 8), gate_up=packed[0], down=uneven, top_k=2, renormalize=True)
     # Of one token, several programs share a product.
     packed = [
         moe_packed.PackedExperts(

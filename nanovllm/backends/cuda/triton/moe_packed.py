@@ -382,7 +382,8 @@ def _packed_product_kernel(
             if WORDS % (BLOCK_W * SPLITS) == 0:
                 words = tl.load(at)
             else:
-                words = tl.load(at, mask=in_row[None, :], other=0)
+                # A float, since integers have no cast to FP8.
+                words = tl.load(at, mask=in_row[None, :], other=0.0)
             factors, offsets = None, None
             if KIND == "int4" and not HAS_ZEROS:
                 offsets = offset_of(tl.full([1, BLOCK_W], 8, tl.int32), x.dtype.element_ty)
