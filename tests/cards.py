@@ -213,6 +213,8 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         x, weight = new(rows, 1024, dtype=dtype), new(4096, 1024, dtype=dtype)
         invariant_linear.linear(x, weight, new(4096, dtype=dtype))
         invariant_linear.gated_linear(x, weight)
+        x, weight = new(rows, 3072, dtype=dtype), new(1024, 3072, dtype=dtype)
+        invariant_linear.linear(x, weight, new(1024, dtype=dtype))
 
     def attention(head_dim):
         options = AttentionOptions(0.1, softcap=50.0, window=1024)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not dispatch.TAKES_ALL_ARGUMENTS, reason="Triton
 
 # What no kernel writes. `addresses`: of memory that ranks share, written once at the start.
 CONSTANT = {"weight", "gate_weight", "up_weight", "after", "addresses", "codes", "factors"}
-CONSTANT |= {"w_scales", "input_scale"}
+CONSTANT |= {"w_scales", "input_scale", "w_tiles"}
 TESTS = Path(__file__).parent
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from engine_helpers import MODELS, SHAPE
+from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
 from transformers import Qwen3Config
 
@@ -17,6 +17,8 @@ pytestmark = [
         reason="needs a Hopper GPU",
     ),
 ]
+# Gated DeltaNet and the layers of Gemma 4 are refused.
+SHOWN = (MODELS | FAMILIES).keys() - {"gemma4", "qwen3.5", "qwen3.5-moe", "qwen3-next"}
 BF16 = dict(dtype=torch.bfloat16, device="cuda")
 
 
@@ -30,7 +32,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(outputs, input
     weight, bias = torch.randn(2 * outputs, inputs + 1, dtype=dtype, device="cuda").split(
         [inputs, 1], dim=1
     )
-    weight, bias = weight.contiguous(), bias.flatten()
+    weight, bias = weight.contiguous(), bias.flatten().contiguous()
     half = weight[:outputs].contiguous()
     for rows in (96, 224):
         kernels.approve_cublas(half, rows)
@@ -131,11 +133,12 @@ def bits(output) -> tuple:
     return tuple(completion.token_ids), flat
 
 
-def test_a_request_gets_the_same_bits_whatever_runs_beside_it(tmp_path):
-    make_checkpoint(tmp_path, Qwen3Config(**SHAPE | dict(head_dim=128)))
+def check_bits_of(folder: str, others: list[dict]) -> None:
+    """Run requests alone, and beside others by LLMs of these options. Compare their bits."""
     options = dict(dtype="bfloat16", batch_invariant=True, max_model_len=512, max_num_seqs=64)
-    with LLM(str(tmp_path), gpu_memory_utilization=0.2, **options) as llm:
-        asked = [request for seed in range(4) for request in requests(seed)]
+    options["gpu_memory_utilization"] = 0.2
+    asked = [request for seed in range(4) for request in requests(seed)]
+    with LLM(folder, **options) as llm:
         alone = [bits(llm.generate([p], s, use_tqdm=False)[0]) for p, s in asked[:30]]
         # A prompt's log-probabilities are those that generation gave.
         prompt, params = asked[1]
@@ -148,14 +151,8 @@ def test_a_request_gets_the_same_bits_whatever_runs_beside_it(tmp_path):
         ]
         expected = [dict(entries)[t] for entries, t in zip(alone[1][1], tokens)]
         assert [entry.logprob for entry in given] == expected
-    others = [
-        {},
-        dict(max_num_batched_tokens=70, max_num_seqs=20),
-        dict(enforce_eager=True, overlap=False, enable_prefix_caching=False),
-        dict(num_kvcache_blocks=40, kvcache_block_size=16),
-    ]
     for more in others:
-        with LLM(str(tmp_path), gpu_memory_utilization=0.2, **options | more) as llm:
+        with LLM(folder, **options | more) as llm:
             order = random.Random(1).sample(range(len(asked)), len(asked))
             outputs = llm.generate(
                 [asked[i][0] for i in order], [asked[i][1] for i in order], use_tqdm=False
@@ -165,9 +162,28 @@ def test_a_request_gets_the_same_bits_whatever_runs_beside_it(tmp_path):
                     assert bits(output) == alone[i], (more, i)
 
 
-@pytest.mark.parametrize("name, layer", [("experts", "Experts")])
+def test_a_request_gets_the_same_bits_whatever_runs_beside_it(tmp_path):
+    make_checkpoint(tmp_path, Qwen3Config(**SHAPE | dict(head_dim=128)))
+    others = [
+        {},
+        dict(max_num_batched_tokens=70, max_num_seqs=20),
+        dict(enforce_eager=True, overlap=False, enable_prefix_caching=False),
+        dict(num_kvcache_blocks=40, kvcache_block_size=16),
+    ]
+    check_bits_of(str(tmp_path), others)
+
+
+@pytest.mark.parametrize("name", sorted(SHOWN))
+def test_each_family_gets_the_same_bits_whatever_runs_beside_it(name, tmp_path):
+    make_checkpoint(tmp_path, (MODELS | FAMILIES)[name])
+    eager = dict(enforce_eager=True, overlap=False, enable_prefix_caching=False)
+    few = dict(num_kvcache_blocks=60, kvcache_block_size=16, max_num_batched_tokens=70)
+    check_bits_of(str(tmp_path), [{}, eager | few])
+
+
+@pytest.mark.parametrize("name, layer", [("qwen3.5", "GatedDeltaNet"), ("gemma4", "WideRMSNorm")])
 def test_a_model_whose_layers_were_not_shown_is_refused_by_name(name, layer, tmp_path):
-    make_checkpoint(tmp_path, MODELS[name])
+    make_checkpoint(tmp_path, FAMILIES[name])
     with pytest.raises(
         ValueError, match=f"batch_invariant is True, but layer .* is of class {layer}"
     ):

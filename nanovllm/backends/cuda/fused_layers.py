@@ -61,7 +61,7 @@ from nanovllm.layers.moe import (
     SharedExpertMixture,
     swiglu,
 )
-from nanovllm.layers.norm import RMSNorm, ZeroCenteredRMSNorm
+from nanovllm.layers.norm import RMSNorm, ShardedRMSNorm, ZeroCenteredRMSNorm
 from nanovllm.layers.partial_rotary import (
     InterleavedRotaryEmbedding,
     NoRotaryEmbedding,
@@ -90,7 +90,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
-            if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+            if isinstance(module, MULTIPLIERS):
                 module.products = products
 
 
@@ -123,6 +123,15 @@ class FusedZeroCenteredRMSNorm(FusedRMSNorm, ZeroCenteredRMSNorm):
     """A norm that multiplies by 1 + weight, in one kernel."""
 
     zero_centered = True
+
+
+class FusedShardedRMSNorm(ShardedRMSNorm):
+    """A norm over all heads of a token, in one kernel if one rank has them all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.size > 1:
+            return super().forward(x)
+        return rms_norm(x.flatten(1).contiguous(), self.weight, self.eps).view(x.shape)
 
 
 class FusedLinear(StackedLinear):
@@ -318,6 +327,8 @@ class FusedGatedMLP(GatedMLP):
 class FusedMixtureOfExperts(MixtureOfExperts):
     """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
 
+    products = FASTEST
+
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
         """Tell whether the kernels know the experts' gating and compute as their class does."""
@@ -358,6 +369,7 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             renormalize=self.renormalize,
             clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
             added=added,
+            batch_invariant=self.products.batch_invariant,
         )
 
 
@@ -613,6 +625,7 @@ def kind_of(mixer: Any) -> tuple:
     return *sizes, options.window, options.softcap, has_sinks, type(mixer.rotary)
 
 
+MULTIPLIERS = (FusedLinear, FusedRowParallelLinear, FusedLMHead, FusedMixtureOfExperts)
 ROTARIES = (
     RotaryEmbedding,
     QueryScalingRotaryEmbedding,
@@ -623,6 +636,7 @@ ROTARIES = (
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
     ZeroCenteredRMSNorm: FusedZeroCenteredRMSNorm,
+    ShardedRMSNorm: FusedShardedRMSNorm,
     StackedLinear: FusedLinear,
     ReplicatedLinear: FusedReplicatedLinear,
     SensitiveLinear: FusedSensitiveLinear,

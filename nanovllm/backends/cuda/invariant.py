@@ -21,35 +21,58 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_layers import (
+    ROTARIES,
+    FusedConvolutionLayer,
     FusedDecoder,
     FusedDecoderLayer,
     FusedGatedMLP,
+    FusedGraniteLayer,
     FusedLinear,
     FusedLMHead,
+    FusedMixtureOfExperts,
+    FusedPostNormLayer,
     FusedRMSNorm,
     FusedRowParallelLinear,
+    FusedSandwichNormLayer,
     FusedSelfAttention,
+    FusedShardedRMSNorm,
+    FusedZeroCenteredRMSNorm,
 )
 from nanovllm.backends.cuda.fused_quantised import FusedQuantised
+from nanovllm.backends.cuda.fused_recurrent import FusedGatedConvolution
 from nanovllm.backends.cuda.triton import resampler as kernels
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
 from nanovllm.backends.cuda.triton.invariant_linear import approve_cublas, linear
-from nanovllm.layers.embedding import VocabParallelEmbedding
-from nanovllm.layers.mlp import gelu_tanh
-from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
+from nanovllm.layers.gated_delta import GatedDeltaNet
+from nanovllm.layers.moe import Experts
+from nanovllm.layers.short_conv import ShortConvolution
+from nanovllm.models.gpt_oss import GptOssExperts
 from nanovllm.models.transformer import CausalLM
 
 # Classes of layers that compute each token by itself, or with the kernels that are chosen here.
 BY_ROW = {
     FusedDecoder,
     FusedDecoderLayer,
+    FusedGraniteLayer,
+    FusedSandwichNormLayer,
+    FusedPostNormLayer,
+    FusedConvolutionLayer,
     FusedSelfAttention,
+    FusedGatedConvolution,
+    ShortConvolution,
     FusedGatedMLP,
+    FusedMixtureOfExperts,
+    Experts,
+    GptOssExperts,
     FusedRMSNorm,
+    FusedZeroCenteredRMSNorm,
+    FusedShardedRMSNorm,
     FusedLMHead,
     VocabParallelEmbedding,
-    RotaryEmbedding,
+    ScaledEmbedding,
+    *ROTARIES,
     nn.ModuleList,
     nn.Identity,
 }
@@ -70,6 +93,12 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
             f"batch_invariant is True, but dtype is {str(dtype).removeprefix('torch.')!r}: use "
             "'bfloat16', or leave the option out"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, GatedDeltaNet):
+            raise ValueError(
+                f"batch_invariant is True, but layer {name} is of class GatedDeltaNet, which "
+                f"computes a token within a prompt by other sums than one by itself: {remedy}"
+            )
     for name, module in reversed(list(model.named_modules())):  # parts before wholes
         known = type(module) in BY_ROW or isinstance(
             module, (CausalLM, FusedLinear, FusedRowParallelLinear)
@@ -81,11 +110,6 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
                 f"may depend on the batch: {remedy}"
             )
     for name, module in model.named_modules():
-        if reason := _why_not_shown(module):
-            raise ValueError(
-                f"batch_invariant is True, but layer {name} has {reason}, with which the kernels "
-                f"have not been shown to be invariant: {remedy}"
-            )
         if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
             width = module.weight.shape[1]
             if width % 8:
@@ -93,23 +117,6 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
                     f"batch_invariant is True, but layer {name} has {width} inputs, which is no "
                     f"multiple of 8: {remedy}"
                 )
-
-
-def _why_not_shown(module: nn.Module) -> str | None:
-    """Say which property of a layer no run on a GPU has had; None: all have been run."""
-    if isinstance(module, FusedSelfAttention):
-        options = module.options
-        if module.head_dim != 128:
-            return f"heads of {module.head_dim} elements and not of 128"
-        if options.window is not None:
-            return f"a window of {options.window} tokens"
-        if options.softcap is not None or options.sinks is not None:
-            return "capped scores or sinks"
-    if isinstance(module, FusedGatedMLP) and module.activation is gelu_tanh:
-        return "a GELU"
-    if isinstance(module, (FusedLinear, FusedRowParallelLinear)) and module.bias is not None:
-        return "a bias"
-    return None
 
 
 def warmup_products(model: nn.Module) -> None:

@@ -6,9 +6,10 @@ same operations in the same order:
 - A sequence's keys are cut into segments of SEGMENT tokens, from its first token on. Each segment
   has an online softmax of its own, over tiles of keys at fixed places. The segments' results are
   merged in order. So it does not matter which segments one program reads.
-- Both kernels use tiles of as many keys. Tensor cores add up products, and the weights of the
-  softmax, in an order that does not depend on the rows of a tile (see invariant_linear.py). A row
-  is a token and one of the query heads that share a KV head.
+- Both kernels use tiles of as many keys. Tensor cores add up products in an order that does not
+  depend on the rows of a tile (see invariant_linear.py). The weights of the softmax are added up as
+  integers, whose sum does not depend on the order. A row is a token and one of the query heads that
+  share a KV head.
 - A tile whose keys a query does not see changes nothing in its sums, to the bit: its weights are 0,
   and the sums are multiplied by 1.
 
@@ -51,6 +52,7 @@ from nanovllm.layers.context import PrefillMetadata
 BLOCK_M = 64  # rows of a tile of a chunk's queries
 SEGMENT = 256  # keys of a segment, a multiple of any tile of keys
 MAX_SPLITS = 32
+SHARING = 4  # programs a multiprocessor up to which programs share a row
 
 
 def prefill_attention(
@@ -168,7 +170,7 @@ def _num_splits(rows: int, segments: int, device: torch.device) -> int:
     The number changes no bit of the result. Rows are shared only if there are fewer of them than
     programs that fit on the device, so each of them has a counter in `arrivals`.
     """
-    splits = min(2 * num_processors(device) // rows, MAX_SPLITS)
+    splits = min(SHARING * num_processors(device) // rows, MAX_SPLITS)
     return min(1 << max(splits, 1).bit_length() - 1, triton.next_power_of_2(segments))
 
 
@@ -348,11 +350,16 @@ def _merge_parts(
     inside = is_head[:, None] & (dim < D)[None, :]
     peak = tl.full([HEADS], EMPTY, tl.float32)
     total, acc = tl.zeros([HEADS], tl.float32), tl.zeros([HEADS, BLOCK_D], tl.float32)
-    for segment in range(0, segments):
-        at = segment * HEADS + row
-        part = tl.load(parts + at[:, None] * D + dim[None, :], mask=inside, other=0.0)
-        part_peak, part_total = tl.load(sums + at), tl.load(sums + num_sums + at)
-        peak, total, acc = _merge(peak, total, acc, part_peak, part_total, part)
+    for begin in range(0, segments, 4):
+        for i in tl.static_range(4):  # the loads of four segments do not wait for each other
+            at = (begin + i) * HEADS + row
+            is_part = at < segments * HEADS
+            # Merging a segment of no keys changes nothing, to the bit.
+            at_part = parts + at[:, None] * D + dim[None, :]
+            part = tl.load(at_part, mask=inside & is_part[:, None], other=0.0)
+            part_peak = tl.load(sums + at, mask=is_part, other=EMPTY)
+            part_total = tl.load(sums + num_sums + at, mask=is_part, other=0.0)
+            peak, total, acc = _merge(peak, total, acc, part_peak, part_total, part)
     total = with_sink(total, peak, sinks, head, is_head)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * D + dim[None, :], result, mask=inside)
@@ -406,7 +413,7 @@ def _attend(
     if k_tiles is not None:
         whole = tl.minimum(end, len_k // BLOCK_N * BLOCK_N)
     peak = tl.full([BLOCK_M], EMPTY, tl.float32)
-    total, acc = tl.zeros([BLOCK_M, 16], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     all_peak = tl.full([BLOCK_M], EMPTY, tl.float32)
     all_total, all_acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(begin, whole, BLOCK_N):
@@ -422,16 +429,15 @@ def _attend(
             query, key, value, start, position, scale, cap, peak, total, acc, WINDOW, HEADS
         )
         if (start + BLOCK_N) % SEGMENT == 0 or start + BLOCK_N >= end:
-            weight = tl.max(total, axis=1)
             if parts is None:
                 all_peak, all_total, all_acc = _merge(
-                    all_peak, all_total, all_acc, peak, weight, acc
+                    all_peak, all_total, all_acc, peak, total, acc
                 )
             else:
                 place = (start // SEGMENT - first) * HEADS
-                _store_part(parts, sums, place, num_sums, peak, weight, acc, HEADS, D)
+                _store_part(parts, sums, place, num_sums, peak, total, acc, HEADS, D)
             peak = tl.full([BLOCK_M], EMPTY, tl.float32)
-            total = tl.zeros([BLOCK_M, 16], tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # The ragged last tile, if the accelerator did not fetch it.
     if (whole < end) & (begin < end):
@@ -441,12 +447,11 @@ def _attend(
         peak, total, acc = _attend_tile(
             query, key, value, whole, position, scale, cap, peak, total, acc, WINDOW, HEADS
         )
-        weight = tl.max(total, axis=1)
         if parts is None:
-            all_peak, all_total, all_acc = _merge(all_peak, all_total, all_acc, peak, weight, acc)
+            all_peak, all_total, all_acc = _merge(all_peak, all_total, all_acc, peak, total, acc)
         else:
             place = (whole // SEGMENT - first) * HEADS
-            _store_part(parts, sums, place, num_sums, peak, weight, acc, HEADS, D)
+            _store_part(parts, sums, place, num_sums, peak, total, acc, HEADS, D)
     return all_total, all_peak, all_acc
 
 
@@ -479,13 +484,14 @@ def _attend_tile(
             sees &= token > at - WINDOW
         scores = tl.where(sees, scores, float("-inf"))
     top = tl.maximum(peak, tl.max(scores, axis=1) * factor)
-    rescale = tl.exp2(peak - top)[:, None]
-    weights = tl.exp2(scores * factor - top[:, None]).to(value.dtype)
-    # Tensor cores add up the weights, too: a sum by threads would depend on how a tile is shared
-    # among them. All columns of `total` are equal.
-    ones = tl.full([value.shape[0], 16], 1.0, value.dtype)
-    total = tl.dot(weights, ones, total * rescale, input_precision="ieee")
-    acc = tl.dot(weights, value, acc * rescale, input_precision="ieee")
+    rescale = tl.exp2(peak - top)
+    weights = tl.exp2(scores * factor - top[:, None])
+    # A sum by threads would depend on how a tile is shared among them. From 1 to 2, the bits of a
+    # float32 count steps of 2^-23: so the bits of 1 + weight are added up, less those of 1.
+    bits = (weights + 1.0).to(tl.int32, bitcast=True) - 0x3F800000
+    added = tl.sum(bits, axis=1).to(tl.float32) * 1.1920928955078125e-07
+    total = tl.fma(total, rescale, added)
+    acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision="ieee")
     return top, total, acc
 
 

@@ -7,7 +7,12 @@ instructions (mma.sync and wgmma), with rows and weights in either order. So the
 the number of rows. What would change bits is left out: sharing K among programs, and sums on other
 cores than tensor cores.
 
-Most kernels of cuBLAS compute the same chain, but some share K. `approve_cublas` compares them.
+A product of one row takes as long as its chain if the weight is small: few programs compute few
+outputs. So small weights with few outputs have several chains, one for each part of K. Their sums
+are added in order, for any number of rows.
+
+Most kernels of cuBLAS compute the same single chain, but some share K. `approve_cublas` compares
+them.
 
 `linear` and `gated_linear` are twins of those in linear.py.
 
@@ -38,6 +43,12 @@ from nanovllm.backends.cuda.triton.prefill_gemm import COLUMN, place
 
 SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
 FEW_ROWS = 64  # up to so many, the kernel of this file is as fast as cuBLAS
+FEW_ROWS_STAGES = 6  # of 128 inputs, that a program of few rows fetches in advance
+CHAINS = 8  # of a weight that has several
+LEAST_ROWS = 16
+WHOLE_ROWS = 16  # rows of x that a program takes at once, with all of their inputs
+WHOLE_INPUTS = 1024  # that a program takes at once
+BLOCK_WEIGHTS = 64  # rows of weights of a tile: tensor cores take no fewer
 
 
 class Tile(NamedTuple):
@@ -84,6 +95,12 @@ def warmup_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool =
         gated_linear(weight.new_zeros(rows, weight.shape[1]), weight, bias, gelu)
 
 
+def num_chains(outputs: int, inputs: int) -> int:
+    """Return how many chains make a sum: a weight's shape alone decides it."""
+    is_small = outputs <= inputs and outputs * inputs <= 1 << 22
+    return CHAINS if is_small and 2048 <= inputs <= 4096 and inputs % 1024 == 0 else 1
+
+
 class Approved(NamedTuple):
     """Products of some shape in which cuBLAS sums in the order of the chain."""
 
@@ -100,15 +117,30 @@ def approve_cublas(weight: Tensor, rows: int) -> None:
     Random inputs tell: if cuBLAS summed in another order, some of the thousands of results would
     differ. Which of its kernels cuBLAS takes depends on sizes and alignment alone.
     """
-    if rows <= FEW_ROWS:
+    if rows <= FEW_ROWS or num_chains(*weight.shape) > 1:
         return
     generator = torch.Generator(weight.device).manual_seed(0)
     options: dict = dict(dtype=weight.dtype, device=weight.device, generator=generator)
     x = torch.randn(rows, weight.shape[1], **options)
     like, bias = torch.randn(weight.shape, **options), torch.randn(len(weight), **options)
+    # The second half of each sum takes away what the first half added, so that nothing is left but
+    # the errors of the order of summation. Other sums than these hardly show it: an error in the
+    # last bit of a float32 seldom changes the bfloat16 that it is rounded to.
+    half = weight.shape[1] // 2
+    mirrored = x.clone(), like.clone(), bias * 2**-20
+    mirrored[0][:, -half:] = -mirrored[0][:, :half].flip(1)
+    mirrored[1][:, -half:] = mirrored[1][:, :half].flip(1)
     same = [
-        torch.equal(F.linear(x, like, b), _multiply(x, like, b, len(like), gated=False, gelu=False))
-        for b in (None, bias)
+        all(
+            torch.equal(
+                F.linear(rows_, like_, b if has_bias else None),
+                _multiply(
+                    rows_, like_, b if has_bias else None, len(like), gated=False, gelu=False
+                ),
+            )
+            for rows_, like_, b in ((x, like, bias), mirrored)
+        )
+        for has_bias in (False, True)
     ]
     if any(same):
         _approved[_key(x, weight)] = Approved(*same)
@@ -139,25 +171,34 @@ def _multiply(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
+    chains = 1 if gated else num_chains(outputs, inputs)
     processors = num_processors(x.device)
-    tile = tile_for(rows, outputs, gated, processors)
+    is_small = outputs * chains <= BLOCK_WEIGHTS * processors and inputs // chains <= WHOLE_INPUTS
+    if is_small and not gated and rows * chains <= WHOLE_ROWS:
+        _multiply_at_once(out, x, weight, bias, chains)
+        return out
+    tile = tile_for(rows, outputs, gated, processors, chains)
     block_m, block_n, block_k, warps, turned = tile
+    chain = inputs // chains if chains > 1 else 0
     stage = (block_m + (2 if gated else 1) * block_n) * block_k * x.element_size()
     x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
     grid = triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)
+    matrices = weight.view(2 if gated else 1, outputs, inputs)
+    w_tiles = TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k])
     if rows <= MAX_ROWS:
+        if not turned:
+            w_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
         launch(
             _few_rows_kernel,
             grid,
-            *(out, x_tiles, TensorDescriptor.from_tensor(weight, [block_n, block_k])),
-            *(weight, bias, outputs, inputs, block_m, block_n, block_k, turned, gated, gelu),
+            *(out, x_tiles, w_tiles),
+            *(weight, bias, outputs, inputs, chain),
+            *(block_m, block_n, block_k, turned, gated, gelu),
             num_warps=warps,
-            num_stages=min(6, SHARED_MEMORY // stage),
+            num_stages=min(FEW_ROWS_STAGES * 128 // block_k, SHARED_MEMORY // stage),
             **overlap(x),
         )
         return out
-    matrices = weight.view(2 if gated else 1, outputs, inputs)
-    w_tiles = TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k])
     parts = 2 if block_n == 256 else 1  # a tile of 256 outputs is stored in two parts
     out_tiles = None
     if outputs % 8 == 0:  # the accelerator needs rows of a multiple of 16 bytes
@@ -166,22 +207,45 @@ def _multiply(
         _many_rows_kernel,
         (min(grid[0] * grid[1], processors),),
         *(out, x_tiles, w_tiles, out_tiles, bias, outputs, inputs),
-        *(block_m, block_n, block_k, COLUMN, parts, gated, gelu),
+        *(chain, block_m, block_n, block_k, COLUMN, parts, gated, gelu),
         num_warps=warps,
         num_stages=3 if gated else 4,
     )
     return out
 
 
-def tile_for(rows: int, outputs: int, gated: bool, processors: int) -> Tile:
+def _multiply_at_once(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chains: int
+) -> None:
+    """Compute few rows by programs that fetch all their weights before the inputs are there."""
+    outputs, inputs = out.shape[1], x.shape[1] // chains
+    block_n, block_k = BLOCK_WEIGHTS // chains, triton.next_power_of_2(inputs)
+    # A weight's row consists of `chains` rows of a matrix with shorter rows, and so does a row of
+    # x. Of the products of all these rows, those of equal parts of K are wanted.
+    block_m = LEAST_ROWS if len(x) * chains <= LEAST_ROWS else WHOLE_ROWS
+    x_tiles = TensorDescriptor.from_tensor(x.view(-1, inputs), [block_m, block_k])
+    w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [BLOCK_WEIGHTS, block_k])
+    launch(
+        _whole_rows_kernel,
+        (triton.cdiv(outputs, block_n),),
+        *(out, x_tiles, w_tiles, bias, outputs, chains, block_n),
+        num_warps=4,
+        num_stages=1,
+        **overlap(x),
+    )
+
+
+def tile_for(rows: int, outputs: int, gated: bool, processors: int, chains: int = 1) -> Tile:
     """Choose a tile, as measured on an H200. The choice changes no bit of the result."""
     if rows <= 32:
-        return Tile(16 if rows <= 16 else 32, 64, 128, 4, turned=True)
+        return Tile(16 if rows <= 16 else 32, 32 if gated else 64, 64 if gated else 128, 4, True)
     if rows <= MAX_ROWS:
         for block_n in (16, 32, 64):
             if triton.cdiv(rows, 64) * triton.cdiv(outputs, block_n) <= processors:
                 return Tile(64, block_n, 128, 4)
         return Tile(64, 64, 128, 4) if rows <= 64 or gated else Tile(64, 128, 64, 4)
+    if chains > 1:  # a program holds the sum of one chain and that of those before it
+        return Tile(128, 128, 64, 8)
     # The time of tiles of 256 columns and of 128: waves of programs, times that of a tile.
     rows_of_tiles = triton.cdiv(rows, 128)
     columns = outputs * (2 if gated else 1)
@@ -189,6 +253,55 @@ def tile_for(rows: int, outputs: int, gated: bool, processors: int) -> Tile:
     narrow = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 128), processors) * 1.12
     width = 256 if wide <= narrow else 128
     return Tile(128, width // 2 if gated else width, 64, 8)
+
+
+@triton.jit
+def _whole_rows_kernel(
+    out,
+    x_tiles,
+    w_tiles,
+    bias,
+    N,
+    CHAINS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute BLOCK_N outputs of a few rows by one instruction for each 16 inputs of a chain.
+
+    The rows of the tile of weights are pairs of output and part of K; those of x are pairs of row
+    and part of K.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()  # before the wait for the weights
+    first = tl.program_id(0) * BLOCK_N
+    weights = w_tiles.load([first * CHAINS, 0])
+    wait_for_inputs(PDL)
+    inputs = x_tiles.load([0, 0])
+    acc = tl.dot(weights, inputs.T)
+    ROWS: tl.constexpr = inputs.shape[0]
+    rows = x_tiles.shape[0] // CHAINS
+    row, col = tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N)
+    dtype = out.dtype.element_ty
+    if CHAINS == 1:
+        result = acc.T
+        if bias is not None:
+            result += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        inside = (row < rows)[:, None] & (col < N)[None, :]
+        tl.store(out + row[:, None] * N + col[None, :], result.to(dtype), mask=inside)
+    else:
+        part_of_weight = (tl.arange(0, BLOCK_N * CHAINS) % CHAINS)[:, None]
+        part = tl.arange(0, CHAINS)
+        for i in tl.static_range(ROWS // CHAINS):
+            # All but one of the summands are 0, so the order of these sums does not matter.
+            if i < rows:
+                wanted = row[None, :] == i * CHAINS + part_of_weight
+                sums = tl.sum(tl.where(wanted, acc, 0.0), axis=1).reshape(BLOCK_N, CHAINS)
+                total = tl.zeros([BLOCK_N], tl.float32)
+                for number in tl.static_range(CHAINS):
+                    total += tl.sum(tl.where(part[None, :] == number, sums, 0.0), axis=1)
+                if bias is not None:
+                    total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)
+                tl.store(out + i * N + col, total.to(dtype), mask=col < N)
 
 
 # M is read from the descriptor of x: as an argument of its own, each number of rows would be
@@ -202,6 +315,7 @@ def _few_rows_kernel(
     bias,
     N,
     K,
+    CHAIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -217,18 +331,31 @@ def _few_rows_kernel(
         if GATED:
             prefetch(weight, N + n * BLOCK_N, K, 0, end, BLOCK_N, BLOCK_K)
     wait_for_inputs(PDL)
+    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED and TURNED else BLOCK_N
     if TURNED:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    ups = acc
+    ups, total = acc, acc
     for k in range(0, K, BLOCK_K):
         inputs = x_tiles.load([m * BLOCK_M, k])
-        acc = _add_product(inputs, w_tiles.load([n * BLOCK_N, k]), acc, TURNED)
-        if GATED:
-            ups = _add_product(inputs, w_tiles.load([N + n * BLOCK_N, k]), ups, TURNED)
+        if TURNED:
+            weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
+            acc = tl.dot(weights, inputs.T, acc)
+        else:
+            acc = tl.dot(inputs, w_tiles.load([n * BLOCK_N, k]).T, acc)
+            if GATED:
+                ups = tl.dot(inputs, w_tiles.load([N + n * BLOCK_N, k]).T, ups)
+        if CHAIN > 0:
+            if (k + BLOCK_K) % CHAIN == 0:
+                total += acc
+                acc = tl.zeros(acc.shape, tl.float32)
+    if CHAIN > 0:
+        acc = total
     if TURNED:
-        acc, ups = acc.T, ups.T
+        acc = acc.T
+        if GATED:
+            acc, ups = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
     row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype = out.dtype.element_ty
     if GATED:
@@ -240,11 +367,6 @@ def _few_rows_kernel(
 
 
 @triton.jit
-def _add_product(inputs, weights, acc, TURNED: tl.constexpr):
-    return tl.dot(weights, inputs.T, acc) if TURNED else tl.dot(inputs, weights.T, acc)
-
-
-@triton.jit
 def _many_rows_kernel(
     out,
     x_tiles,
@@ -253,6 +375,7 @@ def _many_rows_kernel(
     bias,
     N,
     K,
+    CHAIN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -268,9 +391,16 @@ def _many_rows_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         m, n = place(tile, tiles_m, tiles_n, COLUMN)
         acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        total = acc
         for k in range(0, K, BLOCK_K):
             weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
             acc = tl.dot(x_tiles.load([m * BLOCK_M, k]), weights.T, acc)
+            if CHAIN > 0:
+                if (k + BLOCK_K) % CHAIN == 0:
+                    total += acc
+                    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        if CHAIN > 0:
+            acc = total
         row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
         dtype = out.dtype.element_ty
         if GATED:
@@ -302,4 +432,4 @@ def _gated(gate, up, bias, col, N, dtype: tl.constexpr, GELU: tl.constexpr):
     return activated(gate, GELU).to(dtype).to(tl.float32) * up
 
 
-INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear)
+INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear, batch_invariant=True)

@@ -67,6 +67,7 @@ def moe(
     renormalize: bool,
     clamped: ClampedSwiGLU | None = None,
     added: tuple[Tensor, Tensor] | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
@@ -80,6 +81,8 @@ def moe(
         renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         clamped: the experts' gating; None: swiglu.
         added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
+        batch_invariant: whether a token's result may not depend, to the bit, on the other tokens.
+            The experts must not be packed.
     """
     out = torch.empty_like(x)
     (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[1], down.shape[-1]
@@ -100,6 +103,7 @@ def moe(
         renormalize=renormalize,
         block_m=tile.rows,
         preparation=preparation,
+        batch_invariant=batch_invariant,
     )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     splits = tile.splits
@@ -170,6 +174,7 @@ def sort_by_expert(
     renormalize: bool,
     block_m: int,
     preparation: tuple[Any, ...] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
 
@@ -194,7 +199,8 @@ def sort_by_expert(
         torch.empty(size, dtype=torch.int32, device=x.device)
         for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 3))
     )
-    is_alone = num_tokens == 1
+    # A single token is routed by other tiles, whose sums have another order.
+    is_alone = num_tokens == 1 and not batch_invariant
     block_e = triton.next_power_of_2(num_experts)
     _route_kernel[(chunks + (num_tokens if preparation else 0),)](
         *(logits, weights, places, counts, order, runs, num_tokens, passes, chunks),
