@@ -281,7 +281,7 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         else:
             packed_linear.linear(x, weight, new(outputs, dtype=dtype))
 
-    for rows in (1, 16, 64, 256, 8192):
+    for rows in (1, 16, 64, 160, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
         for group, bits in ((128, 4), (64, 4), (128, 8)):
             name = f"{kind} INT{bits} {rows} by {group}"

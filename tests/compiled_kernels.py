@@ -124,8 +124,9 @@ def run_all() -> None:
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
     packed_linear.few_rows_linear(x, packed, new(64))
     packed_linear.tiled_linear(many, packed, new(64), packed_linear.Tiling(32, 64, 16, 2, 2, 4))
-    woven = woven_linear.Tiling(block_m=64, warps=4, splits=2, stages=2)
-    woven_linear.linear(many, codes, factors, new(64), woven, group=128)
+    for more in (0, 32):
+        woven = woven_linear.Tiling(block_m=64, more=more, warps=4, splits=2, stages=2)
+        woven_linear.linear(many, codes, factors, new(64), woven, group=128)
     for direct_bytes in (1 << 20, 0):
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
         allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)

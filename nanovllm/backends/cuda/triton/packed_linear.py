@@ -662,18 +662,18 @@ def _weights(words, zero, scale, shift: tl.constexpr, BITS: tl.constexpr):
 
 def dequantise(weight: PackedTensors, dtype: torch.dtype) -> Tensor:
     """Write a weight as numbers: [N, K]."""
-    out = weight.codes.new_empty(weight.outputs, weight.inputs, dtype=dtype)
-    block_w = min(triton.next_power_of_2(weight.codes.shape[1]), 128)
+    codes = weight.codes
+    out = codes.new_empty(weight.outputs, weight.inputs, dtype=dtype)
+    block_w = min(triton.next_power_of_2(codes.shape[1]), 128)
     block_n = 2048 // block_w
-    grid = (
-        triton.cdiv(weight.outputs, block_n),
-        triton.cdiv(weight.codes.shape[1], block_w),
-    )
-    _dequantise_kernel[grid](
-        *(weight.codes, weight.factors, out, weight.outputs, weight.inputs, weight.codes.shape[1]),
-        *(weight.group, weight.bits, block_n, block_w, weight.woven),
-        num_warps=4,
-    )
+    grid = triton.cdiv(weight.outputs, block_n), triton.cdiv(codes.shape[1], block_w)
+    tensors = codes, weight.factors, out, weight.outputs, weight.inputs, codes.shape[1]
+    if weight.woven:
+        _dequantise_woven_kernel[grid](*tensors, weight.group, block_n, block_w // 4, num_warps=4)
+    else:
+        _dequantise_kernel[grid](
+            *(*tensors, weight.group, weight.bits, block_n, block_w), num_warps=4
+        )
     return out
 
 
@@ -689,7 +689,6 @@ def _dequantise_kernel(
     BITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
-    WOVEN: tl.constexpr,
 ):
     PER_WORD: tl.constexpr = 32 // BITS
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -702,11 +701,48 @@ def _dequantise_kernel(
     place = tl.arange(0, PER_WORD)
     column = w[:, None] * PER_WORD + place[None, :]
     code = (words[:, :, None] >> (place * BITS)[None, None, :]) & ((1 << BITS) - 1)
-    if WOVEN:  # [N, run, lane, block, second of a pair, place in 8] in the order of columns
-        code = code.reshape(BLOCK_N, BLOCK_W // 16, 4, 4, 2, 4)
-        code = code.permute(0, 1, 3, 5, 2, 4).reshape(BLOCK_N, BLOCK_W, PER_WORD)
     tl.store(
         out + n[:, None, None] * K + column[None, :, :],
         (code - (factor & 255)).to(scale.dtype) * scale,
         mask=inside[:, :, None] & (column < K)[None, :, :],
     )
+
+
+@triton.jit
+def _dequantise_woven_kernel(
+    codes, factors, out, N, K, W, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Write BLOCKS blocks of 32 columns: the codes of a block are in four words, 4 apart."""
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inside = (n < N)[:, None] & (block < W // 4)[None, :]
+    group = (block * 32 // GROUP)[None, :]
+    factor = tl.load(factors + group * N + n[:, None], mask=inside, other=0)
+    first = codes + n[:, None] * W + (block // 4 * 16 + block % 4)[None, :]
+    a, b = tl.load(first, mask=inside, other=0), tl.load(first + 4, mask=inside, other=0)
+    c, d = tl.load(first + 8, mask=inside, other=0), tl.load(first + 12, mask=inside, other=0)
+    words = tl.join(tl.join(a, c), tl.join(b, d))  # [N, block, 2, 2]: two bits of the word's number
+    zero = (factor & 255)[:, :, None, None]
+    scale = (factor >> 16).to(tl.int16).to(out.dtype.element_ty, bitcast=True)[:, :, None, None]
+    # A word's lower half has the first columns of four pairs, its upper half the second ones.
+    even = tl.join(
+        tl.join(_column(words, zero, scale, 0), _column(words, zero, scale, 8)),
+        tl.join(_column(words, zero, scale, 4), _column(words, zero, scale, 12)),
+    )
+    odd = tl.join(
+        tl.join(_column(words, zero, scale, 16), _column(words, zero, scale, 24)),
+        tl.join(_column(words, zero, scale, 20), _column(words, zero, scale, 28)),
+    )
+    # In the order of columns, the bits of a code's number in its half come before its word's.
+    numbers = tl.join(even, odd).permute(0, 1, 4, 5, 2, 3, 6).reshape(BLOCK_N, BLOCKS * 32)
+    column = tl.program_id(1) * BLOCKS * 32 + tl.arange(0, BLOCKS * 32)
+    tl.store(
+        out + n[:, None] * K + column[None, :],
+        numbers,
+        mask=(n < N)[:, None] & (column < K)[None, :],
+    )
+
+
+@triton.jit
+def _column(words, zero, scale, shift: tl.constexpr):
+    return ((words >> shift & 15) - zero).to(scale.dtype) * scale

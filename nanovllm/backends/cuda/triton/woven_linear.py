@@ -44,6 +44,7 @@ class Tiling(NamedTuple):
     """The tiling of a product."""
 
     block_m: int  # rows of a tile
+    more: int  # rows that a tile has beyond these; 0: none
     warps: int  # a tile has 16 outputs a warp
     splits: int  # programs that share a tile
     stages: int  # steps that are in shared memory or on their way
@@ -77,19 +78,23 @@ def weave(codes: Tensor) -> None:
 def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
     """Choose how to cut a product into programs that fill the device.
 
-    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B and 16, 64, 128 and 256
-    rows, not with other numbers of rows. Of programs with four warps, three or four run on a
+    A weight is dequantised once for each tile of rows. So a tile takes 32 or 64 rows beyond 128
+    where a second one would be mostly empty. Then two programs run on a multiprocessor.
+
+    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B: products of 16, 64,
+    128 and 256 rows, and whole models whose steps have up to 160 rows. Of programs with four warps, three or four run on a
     multiprocessor at a time: while one waits, others compute.
     """
     rows, steps = len(x), x.shape[1] // COLUMNS
     columns = triton.cdiv(outputs, 32 if gated else 64)
-    programs = num_processors(x.device) * (4 if rows <= 16 else 3)
+    more = triton.cdiv(rows - 128, 32) * 32 if 128 < rows <= 192 else 0
+    programs = num_processors(x.device) * (4 if rows <= 16 else 2 if more else 3)
     # Two tiles of 64 rows, of which fewer programs share each, took less time than one of 128.
     is_small = rows <= 128 and columns * 2 <= programs
     block_m = min(max(8, triton.next_power_of_2(rows)), 64 if is_small else 128)
-    splits = max(1, min(programs // (columns * triton.cdiv(rows, block_m)), steps // 3))
+    splits = max(1, min(programs // (columns * triton.cdiv(rows, block_m + more)), steps // 3))
     stages = {8: 8, 16: 6, 32: 5, 64: 3, 128: 2}[block_m]
-    return Tiling(block_m, 4, splits, stages, None if block_m <= 16 else 168)
+    return Tiling(block_m, more, 4, splits, stages, None if block_m <= 16 or more else 168)
 
 
 def linear(
@@ -112,20 +117,22 @@ def linear(
     if gated:
         outputs //= 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_m, warps, splits, stages, registers = tiling
+    block_m, more, warps, splits, stages, registers = tiling
     half = 8 * warps  # outputs of which a thread holds one at a time
     steps = inputs // COLUMNS
     span = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, span)
     width = (8 if gated else 16) * warps
-    grid = triton.cdiv(rows, block_m), triton.cdiv(outputs, width), splits
+    grid = triton.cdiv(rows, block_m + more), triton.cdiv(outputs, width), splits
     parts = counters = None
     if splits > 1:
-        size = grid[0] * grid[1] * splits * 16 * warps * block_m
+        size = grid[0] * grid[1] * splits * 16 * warps * (block_m + more)
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = arrivals(x.device)
+    in_shared_memory = gl.NVMMASharedLayout(128, 16, 2)
     tensors = (
-        TensorDescriptor.from_tensor(x, [block_m, COLUMNS], gl.NVMMASharedLayout(128, 16, 2)),
+        TensorDescriptor.from_tensor(x, [block_m, COLUMNS], in_shared_memory),
+        TensorDescriptor.from_tensor(x, [more, COLUMNS], in_shared_memory) if more else None,
         TensorDescriptor.from_tensor(codes, [half, RUN], gl.NVMMASharedLayout(64, 32, 2)),
         *(
             factors,
@@ -142,7 +149,7 @@ def linear(
         ),
     )
     _woven_linear_kernel[grid](
-        *(*tensors, block_m, warps, splits > 1, stages, gated, gelu),
+        *(*tensors, block_m, more, warps, splits > 1, stages, gated, gelu),
         num_warps=warps,
         maxnreg=registers,
         **overlap(x),
@@ -232,9 +239,39 @@ def _gelu(x):
     return x / (1 + gl.exp(-2 * inner))
 
 
+@gluon.jit
+def _multiply(weights, inputs, stage, FIRST: gl.constexpr, sums):
+    """Begin to add weights [2 H, 64] times columns of a stage's inputs, from FIRST on, to sums.
+
+    Inputs and sums have a part of BLOCK_M rows, and may have another one.
+    """
+    columns = inputs[0].index(stage).slice(FIRST, 64, 1).permute((1, 0))
+    first = warpgroup_mma(weights, columns, sums[0], is_async=True)
+    if len(sums) == 1:
+        return (first,)
+    else:
+        # The same registers, but of another type.
+        A: gl.constexpr = gl.DotOperandLayout(0, sums[1].type.layout, 2)
+        weights = gl.convert_layout(weights, A, assert_trivial=True)
+        columns = inputs[1].index(stage).slice(FIRST, 64, 1).permute((1, 0))
+        return (first, warpgroup_mma(weights, columns, sums[1], is_async=True))
+
+
+@gluon.jit
+def _wait(sums, weights):
+    """Wait for the products that were begun, which read the weights from registers."""
+    if len(sums) == 1:
+        first, weights = warpgroup_mma_wait(0, deps=(sums[0], weights))
+        return (first,)
+    else:
+        first, second, weights = warpgroup_mma_wait(0, deps=(sums[0], sums[1], weights))
+        return (first, second)
+
+
 @gluon.jit(do_not_specialize=["M", "all_steps", "span", "splits"])
 def _woven_linear_kernel(
     x,
+    more_x,
     codes,
     factors,
     bias,
@@ -248,6 +285,7 @@ def _woven_linear_kernel(
     splits,
     STEPS: gl.constexpr,  # that share a factor
     BLOCK_M: gl.constexpr,
+    MORE: gl.constexpr,
     WARPS: gl.constexpr,
     SPLIT: gl.constexpr,
     STAGES: gl.constexpr,
@@ -255,6 +293,7 @@ def _woven_linear_kernel(
     GELU: gl.constexpr,
     PDL: gl.constexpr,
 ):
+    ROWS: gl.constexpr = BLOCK_M + MORE
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     H: gl.constexpr = 8 * WARPS
@@ -268,12 +307,17 @@ def _woven_linear_kernel(
     )
     dtype: gl.constexpr = out.dtype.element_ty
     fetched_codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, H, 16], codes.layout)
-    fetched_x = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128], x.layout)
+    inputs = gl.tuple((gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128], x.layout),))
+    sums = gl.tuple((gl.zeros([2 * H, BLOCK_M], gl.float32, MMA),))
+    if MORE:
+        MORE_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE, 16])
+        inputs += (gl.allocate_shared_memory(x.dtype, [STAGES, MORE, 128], x.layout),)
+        sums += (gl.zeros([2 * H, MORE], gl.float32, MORE_MMA),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-    BYTES: gl.constexpr = 2 * H * 64 + BLOCK_M * 256
-    m = gl.program_id(0) * BLOCK_M
+    BYTES: gl.constexpr = 2 * H * 64 + ROWS * 256
+    m = gl.program_id(0) * ROWS
     # The halves of a tile are neighbours, or gates and ups.
     n = gl.program_id(1) * (H if GATED else 2 * H)
     second_n = n + (N if GATED else H)
@@ -296,31 +340,30 @@ def _woven_linear_kernel(
         _run("griddepcontrol.launch_dependents;")
         _run("griddepcontrol.wait;")
     for k in range(first):
-        fetch(x, [m, (begin + k) * 128], ready.index(k), fetched_x.index(k))
-    acc = gl.zeros([2 * H, BLOCK_M], gl.float32, MMA)
+        fetch(x, [m, (begin + k) * 128], ready.index(k), inputs[0].index(k))
+        if MORE:
+            more_m = m + BLOCK_M
+            fetch(more_x, [more_m, (begin + k) * 128], ready.index(k), inputs[1].index(k))
     mbarrier.wait(ready.index(0), 0)
     words, later_words = _halves(fetched_codes.index(0).load(WORDS))
     more, later_more = _halves(fetched_codes.index(1).load(WORDS))
     weights = _weights(words, more, factor_0, factor_1, dtype, A)
-    inputs = fetched_x.index(0)
-    acc = warpgroup_mma(weights, inputs.slice(0, 64, 1).permute((1, 0)), acc, is_async=True)
+    sums = _multiply(weights, inputs, 0, 0, sums)
     for k in range(1, steps):
         new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
         at = (begin + k) // STEPS * rows
         factor_0, factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
-        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        sums = _wait(sums, weights)
         weights = new
-        inputs = fetched_x.index((k - 1) % STAGES)
-        acc = warpgroup_mma(weights, inputs.slice(64, 64, 1).permute((1, 0)), acc, is_async=True)
+        sums = _multiply(weights, inputs, (k - 1) % STAGES, 64, sums)
         stage = k % STAGES
         mbarrier.wait(ready.index(stage), k // STAGES & 1)
         words, later_words = _halves(fetched_codes.index(2 * stage).load(WORDS))
         more, later_more = _halves(fetched_codes.index(2 * stage + 1).load(WORDS))
         new = _weights(words, more, factor_0, factor_1, dtype, A)
-        acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+        sums = _wait(sums, weights)
         weights = new
-        inputs = fetched_x.index(stage)
-        acc = warpgroup_mma(weights, inputs.slice(0, 64, 1).permute((1, 0)), acc, is_async=True)
+        sums = _multiply(weights, inputs, stage, 0, sums)
         # All threads are done with step k - 1, so its place is free.
         barrier()
         later = k - 1 + STAGES
@@ -335,15 +378,25 @@ def _woven_linear_kernel(
             *(codes, [second_n, (begin + later) * 16]),
             *(ready.index(place), fetched_codes.index(2 * place + 1), wanted),
         )
-        fetch(x, [m, (begin + later) * 128], ready.index(place), fetched_x.index(place), wanted)
+        fetch(x, [m, (begin + later) * 128], ready.index(place), inputs[0].index(place), wanted)
+        if MORE:
+            fetch(
+                *(more_x, [m + BLOCK_M, (begin + later) * 128]),
+                *(ready.index(place), inputs[1].index(place), wanted),
+            )
     new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
-    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
-    weights = new
-    inputs = fetched_x.index((steps - 1) % STAGES)
-    acc = warpgroup_mma(weights, inputs.slice(64, 64, 1).permute((1, 0)), acc, is_async=True)
-    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    sums = _wait(sums, weights)
+    sums = _multiply(new, inputs, (steps - 1) % STAGES, 64, sums)
+    sums = _wait(sums, new)
     tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-    _finish(acc, bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
+    _finish(sums[0], bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
+    if MORE:
+        if SPLIT:
+            tiles = gl.num_programs(0) * gl.num_programs(1)
+            parts += tiles * splits * BLOCK_M * 2 * H
+            arrivals += tiles
+        m += BLOCK_M
+        _finish(sums[1], bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
 
 
 @gluon.jit
