@@ -82,8 +82,8 @@ def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
     where a second one would be mostly empty. Then two programs run on a multiprocessor.
 
     Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B: products of 16, 64,
-    128 and 256 rows, and whole models whose steps have up to 160 rows. Of programs with four warps, three or four run on a
-    multiprocessor at a time: while one waits, others compute.
+    128 and 256 rows, and whole models whose steps have up to 160 rows. Of programs with four warps,
+    three or four run on a multiprocessor at a time: while one waits, others compute.
     """
     rows, steps = len(x), x.shape[1] // COLUMNS
     columns = triton.cdiv(outputs, 32 if gated else 64)
