@@ -234,3 +234,18 @@ def test_keys_that_repeat_leave_blocks_exact(dtype):
     layer.run("delta_rule_chunks", of, blocks, begin=begin)
     assert_near(layer.out, layer.expected, ERROR[dtype])
     layer.check([4], STATE_ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decays_of_tokens_after_large_gates_are_exact(dtype):
+    """A float32 sum of gates of some -10,000 would leave errors of 1e-3 in later decays."""
+    layer = Layer((1, 1), (16, 16), DECODES + 64, dtype)
+    _, a = layer.inputs.ba.chunk(2, dim=1)
+    a[: DECODES + 32] = 300.0
+    a[DECODES + 32 :] = torch.linspace(-7.0, -3.0, 32, device=DEVICE).unsqueeze(1)
+    layer.exact.ba[:] = layer.exact_ba()
+    layer.inputs.A_log.fill_(0.1)
+    begin, of, blocks = step_of([64], [4], False)
+    layer.run("delta_rule_chunks", of, blocks, begin=begin)
+    assert_near(layer.out, layer.expected, ERROR[dtype])
+    layer.check([4], {torch.float32: 2e-6, torch.bfloat16: 3e-5}[dtype])

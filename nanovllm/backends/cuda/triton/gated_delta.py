@@ -39,12 +39,8 @@ from nanovllm.backends.cuda.triton.short_conv import TOKENS, Blocks, block_of
 # Values of a head that a program updates at once, if there are many programs. 256 sequences of 32
 # heads on an H200 (Triton 3.6): 3.4 TB/s in slices of 32, 3.8 of 64, 2.6 of 128.
 TOKEN_SLICE = 64
-SIZES = (
-    16,
-    32,
-    64,
-    128,
-)  # of keys and values: powers of two, of which tensor cores take 16 or more
+# Of keys and values: powers of two, of which tensor cores take 16 or more.
+SIZES = (16, 32, 64, 128)
 
 
 class DeltaInputs(NamedTuple):
@@ -310,10 +306,15 @@ def _solve_blocks_kernel(
         beta, g = strength_and_gate(b, a, A_log + head, dt_bias + head)
         # A token of padding has g = 0 and beta = 0, and does not change the state.
         beta, g = tl.where(held, beta, 0.0), tl.where(held, g, 0.0)
-        d = tl.cumsum(g, axis=0)
+        # Sums of gates reach thousands, and their differences must be exact to 1e-6: so a sum has
+        # two parts of 24 bits.
+        sums = tl.cumsum(g.to(tl.float64), axis=0)
+        d = sums.to(tl.float32)
+        d_low = (sums - d.to(tl.float64)).to(tl.float32)
         k_norm = inverse_norms(k)
         is_causal = i[:, None] >= i[None, :]
-        decay = tl.exp(tl.where(is_causal, d[:, None] - d[None, :], float("-inf")))
+        between = (d[:, None] - d[None, :]) + (d_low[:, None] - d_low[None, :])
+        decay = tl.exp(tl.where(is_causal, between, float("-inf")))
         system = tl.dot(k, tl.trans(k), input_precision="ieee")
         system *= decay * (beta * k_norm)[:, None] * k_norm[None, :]
         inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), TOKENS)
@@ -337,7 +338,10 @@ def _solve_blocks_kernel(
         tl.store(products_at, products.to(products_out.dtype.element_ty), mask=rows_held)
         factors_at = factors + (row + i * H) * 3
         tl.store(factors_at, start * q_norm, mask=held)
-        tl.store(factors_at + 1, tl.exp(tl.sum(g, axis=0) - d) * k_norm, mask=held)
+        # Tokens of padding add no gates, so the last sum is that of the block's last token.
+        is_last = i == TOKENS - 1
+        end, end_low = tl.sum(tl.where(is_last, d, 0.0)), tl.sum(tl.where(is_last, d_low, 0.0))
+        tl.store(factors_at + 1, tl.exp((end - d) + (end_low - d_low)) * k_norm, mask=held)
         tl.store(factors_at + 2, start, mask=held)
 
 
