@@ -230,12 +230,11 @@ def test_states_of_a_9b_are_divided_by_the_memory_of_a_gpu(monkeypatch, total, s
 
     gb, weights, graphs = 10**9, 17.9e9, 2**30
     peak = int(weights + 1.5e9)  # with the activations of the largest step
+    reserved = 0
     block = 256 * 8 * 2 * 4 * 256 * 2  # of 8 layers' K and V, 4 heads of 256; one during that step
     cuda = SimpleNamespace(
-        memory_allocated=lambda device: 0,
-        memory_reserved=lambda device: int(weights),
-        max_memory_allocated=lambda device: peak + block,
-        max_memory_reserved=lambda device: peak,
+        memory_reserved=lambda device: reserved,
+        max_memory_reserved=lambda device: peak + block,
         mem_get_info=lambda device: (int(total * gb - weights), total * gb),
         empty_cache=lambda: None,
         synchronize=lambda device: None,
@@ -255,11 +254,12 @@ def test_states_of_a_9b_are_divided_by_the_memory_of_a_gpu(monkeypatch, total, s
     runner.layers_with_kv = [one for one in model.modules() if isinstance(one, SelfAttention)]
     runner._run_largest_step, runner._graph_bytes = lambda: None, lambda: graphs
     runner._budget = memory_budget.MemoryBudget(torch.device("cuda"), 0.9)
+    reserved = int(weights)
     num_blocks, rows = runner._count_memory()
     row = runner.recurrent.row_bytes
     assert 512 * row == pytest.approx(26.4e9, rel=0.01)  # 25.8 GB of S alone
     assert rows.num_slots in slots and rows.num_snapshots > 0 and num_blocks >= 16
-    room = 0.9 * total * gb - peak - graphs
+    room = 0.9 * total * gb - peak - graphs - memory_budget.SLACK
     assert room - block - row < num_blocks * block + rows.total * row <= room
 
 

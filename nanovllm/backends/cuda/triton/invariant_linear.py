@@ -41,6 +41,11 @@ from nanovllm.backends.cuda.triton.gemv import zero_bias
 from nanovllm.backends.cuda.triton.linear import Products
 from nanovllm.backends.cuda.triton.prefill_gemm import COLUMN, place
 
+try:
+    from nanovllm.backends.cuda.triton import invariant_gated
+except ImportError:  # this release of Triton lacks Gluon for Hopper
+    invariant_gated = None  # type: ignore[assignment]
+
 SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
 FEW_ROWS = 64  # up to so many, the kernel of this file is as fast as cuBLAS
 FEW_ROWS_STAGES = 6  # of 128 inputs, that a program of few rows fetches in advance
@@ -84,6 +89,8 @@ def gated_linear(
     weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias. No running
     kernel may write to the weights.
     """
+    if bias is None and invariant_gated is not None and invariant_gated.takes(x, weight):
+        return invariant_gated.gated_linear(x, weight, gelu)
     if bias is None and _approved_for(x, weight) is not None:
         return activate_and_mul(linear(x, weight), gelu)
     return _multiply(x, weight, bias, len(weight) // 2, gated=True, gelu=gelu)
@@ -186,7 +193,9 @@ def _multiply(
     matrices = weight.view(2 if gated else 1, outputs, inputs)
     w_tiles = TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k])
     if rows <= MAX_ROWS:
-        if not turned:
+        if not (turned and gated):
+            # Tensor cores read such a tile from shared memory. A tile of three dimensions, whose
+            # rows are their rows, passes through registers first.
             w_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
         launch(
             _few_rows_kernel,
@@ -340,7 +349,10 @@ def _few_rows_kernel(
     for k in range(0, K, BLOCK_K):
         inputs = x_tiles.load([m * BLOCK_M, k])
         if TURNED:
-            weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
+            if GATED:
+                weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
+            else:
+                weights = w_tiles.load([n * BLOCK_N, k])
             acc = tl.dot(weights, inputs.T, acc)
         else:
             acc = tl.dot(inputs, w_tiles.load([n * BLOCK_N, k]).T, acc)
