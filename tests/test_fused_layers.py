@@ -363,12 +363,7 @@ def test_all_reduces_that_overlap_sum_what_whole_ones_do(folder, monkeypatch):
     for module, kind in ((gated_delta, "delta_rule"), (short_conv, "convolve")):
         for name in (f"{kind}_token", f"{kind}_chunks"):
             monkeypatch.setattr(module, name, getattr(plain, name))
-    # Plain experts are the same in any batch, and take no option for it.
-    monkeypatch.setattr(
-        fused_layers.moe,
-        "moe",
-        lambda *args, batch_invariant, **options: plain.moe(*args, **options),
-    )
+    monkeypatch.setattr(fused_layers.moe, "moe", plain.moe)
     monkeypatch.setattr(overlapped_decoder, "MIN_ROWS", 8)
     monkeypatch.setattr(overlapped_decoder, "MICRO_BATCH_ROWS", 4)
     size = 2

@@ -369,7 +369,6 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             renormalize=self.renormalize,
             clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
             added=added,
-            batch_invariant=self.products.batch_invariant,
         )
 
 

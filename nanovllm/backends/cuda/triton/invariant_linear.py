@@ -50,7 +50,6 @@ SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetc
 FEW_ROWS = 64  # up to so many, the kernel of this file is as fast as cuBLAS
 FEW_ROWS_STAGES = 6  # of 128 inputs, that a program of few rows fetches in advance
 CHAINS = 8  # of a weight that has several
-LEAST_ROWS = 16
 WHOLE_ROWS = 16  # rows of x that a program takes at once, with all of their inputs
 WHOLE_INPUTS = 1024  # that a program takes at once
 BLOCK_WEIGHTS = 64  # rows of weights of a tile: tensor cores take no fewer
@@ -180,10 +179,13 @@ def _multiply(
         return out
     chains = 1 if gated else num_chains(outputs, inputs)
     processors = num_processors(x.device)
-    is_small = outputs * chains <= BLOCK_WEIGHTS * processors and inputs // chains <= WHOLE_INPUTS
-    if is_small and not gated and rows * chains <= WHOLE_ROWS:
-        _multiply_at_once(out, x, weight, bias, chains)
-        return out
+    if not gated and rows * chains <= WHOLE_ROWS and inputs // chains <= WHOLE_INPUTS:
+        # If all programs run at the same time, each fetches all its weights at once.
+        programs = triton.cdiv(outputs * chains, BLOCK_WEIGHTS)
+        size = _whole_columns(inputs, chains) * (BLOCK_WEIGHTS + WHOLE_ROWS) * x.element_size()
+        if programs <= processors * max(1, SHARED_MEMORY // size):
+            _multiply_at_once(out, x, weight, bias, chains)
+            return out
     tile = tile_for(rows, outputs, gated, processors, chains)
     block_m, block_n, block_k, warps, turned = tile
     chain = inputs // chains if chains > 1 else 0
@@ -228,11 +230,10 @@ def _multiply_at_once(
 ) -> None:
     """Compute few rows by programs that fetch all their weights before the inputs are there."""
     outputs, inputs = out.shape[1], x.shape[1] // chains
-    block_n, block_k = BLOCK_WEIGHTS // chains, triton.next_power_of_2(inputs)
+    block_n, block_k = BLOCK_WEIGHTS // chains, _whole_columns(x.shape[1], chains)
     # A weight's row consists of `chains` rows of a matrix with shorter rows, and so does a row of
     # x. Of the products of all these rows, those of equal parts of K are wanted.
-    block_m = LEAST_ROWS if len(x) * chains <= LEAST_ROWS else WHOLE_ROWS
-    x_tiles = TensorDescriptor.from_tensor(x.view(-1, inputs), [block_m, block_k])
+    x_tiles = TensorDescriptor.from_tensor(x.view(-1, inputs), [WHOLE_ROWS, block_k])
     w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [BLOCK_WEIGHTS, block_k])
     launch(
         _whole_rows_kernel,
@@ -242,6 +243,11 @@ def _multiply_at_once(
         num_stages=1,
         **overlap(x),
     )
+
+
+def _whole_columns(inputs: int, chains: int) -> int:
+    """Return the columns of a tile that has all inputs of a chain."""
+    return triton.next_power_of_2(inputs // chains)
 
 
 def tile_for(rows: int, outputs: int, gated: bool, processors: int, chains: int = 1) -> Tile:
@@ -444,4 +450,4 @@ def _gated(gate, up, bias, col, N, dtype: tl.constexpr, GELU: tl.constexpr):
     return activated(gate, GELU).to(dtype).to(tl.float32) * up
 
 
-INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear, batch_invariant=True)
+INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear)

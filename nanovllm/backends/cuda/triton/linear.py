@@ -52,7 +52,6 @@ class Products(NamedTuple):
     linear: Callable[..., Tensor]
     gated_linear: Callable[..., Tensor]
     warmup_gated_linear: Callable[..., None]
-    batch_invariant: bool = False
 
 
 FASTEST = Products(linear, gated_linear, warmup_gated_linear)

@@ -67,7 +67,6 @@ def moe(
     renormalize: bool,
     clamped: ClampedSwiGLU | None = None,
     added: tuple[Tensor, Tensor] | None = None,
-    batch_invariant: bool = False,
 ) -> Tensor:
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
@@ -81,8 +80,6 @@ def moe(
         renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         clamped: the experts' gating; None: swiglu.
         added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
-        batch_invariant: whether a token's result may not depend, to the bit, on the other tokens.
-            The experts must not be packed.
     """
     out = torch.empty_like(x)
     (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[1], down.shape[-1]
@@ -103,7 +100,6 @@ def moe(
         renormalize=renormalize,
         block_m=tile.rows,
         preparation=preparation,
-        batch_invariant=batch_invariant,
     )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     splits = tile.splits
@@ -174,7 +170,6 @@ def sort_by_expert(
     renormalize: bool,
     block_m: int,
     preparation: tuple[Any, ...] | None = None,
-    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
 
@@ -199,8 +194,7 @@ def sort_by_expert(
         torch.empty(size, dtype=torch.int32, device=x.device)
         for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 3))
     )
-    # A single token is routed by other tiles, whose sums have another order.
-    is_alone = num_tokens == 1 and not batch_invariant
+    is_alone = num_tokens == 1
     block_e = triton.next_power_of_2(num_experts)
     _route_kernel[(chunks + (num_tokens if preparation else 0),)](
         *(logits, weights, places, counts, order, runs, num_tokens, passes, chunks),
@@ -311,10 +305,10 @@ def _route(
         scores = scores.to(tl.float32)
         peak = tl.max(best_scores, axis=1)[:, None]
         peak = tl.where(token < T, peak, 0.0)
-        total = tl.sum(tl.exp(scores - peak), axis=1)[:, None]
         weight = tl.exp(best_scores - peak)
-        weight /= tl.sum(weight, axis=1)[:, None] if RENORMALIZE else total
-        weight = tl.where(total == total, weight, total)  # all NaN if the row has a NaN
+        weight /= _exact_sum(weight if RENORMALIZE else tl.exp(scores - peak))
+        has_nan = tl.max((scores != scores).to(tl.int32), axis=1)[:, None] > 0
+        weight = tl.where(has_nan, float("nan"), weight)
         is_pair = (token < T) & (pick < K)
         tl.store(weights + token * K + pick, weight, mask=is_pair)
         if ALONE:
@@ -336,6 +330,17 @@ def _route(
     if not ALONE:
         at = counts + chunk * E + tl.arange(0, BLOCK_E)
         tl.store(at, count, mask=tl.arange(0, BLOCK_E) < E)
+
+
+@triton.jit
+def _exact_sum(numbers):
+    """Sum each row of numbers from 0 to 1, in units of 2^-32.
+
+    Sums of integers have no order. So a token gets the same weights, to the bit, by a tile of one
+    token and by one of many.
+    """
+    units = (numbers * 4294967296.0).to(tl.int64)
+    return tl.sum(units, axis=1)[:, None].to(tl.float32) / 4294967296.0
 
 
 @triton.jit
