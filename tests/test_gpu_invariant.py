@@ -48,6 +48,21 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(outputs, input
             assert torch.equal(kernels.gated_linear(x[-rows:], weight, given), gated[-rows:]), rows
 
 
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("experts, top_k", [(128, 8), (24, 3)])
+def test_a_token_is_routed_alike_alone_and_among_others(experts, top_k, renormalize):
+    """A single token has a tile of its own, and no kernel sorts its pairs."""
+    from nanovllm.backends.cuda.triton.moe import sort_by_expert
+
+    torch.manual_seed(0)
+    logits, x = torch.randn(300, experts, **BF16), torch.zeros(300, 64, **BF16)
+    options = dict(top_k=top_k, renormalize=renormalize, block_m=16)
+    together = sort_by_expert(logits, x, **options)[0].view(300, top_k)
+    for i in range(300):
+        alone = sort_by_expert(logits[i : i + 1], x[i : i + 1], **options)[0]
+        assert torch.equal(alone, together[i]), i
+
+
 @pytest.mark.parametrize(
     "heads, groups, head_dim, window, softcap",
     [(8, 2, 64, None, None), (6, 2, 128, 300, None), (4, 4, 256, None, 20.0), (20, 4, 24, 70, 5.0)],

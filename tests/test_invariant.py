@@ -78,16 +78,6 @@ def test_experts_equal_their_twin(tokens):
     assert_close(moe.moe(x, logits, **options), plain.moe(x, logits, **options))
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_a_token_is_routed_alike_alone_and_among_others(renormalize):
-    x, logits, _ = moe_inputs(40, 24, 32, 16, torch.float16)
-    options = dict(top_k=3, renormalize=renormalize, block_m=16)
-    together = moe.sort_by_expert(logits, x, **options)[0].view(40, 3)
-    for i in range(40):
-        alone = moe.sort_by_expert(logits[i : i + 1], x[i : i + 1], **options)[0]
-        assert torch.equal(alone, together[i])
-
-
 def test_a_norm_over_all_heads_equals_its_twin():
     norm = ShardedRMSNorm(Shard(None, 48, 0, 48), 1e-5, ParallelGroup())
     norm.weight.copy_(randn(48))
