@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 import plain_layers as plain
 from engine_helpers import FAMILIES, MODELS
 from model_helpers import make_checkpoint
-from test_kernels import DEVICE, assert_close, moe_inputs, needs_tiles, randn
+from test_kernels import DEVICE, assert_close, needs_tiles, randn
 
 from nanovllm import LLM, TINY_MODEL
 from nanovllm.backends.cuda.fused_layers import FusedShardedRMSNorm, fuse
@@ -26,7 +26,7 @@ from nanovllm.backends.cuda.invariant import (
 from nanovllm.backends.cuda.invariant import (
     invariant_attention as invariant_backend,
 )
-from nanovllm.backends.cuda.triton import invariant_attention, invariant_linear, moe
+from nanovllm.backends.cuda.triton import invariant_attention, invariant_linear
 from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
 from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
 from nanovllm.build import check_batch_invariance
@@ -69,13 +69,6 @@ def test_a_product_equals_its_twin(rows, outputs, inputs, has_bias):
     assert_close(invariant_linear.linear(x, weight, bias), expected)
     gated = plain.activate_and_mul(expected)
     assert_close(invariant_linear.gated_linear(x, weight, bias), gated)
-
-
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_experts_equal_their_twin(tokens):
-    x, logits, options = moe_inputs(tokens, 5, 32, 16, torch.float16)
-    options |= dict(top_k=2, renormalize=True)
-    assert_close(moe.moe(x, logits, **options), plain.moe(x, logits, **options))
 
 
 def test_a_norm_over_all_heads_equals_its_twin():

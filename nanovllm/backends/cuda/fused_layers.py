@@ -90,7 +90,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
-            if isinstance(module, MULTIPLIERS):
+            if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
                 module.products = products
 
 
@@ -326,8 +326,6 @@ class FusedGatedMLP(GatedMLP):
 
 class FusedMixtureOfExperts(MixtureOfExperts):
     """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
-
-    products = FASTEST
 
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
@@ -624,7 +622,6 @@ def kind_of(mixer: Any) -> tuple:
     return *sizes, options.window, options.softcap, has_sinks, type(mixer.rotary)
 
 
-MULTIPLIERS = (FusedLinear, FusedRowParallelLinear, FusedLMHead, FusedMixtureOfExperts)
 ROTARIES = (
     RotaryEmbedding,
     QueryScalingRotaryEmbedding,

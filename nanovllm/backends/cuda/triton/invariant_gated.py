@@ -17,16 +17,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.backends.cuda.triton.dispatch import is_hopper, overlap
-
-# Triton 3.9 has another name for this than 3.6.
-fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from nanovllm.backends.cuda.triton.woven_linear import fetch, run
 
 ROWS = 16  # of x, at most
 OUTPUTS = 32  # of a program
@@ -82,7 +79,7 @@ def _whole_gated_kernel(
 ):
     dtype: gl.constexpr = out.dtype.element_ty
     if PDL:
-        _run("griddepcontrol.launch_dependents;")
+        run("griddepcontrol.launch_dependents;")
     weights = gl.allocate_shared_memory(dtype, [STEPS, 2, BLOCK_N, BLOCK_K], w_tiles.layout)
     inputs = gl.allocate_shared_memory(dtype, [STEPS, BLOCK_M, BLOCK_K], x_tiles.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -94,7 +91,7 @@ def _whole_gated_kernel(
         fetch(w_tiles, [0, first, step * BLOCK_K], ready.index(0), weights.index(step))
     mbarrier.expect(ready.index(1), STEPS * x_tiles.block_type.nbytes)
     if PDL:
-        _run("griddepcontrol.wait;")
+        run("griddepcontrol.wait;")
     for step in range(STEPS):
         fetch(x_tiles, [0, step * BLOCK_K], ready.index(1), inputs.index(step))
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -120,10 +117,3 @@ def _whole_gated_kernel(
     row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))
     inside = (row < M)[None, :] & (col < N)[:, None]
     gl.store(out + row[None, :] * N + col[:, None], result, mask=inside)
-
-
-@gluon.jit
-def _run(INSTRUCTION: gl.constexpr):
-    gl.inline_asm_elementwise(
-        INSTRUCTION + " mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )

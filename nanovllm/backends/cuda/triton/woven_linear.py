@@ -337,8 +337,8 @@ def _woven_linear_kernel(
     at = begin // STEPS * rows
     factor_0, factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
     if PDL:
-        _run("griddepcontrol.launch_dependents;")
-        _run("griddepcontrol.wait;")
+        run("griddepcontrol.launch_dependents;")
+        run("griddepcontrol.wait;")
     for k in range(first):
         fetch(x, [m, (begin + k) * 128], ready.index(k), inputs[0].index(k))
         if MORE:
@@ -469,7 +469,7 @@ def _finish(
 
 
 @gluon.jit
-def _run(INSTRUCTION: gl.constexpr):
+def run(INSTRUCTION: gl.constexpr):
     gl.inline_asm_elementwise(
         INSTRUCTION + " mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
