@@ -12,12 +12,17 @@ pytest.importorskip("triton")
 from effort import spread
 from test_kernels import DEVICE, DTYPES, assert_close
 
+from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
+from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_copies, use_packed_kernels
 from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.fp8_linear import Tiling
-from nanovllm.backends.quantised.fp8 import rounded, scale_for
+from nanovllm.backends.quantised.config import Fp8
+from nanovllm.backends.quantised.fp8 import Fp8Weight, rounded, scale_for
+from nanovllm.layers.parallel import ParallelGroup
+from nanovllm.weights.weight_slice import WeightSlice
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -38,15 +43,16 @@ def _seed():
     torch.manual_seed(0)
 
 
-def make_matrix(how, group, block, inputs=288):
-    codes = torch.randn(OUTPUTS, inputs, device=DEVICE).mul(100).clamp(-448, 448)
+def make_matrix(how, group, block, inputs=288, outputs=OUTPUTS):
+    codes = torch.randn(outputs, inputs, device=DEVICE).mul(100).clamp(-448, 448)
     codes[:, 0] = 2.0**-9  # the least number of e4m3
     count = 1 if group is None else -(-inputs // group)
-    blocks = torch.rand(-(-OUTPUTS // block), count, device=DEVICE) * 0.01 + 0.001
-    scales = blocks.repeat_interleave(block, dim=0)[:OUTPUTS].contiguous()
+    blocks = torch.rand(-(-outputs // block), count, device=DEVICE) * 0.01 + 0.001
+    scales = blocks.repeat_interleave(block, dim=0)[:outputs].contiguous()
     static = torch.tensor(0.01, device=DEVICE) if how == "tensor" else None
     codes = codes.to(torch.float8_e4m3fn)
-    return Fp8Matrix(codes, scales, group or inputs, block, how, static)
+    of_blocks = blocks if block == 128 else None
+    return Fp8Matrix(codes, scales, group or inputs, block, how, static, of_blocks)
 
 
 def make_inputs(rows, inputs, dtype):
@@ -110,6 +116,46 @@ def test_products_of_any_tiling_equal_the_plain_layers(name, splits, swap):
     chosen = Tiling(32, 64, splits, warps=4, stages=3, swap=swap)
     out = fp8_linear.multiply(rows, matrix, None, torch.float16, chosen)
     assert_close(out, expected(x, matrix).half())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("how, group, block", [("group", 128, 128), ("token", None, 1)])
+def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, block):
+    matrix = make_matrix(how, group, block, inputs=1024, outputs=384)
+    bias, x = torch.randn(384, device=DEVICE).bfloat16(), make_inputs(300, 1024, torch.bfloat16)
+    rows = fp8_inputs.quantise(x, matrix)
+    assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
+    out = fp8_linear.linear(rows, matrix, bias, torch.bfloat16)
+    assert_close(out, expected(x, matrix, bias).bfloat16())
+
+
+@torch.inference_mode()
+def test_scales_for_cublas_follow_an_update():
+    """Graphs hold their address, so an update must write to the same memory."""
+
+    def make_weight():
+        plain = torch.empty(256, 512, device=DEVICE)
+        whole = slice(None), slice(None)
+        part = WeightSlice("layer.weight", plain, whole, plain.shape)
+        weight = Fp8Weight(plain, [part], Fp8(128, 128, "group"), ParallelGroup()).to(DEVICE)
+        weight.scales.copy_(torch.rand(2, 4).repeat_interleave(128, dim=0))
+        return weight
+
+    weight, source = make_weight(), make_weight()
+    use_packed_kernels(weight)
+    assert type(weight) is FusedFp8Weight
+    restore_copies(weight)
+    (matrix,) = weight.matrices(None)
+    assert torch.equal(matrix.block_scales, weight.scales[::128])
+    weight.take_weights(source)
+    assert torch.equal(matrix.block_scales, source.scales[::128])
+    assert weight.matrices(None)[0].block_scales is matrix.block_scales
+    drop_copies(weight)
+    assert weight.block_scales is None
+    assert torch.equal(weight.matrices(None)[0].block_scales, source.scales[::128])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,14 +13,14 @@ from transformers import Qwen3Config
 
 pytest.importorskip("triton")
 
-from nanovllm.backends.cuda.fused_integers import (
-    FusedIntegerWeight,
-    arrange_integers,
+from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
+from nanovllm.backends.cuda.fused_quantised import (
+    arrange_weights,
     await_weights,
-    drop_factors,
-    make_factors,
+    drop_copies,
+    restore_copies,
+    use_packed_kernels,
 )
-from nanovllm.backends.cuda.fused_quantised import use_packed_kernels
 from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.quantised.config import Integers, Quantization
 from nanovllm.backends.quantised.integers import IntegerWeight
@@ -104,7 +104,7 @@ def test_fused_weights_follow_an_update(folder):
     source.scales.mul_(2)
     weight.take_weights(source)
     assert torch.equal(weight(x), 2 * before) and weight.factors.data_ptr() == address
-    drop_factors(weight)
+    drop_copies(weight)
     assert torch.equal(weight(x), 2 * before)
 
 
@@ -113,7 +113,7 @@ def test_all_weights_have_factors_before_graphs_are_captured(folder):
     weights = torch.nn.ModuleList(load(folder, SCHEMES["gptq"], torch.float16))
     for weight in weights:
         use_packed_kernels(weight)
-    make_factors(weights)
+    restore_copies(weights)
     assert all(weight.factors is not None for weight in weights)
 
 
@@ -126,7 +126,7 @@ def test_codes_are_woven_once_after_each_load(folder, monkeypatch):
     use_packed_kernels(weight)
     await_weights(weight)
     for _ in range(2):
-        arrange_integers(weight)
+        arrange_weights(weight)
         assert not torch.equal(weight.codes, before)
         for rows in (1, 300):
             x = torch.randn(rows, weight.width, device=DEVICE).half()

@@ -23,6 +23,7 @@ from nanovllm.apps.bench.shapes import QUANTIZED, SHAPES, model_config
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse
+from nanovllm.backends.cuda.fused_quantised import fused_weights, restore_copies
 from nanovllm.backends.cuda.memory_budget import Room
 from nanovllm.backends.cuda.padded_forward import num_weights, sizes_for
 from nanovllm.backends.cuda.runner import GRAPH_BYTES, CUDAModelRunner
@@ -107,10 +108,12 @@ class Model:
             kv = [torch.empty(shape, dtype=torch.bfloat16, device=META) for _ in range(2)]
             layer.kv_cache = KVCache(*kv)
         self.held = [*self.model.parameters(), *self.model.buffers()]
-        for weight in self.model.modules():
-            if isinstance(weight, FusedIntegerWeight):
-                weight.refresh()
-                self.held.append(weight.factors)
+        restore_copies(self.model)
+        for weight in fused_weights(self.model):
+            copies = (
+                weight.factors if isinstance(weight, FusedIntegerWeight) else weight.block_scales
+            )
+            self.held += [] if copies is None else [copies]
         self.weights = sum({x.untyped_storage()._cdata: x.nbytes for x in self.held}.values())
 
     @torch.inference_mode()

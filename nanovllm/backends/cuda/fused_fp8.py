@@ -1,7 +1,7 @@
 """Packed weights in FP8 whose products are computed by Triton kernels."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
@@ -10,7 +10,13 @@ from nanovllm.backends.quantised.fp8 import Fp8Weight
 
 
 class FusedFp8Weight(Fp8Weight):
-    """A weight in FP8 that is multiplied by the kernels of triton/fp8_linear.py."""
+    """A weight in FP8 that is multiplied by the kernels of triton/fp8_linear.py.
+
+    cuBLAS reads the scales of blocks from a tensor of its own. It is made when it is first needed,
+    and whenever weights have changed.
+    """
+
+    block_scales: Tensor | None = None  # [N / 128, G]
 
     def forward(
         self, x: Tensor | Rows, bias: Tensor | None = None, expert: int | None = None
@@ -66,10 +72,40 @@ class FusedFp8Weight(Fp8Weight):
             group = self.width
         sizes = group, self.block_rows, self.scheme.activations
         if self.scheme.activations != "tensor":
-            return [Fp8Matrix(codes, scales, *sizes)]
+            if expert is None:
+                self.restore()
+            blocks = self.block_scales if expert is None else None
+            return [Fp8Matrix(codes, scales, *sizes, block_scales=blocks)]
         inputs = self.rows_of(self.input_scales, slice(None), expert)
         ends = [*self.starts[1:], self.height]
         return [
             Fp8Matrix(codes[begin:end], scales[begin:end], *sizes, inputs[number])
             for number, (begin, end) in enumerate(zip(self.starts, ends))
         ]
+
+    def await_weights(self) -> None:
+        """Let kernels be compiled before the weights are read; `arrange` must follow."""
+
+    @torch.inference_mode()
+    def arrange(self) -> None:
+        """Make the scales of blocks; a graph may hold the address of older ones."""
+        if self.block_rows == fp8_linear.CUBLAS_BLOCK and not self.lead:
+            blocks = self.scales[:: self.block_rows]
+            if self.block_scales is None:
+                self.block_scales = torch.empty_like(blocks, memory_format=torch.contiguous_format)
+            self.block_scales.copy_(blocks)
+
+    def restore(self) -> None:
+        """Make the scales of blocks again if they were dropped; a graph's capture could not."""
+        if self.block_scales is None:
+            self.arrange()
+
+    def drop(self) -> None:
+        """Free the memory of the scales of blocks until `restore`."""
+        self.block_scales = None
+
+    def take_weights(self, plain: nn.Module) -> None:
+        """Take the weights of a plain packed weight."""
+        for name, parameter in plain.named_parameters(recurse=False):
+            self.get_parameter(name).copy_(parameter)
+        self.arrange()

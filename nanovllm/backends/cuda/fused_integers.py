@@ -1,7 +1,5 @@
 """Integer weights that kernels multiply by, without writing them out as numbers in small steps."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -79,6 +77,19 @@ class FusedIntegerWeight(IntegerWeight):
             self.has_woven_codes = True
         self.refresh()
 
+    def await_weights(self) -> None:
+        """Let kernels be compiled before the weights are read; `arrange` must follow."""
+        self.is_woven = self.shall_weave
+
+    def restore(self) -> None:
+        """Make the factors again if they were dropped; a graph's capture could not."""
+        if self.factors is None:
+            self.refresh()
+
+    def drop(self) -> None:
+        """Free the memory of the factors until `restore`."""
+        self.factors = None
+
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:
             return super().dequantise(rows, number, expert)
@@ -100,35 +111,3 @@ class FusedIntegerWeight(IntegerWeight):
             self.get_parameter(name).copy_(parameter)
         self.has_woven_codes = False
         self.arrange()
-
-
-def await_weights(model: nn.Module) -> None:
-    """Let the model launch the kernels that its integer weights want, before these are read.
-
-    `arrange_integers` must follow.
-    """
-    for module in model.modules():
-        if isinstance(module, FusedIntegerWeight):
-            module.is_woven = module.shall_weave
-
-
-def arrange_integers(model: nn.Module) -> None:
-    """Bring the model's integer weights, which were just read, into the form of the kernels."""
-    for module in model.modules():
-        if isinstance(module, FusedIntegerWeight):
-            module.arrange()
-
-
-def make_factors(model: nn.Module) -> None:
-    """Make the factors that were dropped; a graph's capture could not compute them."""
-    for module in model.modules():
-        if isinstance(module, FusedIntegerWeight) and module.factors is None:
-            module.refresh()
-
-
-def drop_factors(model: nn.Module) -> None:
-    """Free the memory of the factors until they are needed again."""
-    for module in model.modules():
-        weight: Any = module
-        if isinstance(module, FusedIntegerWeight):
-            weight.factors = None

@@ -35,6 +35,39 @@ def use_packed_kernels(module: nn.Module) -> None:
         module.__class__ = fused
 
 
+def fused_weights(model: nn.Module) -> list[Any]:
+    """Return the model's packed weights that multiply by kernels."""
+    kinds = tuple(FUSED_WEIGHTS.values())
+    return [module for module in model.modules() if isinstance(module, kinds)]
+
+
+def await_weights(model: nn.Module) -> None:
+    """Let the model launch the kernels that its packed weights want, before these are read.
+
+    `arrange_weights` must follow.
+    """
+    for weight in fused_weights(model):
+        weight.await_weights()
+
+
+def arrange_weights(model: nn.Module) -> None:
+    """Bring the model's packed weights, which were just read, into the form of the kernels."""
+    for weight in fused_weights(model):
+        weight.arrange()
+
+
+def restore_copies(model: nn.Module) -> None:
+    """Make what kernels read beside the weights and was dropped; a graph's capture could not."""
+    for weight in fused_weights(model):
+        weight.restore()
+
+
+def drop_copies(model: nn.Module) -> None:
+    """Free the memory of what kernels read beside the weights, until it is needed again."""
+    for weight in fused_weights(model):
+        weight.drop()
+
+
 def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
     """Return the matrix of the layer that inputs x [T, K] are for, if they may be quantised for it.
 

@@ -22,12 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
 from nanovllm.backends.cuda.cuda_graph import SIZES, Graphs, size_for, sizes_up_to
-from nanovllm.backends.cuda.fused_integers import (
-    arrange_integers,
-    await_weights,
-    drop_factors,
-    make_factors,
-)
 from nanovllm.backends.cuda.fused_layers import (
     FusedDecoder,
     FusedGatedMLP,
@@ -35,6 +29,12 @@ from nanovllm.backends.cuda.fused_layers import (
     FusedSelfAttention,
     fuse,
     kind_of,
+)
+from nanovllm.backends.cuda.fused_quantised import (
+    arrange_weights,
+    await_weights,
+    drop_copies,
+    restore_copies,
 )
 from nanovllm.backends.cuda.fused_recurrent import FUSED_RECURRENT, warmup_recurrent
 from nanovllm.backends.cuda.invariant import (
@@ -158,7 +158,7 @@ class CUDAModelRunner(ModelRunner):
             compiling = beside.submit(self._compile_kernels)
             super()._fill(fill)
             compiling.result()
-        arrange_integers(self.model)  # compiling used weights that were not read yet
+        arrange_weights(self.model)  # compiling used weights that were not read yet
         self.synchronize()
 
     @torch.inference_mode()
@@ -237,7 +237,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            make_factors(self.model)
+            restore_copies(self.model)
             if self.config.batch_invariant:
                 approve_products(self.model, {*SIZES, *self.decode_sizes})
             # Plain attention, plain experts and plain recurrent layers wait for the device, which a
@@ -265,7 +265,7 @@ class CUDAModelRunner(ModelRunner):
         with torch.cuda.stream(self._stream):
             self._slots.fill_(self.max_num_seqs)  # padding: the next capture needs it
         self._slots_hold = ()
-        drop_factors(self.model)
+        drop_copies(self.model)
         super().release()
         self.synchronize()
         torch.cuda.empty_cache()

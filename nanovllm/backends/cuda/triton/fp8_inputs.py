@@ -36,6 +36,7 @@ class Fp8Matrix(NamedTuple):
     block_rows: int  # rows that share scales, counted from the first; 1: each has its own
     activations: str | None  # as in the config's Fp8
     input_scale: Tensor | None = None  # a number, for activations "tensor"
+    block_scales: Tensor | None = None  # [N / 128, G], of blocks of 128 rows; None: not made
 
     @property
     def sharing(self) -> int:

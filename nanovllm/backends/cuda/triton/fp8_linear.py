@@ -40,6 +40,7 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
     typed,
 )
 
+CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
 COLUMN = tl.constexpr(8)  # tiles below each other that are computed before those beside them
 
 
@@ -121,7 +122,10 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
     ):
         return False
     is_able = len(matrix.scales[0]) == 1 or (
-        matrix.group == matrix.block_rows == 128 and outputs % 128 == 0 and inputs % 512 == 0
+        matrix.block_scales is not None
+        and matrix.group == matrix.block_rows == CUBLAS_BLOCK
+        and outputs % CUBLAS_BLOCK == 0
+        and inputs % 512 == 0
     )
     # Measured on an H200: of 12,288 inputs and 4,096 outputs, cuBLASLt's tiles are too few.
     is_long = inputs > 2 * outputs and len(matrix.scales[0]) > 1
@@ -198,12 +202,13 @@ def multiply_by_cublas(x: Rows, matrix: Fp8Matrix, bias: Tensor | None) -> Tenso
         sizes = x.scales.t(), matrix.scales.t()
         out = torch._scaled_mm(x.codes, weight, *sizes, out_dtype=dtype)
     else:
+        assert matrix.block_scales is not None
         out = F.scaled_mm(
             x.codes,
             weight,
             x.scales.t(),
             F.ScalingType.BlockWise1x128,
-            matrix.scales[::128].contiguous().t(),
+            matrix.block_scales.t(),
             F.ScalingType.BlockWise128x128,
             output_dtype=dtype,
         )
