@@ -17,7 +17,7 @@ class SharedPrefixPolicy(SchedulingPolicy):
 
     def shared_prefix_blocks(self, decoding: list[Sequence]) -> int:
         # Block tables only grow at their end, so the answer holds as long as the same sequences
-        # decode. One that is preempted misses a step at least, and is seen to have been away.
+        # decode. A preempted sequence misses at least one step, so the lists differ.
         last, count = self._last
         if decoding != last:
             count = count_common_blocks([seq.block_table for seq in decoding])
