@@ -143,7 +143,7 @@ class CUDAModelRunner(ModelRunner):
         )
         fuse(model, self._backend)
         if not all(isinstance(layer, FusedSelfAttention) for layer in layers):
-            self._backend = PLAIN_BACKEND  # as layers that no kernel suits compute attention
+            self._backend = PLAIN_BACKEND  # some layers stay plain, and compute attention so
         self.attention_name = self._backend.name
         if self.group.size > 1:
             overlap_all_reduces(model)
@@ -199,7 +199,7 @@ class CUDAModelRunner(ModelRunner):
 
     @contextmanager
     def _dry_run(self) -> Iterator[None]:
-        """Let the model run only one layer of each kind, which launch every kernel it has."""
+        """Let the model run only one layer of each kind: these launch every kernel it has."""
         decoder: Any = self.model.model
         decoder.dry_run = True  # only FusedDecoder reads it: others run all layers
         try:
@@ -240,8 +240,8 @@ class CUDAModelRunner(ModelRunner):
             restore_copies(self.model)
             if self.config.batch_invariant:
                 approve_products(self.model, {*SIZES, *self.decode_sizes})
-            # Plain attention, plain experts and plain recurrent layers wait for the device, which a
-            # graph cannot hold.
+            # Plain attention, plain experts and plain recurrent layers wait for the device. A graph
+            # cannot be captured while they do.
             is_plain = self._backend is PLAIN_BACKEND or any(
                 isinstance(module, (MixtureOfExperts, GatedDeltaNet, GatedConvolution))
                 and not isinstance(module, (FusedMixtureOfExperts, *FUSED_RECURRENT))
@@ -283,10 +283,10 @@ class CUDAModelRunner(ModelRunner):
         return PaddedInputs(self.state, self._slots, sizes, recurrent) if sizes else None
 
     def _count_bytes(self, block: int, least: int) -> int:
-        """Count them beside the largest step.
+        """Count the bytes that are left beside the largest step.
 
-        If too few are left, halve the step's token budget, which most of its memory grows with. A
-        step has no use for more tokens than the KV cache has room for.
+        If too few are left, halve the step's token budget, because most of a step's memory grows
+        with it. A step has no use for more tokens than the KV cache has room for.
         """
         fewest = min(self.max_num_batched_tokens, max(self.max_num_seqs, FEWEST_TOKENS))
         while True:
@@ -343,12 +343,19 @@ class CUDAModelRunner(ModelRunner):
         graphs, self.graphs = self.graphs, None  # a graph captured now would hold this cache
         budget, count = self.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
-        lengths = [
-            min(length, budget - start) for start in range(0, min(budget, count * length), length)
-        ]
+        starts = range(0, min(budget, count * length), length)
         chunks = [
-            PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0)
-            for i, length in enumerate(lengths)
+            PrefillChunk(
+                batch_slot=slot,
+                token_ids=[0] * min(length, budget - start),
+                start=0,
+                write_from=0,
+                block_table=[],
+                is_last=True,
+                temperature=1.0,
+                seed=0,
+            )
+            for slot, start in enumerate(starts)
         ]
         try:
             self.launch(Batch(prefills=tuple(chunks))).wait()
@@ -381,7 +388,7 @@ class CUDAModelRunner(ModelRunner):
         return self._slots[: len(slots)]
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
-        """Run a decode step by a graph if there is one for its size, else kernel by kernel."""
+        """Replay the graph for the step's size if there is one; otherwise launch its kernels."""
         count, shared_tokens = len(slots), batch.shared_blocks * self.block_size
         shares = count >= MIN_SHARING and shared_tokens >= MIN_SHARED_TOKENS
         shares &= not self.config.batch_invariant
@@ -400,7 +407,7 @@ class CUDAModelRunner(ModelRunner):
 
     @contextmanager
     def _slots_of_padding(self) -> Iterator[None]:
-        """Let no sequence decode in what runs inside the block."""
+        """Fill all slots with padding inside the block, so that no sequence decodes there."""
         slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
         self._slots.fill_(self.max_num_seqs)
         yield
@@ -431,7 +438,7 @@ class CUDAModelRunner(ModelRunner):
         return inputs
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Run a forward pass by a graph if the step has prompts and suits one, else by kernels."""
+        """Replay a graph if the step has prompts and fits one; otherwise launch its kernels."""
         indices, padded = metadata.logits_indices, self._padded
         # Decode steps may be under capture now. Without indices, all hidden states are wanted.
         if metadata.prefill is None or indices is None:
