@@ -9,10 +9,10 @@ from nanovllm.engine.sequence import Sequence
 
 
 class SharedPrefixPolicy(SchedulingPolicy):
-    """First come, first served; says which prefix is shared."""
+    """First come, first served. Reports the blocks that all decoding sequences share."""
 
     def __init__(self) -> None:
-        # The sequences looked at last, and the answer.
+        # The decoding sequences of the last call, and the answer.
         self._last: tuple[list[Sequence], int] = [], 0
 
     def shared_prefix_blocks(self, decoding: list[Sequence]) -> int:
