@@ -118,10 +118,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            group,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            group=group,
             bias=qkv_bias,
             stacked=stacked,
             projections=self.projections,

@@ -159,11 +159,11 @@ def build_attention(
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
     return kind(
         config.hidden_size,
-        config.num_attention_heads,
-        config.kv_heads_of(layer_type),
-        size,
-        rotary,
-        group,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.kv_heads_of(layer_type),
+        head_dim=size,
+        rotary=rotary,
+        group=group,
         q_norm=q_norm,
         k_norm=k_norm,
         window=config.window_of(index),

@@ -136,8 +136,8 @@ class CUDAModelRunner(ModelRunner):
             config.attention_backend,
             self.device,
             self.dtype,
-            max(layer.head_dim for layer in layers),
-            self.block_size,
+            head_dim=max(layer.head_dim for layer in layers),
+            block_size=self.block_size,
             sinks=any(layer.sinks is not None for layer in layers),
             fp8_kv=config.kv_cache_dtype == "fp8",
         )
