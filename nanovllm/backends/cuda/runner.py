@@ -1,10 +1,10 @@
 """The model runner for CUDA devices. It keeps the device from waiting for the host.
 
-The model's layers are fused. Decode steps are CUDA graphs. So is the forward pass of a step with
-prompts, if the host would take longer to launch its kernels than the device to run them. Copies to
-and from the device pass through pinned memory while the host goes on, and `launch` returns while
-the device works. Kernels are compiled while the weights load. The KV cache gets as many blocks as
-the memory has room for.
+The model's layers are fused. A decode step is one CUDA graph. The forward pass of a step with
+prompts is a graph, too, if the host would take longer to launch its kernels than the device to run
+them. Copies to and from the device pass through pinned memory while the host goes on, and `launch`
+returns while the device works. Kernels are compiled while the weights load. The KV cache gets as
+many blocks as the memory has room for.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,8 +76,8 @@ MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
 # The kinds of PyTorch's attention that plain attention may use. cuDNN's is not among them: it plans
 # each new length anew, which takes some 50 ms on an H200.
 PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FEWEST_TOKENS = 512  # of a step's token budget that is halved to save memory
-GRAPH_BYTES = 2**20  # of each further graph (0.8 MiB were measured); see _graph_bytes
+FEWEST_TOKENS = 512  # the least token budget of a step that is halved to save memory
+GRAPH_BYTES = 2**20  # the size of a further graph (0.8 MiB were measured); see _graph_bytes
 
 
 class CUDAModelRunner(ModelRunner):
