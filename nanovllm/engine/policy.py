@@ -39,9 +39,9 @@ class SchedulingPolicy:
         """Return the key of a new sequence. Sequences start in order of their keys, smallest first.
 
         Sequences with equal keys start in order of arrival. Preempted sequences and the further
-        completions of a prompt that has been computed start before all others.
-        When the KV blocks run out, the scheduler preempts paused sequences, then the running
-        sequence with the largest key. Called once, when the sequence arrives.
+        completions of a prompt that has been computed start before all others. When the KV blocks
+        run out, the scheduler preempts paused sequences, then the running sequence with the largest
+        key. Called once, when the sequence arrives.
         """
         return seq.id
 

@@ -190,8 +190,11 @@ class Scheduler:
     def _schedule_prefills(self, budget: int) -> tuple[list[PrefillChunk], list[Sequence]]:
         """Fill a budget of `budget` tokens with chunks of prompts.
 
+        The loop takes one prompt after the other, those that are partly computed first. It ends
+        when the budget, the blocks or the prompts are used up.
+
         Returns the chunks, and the sequences whose last chunk is among them. Each of these samples
-        its first token in this step.
+        a token in this step.
         """
         chunks: list[PrefillChunk] = []
         prefilled: list[Sequence] = []
