@@ -27,12 +27,14 @@ class SchedulingPolicy:
                 return seq.num_prompt_tokens
 
     `LLM(scheduling_policy=ShortestPromptFirst())` uses this policy as long as the LLM lives. Every
-    step calls the methods other than `key` and `reason`, so they should be quick. A policy may read
-    any attribute of a sequence (engine/sequence.py), such as `num_prompt_tokens`,
-    `num_tokens_left` and `params`; of its request (engine/request.py), such as
-    `seq.request.interactive` and `seq.request.added_at`; and these attributes of the scheduler:
-    `waiting`, `running`, `num_running`, `max_num_seqs`, `enough_seqs` and `blocks`. It must change
-    nothing but the order of the list that `order_decodes` sorts.
+    step calls the methods other than `key` and `reason`, so they should be quick. A policy must
+    change nothing but the order of the list that `order_decodes` sorts. It may read any attribute
+
+    - of a sequence (engine/sequence.py), such as `num_prompt_tokens`, `num_tokens_left`, `params`;
+    - of its request (engine/request.py), such as `seq.request.interactive`, `seq.request.added_at`;
+    - and these of the scheduler: `waiting`, the sequences that may start, in order; `running`, the
+      decoding sequences alone; `num_running`, how many sequences hold a batch slot, those whose
+      prompts are partly computed included; `max_num_seqs`, `enough_seqs` and `blocks`.
     """
 
     def key(self, seq: Sequence) -> Any:

@@ -68,7 +68,8 @@ class Scheduler:
         self.states = self.tables.states
         self.waiting = WaitingQueue(self.states)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
-        # Decoding sequences, without those whose last token is in flight.
+        # Decoding sequences, without those whose last token is in flight. `num_running` and
+        # Status.RUNNING also count the sequences in `prefilling`.
         self.running: list[Sequence] = []
         # Sequences that do not run until they are resumed. They keep their batch slots and blocks
         # until other sequences need the blocks. The value says whether the sequence was in
