@@ -21,6 +21,8 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
+    """A pre-norm layer of attention and MLP: [T, hidden] -> [T, hidden]."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -55,6 +57,11 @@ class LinearAttentionLayer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """The embedding, the layers and the last norm: token ids [T] -> hidden states [R, hidden].
+
+    R is the number of tokens whose logits are wanted.
+    """
+
     def __init__(
         self, embed_tokens: VocabParallelEmbedding, layers: list[nn.Module], norm: RMSNorm
     ):
