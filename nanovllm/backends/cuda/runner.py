@@ -240,8 +240,8 @@ class CUDAModelRunner(ModelRunner):
             restore_copies(self.model)
             if self.config.batch_invariant:
                 approve_products(self.model, {*SIZES, *self.decode_sizes})
-            # Plain attention, plain experts and plain recurrent layers wait for the device. A graph
-            # cannot be captured while they do.
+            # Plain attention, plain experts and plain recurrent layers wait for the device, which a
+            # graph cannot hold.
             is_plain = self._backend is PLAIN_BACKEND or any(
                 isinstance(module, (MixtureOfExperts, GatedDeltaNet, GatedConvolution))
                 and not isinstance(module, (FusedMixtureOfExperts, *FUSED_RECURRENT))
