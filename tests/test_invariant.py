@@ -107,7 +107,7 @@ def test_prompts_and_decoding_attend_as_the_plain_layers_do(window, softcap, is_
     without_pages = PrefillMetadata(starts, starts, 200, 200, None)
     assert_close(prefill_attention(q, PackedKV(k, v), without_pages, options), whole)
     for splits in (1, 4):
-        monkeypatch.setattr(invariant_attention, "_num_splits", lambda *_, n=splits: n)
+        monkeypatch.setattr(invariant_attention, "num_splits", lambda *_, n=splits: n)
         last = (starts[1:] - 1).long()
         kv = PagedKV(cache, tables, lens.int())
         assert_close(decode_attention(q[last], kv, options), whole[last])
