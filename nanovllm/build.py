@@ -251,7 +251,6 @@ def check_batch_invariance(config: Config, device: torch.device) -> None:
         kernels=("auto",),
         attention_backend=("auto", "triton"),
         kv_cache_dtype=("auto",),
-        quantization=(None,),
         tensor_parallel_size=(1,),
     )
     for name, values in wanted.items():

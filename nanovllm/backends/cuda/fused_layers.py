@@ -79,10 +79,11 @@ MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTEST) -> None:
     """Turn the model's layers into fused ones, where their class and options are known here.
 
-    products: the products of linear layers whose weights are plain.
+    products: the products of linear layers whose weights are plain. Whether they are invariant
+        decides on the kernels of packed weights, and experts, too.
     """
     for module in reversed(list(model.modules())):  # children before their parents
-        use_packed_kernels(module)
+        use_packed_kernels(module, products.is_invariant)
         fused = fused_class(type(module))
         if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
             module.__class__ = fused
@@ -90,7 +91,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
-            if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+            if isinstance(module, TAKES_PRODUCTS):
                 module.products = products
 
 
@@ -327,6 +328,8 @@ class FusedGatedMLP(GatedMLP):
 class FusedMixtureOfExperts(MixtureOfExperts):
     """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
 
+    products = FASTEST
+
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
         """Tell whether the kernels know the experts' gating and compute as their class does."""
@@ -367,6 +370,7 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             renormalize=self.renormalize,
             clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
             added=added,
+            is_invariant=self.products.is_invariant,
         )
 
 
@@ -628,6 +632,12 @@ ROTARIES = (
     PartialRotaryEmbedding,
     InterleavedRotaryEmbedding,
     NoRotaryEmbedding,
+)
+TAKES_PRODUCTS = (
+    FusedLinear,
+    FusedRowParallelLinear,
+    FusedLMHead,
+    FusedMixtureOfExperts,
 )
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,
