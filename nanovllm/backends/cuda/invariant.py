@@ -7,6 +7,8 @@
 - products of packed weights, and those of packed experts, in tiles that sum in one order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
+- sums over ranks that round once, as the sum of two numbers does, whatever kernel computes it: so
+  there may be one rank or two;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
 
 Norms, rotary embeddings, activations, embeddings and the sampler compute each row by itself in any
@@ -142,6 +144,8 @@ def is_known(module: nn.Module) -> bool:
         # Woven experts are multiplied by other tiles for other numbers of tokens.
         weights = module.packed.values()
         return all(isinstance(packed_experts(weight), PackedExperts) for weight in weights)
+    if isinstance(module, FusedShardedRMSNorm):
+        return module.group.size == 1
     return type(module) in BY_ROW or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
 
 
