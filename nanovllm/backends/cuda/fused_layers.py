@@ -79,10 +79,11 @@ MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTEST) -> None:
     """Turn the model's layers into fused ones, where their class and options are known here.
 
-    products: the products of linear layers whose weights are plain.
+    products: the products of linear layers whose weights are plain. Whether they are invariant
+        decides on the kernels of packed weights, experts and sums over ranks, too.
     """
     for module in reversed(list(model.modules())):  # children before their parents
-        use_packed_kernels(module)
+        use_packed_kernels(module, products.is_invariant)
         fused = fused_class(type(module))
         if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
             module.__class__ = fused
@@ -90,7 +91,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
-            if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+            if isinstance(module, TAKES_PRODUCTS):
                 module.products = products
 
 
@@ -327,6 +328,8 @@ class FusedGatedMLP(GatedMLP):
 class FusedMixtureOfExperts(MixtureOfExperts):
     """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
 
+    products = FASTEST
+
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
         """Tell whether the kernels know the experts' gating and compute as their class does."""
@@ -367,6 +370,7 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             renormalize=self.renormalize,
             clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
             added=added,
+            is_invariant=self.products.is_invariant,
         )
 
 
@@ -487,6 +491,7 @@ class FusedDecoder(Decoder):
     """
 
     norm: FusedRMSNorm
+    products = FASTEST
     # Whether a forward pass runs only one layer of each kind and the last one, which launch every
     # kernel of the decoder.
     dry_run = False
@@ -566,7 +571,9 @@ class FusedDecoder(Decoder):
         # tensor_parallel/collectives.py.
         group: Any = self.embed_tokens.group
         if group.size > 1:
-            if after is None and norm is not None and not norm.zero_centered:
+            # A fused sum adds the residual in another order than the sum of many rows does.
+            may_fuse = not self.products.is_invariant and after is None
+            if may_fuse and norm is not None and not norm.zero_centered:
                 if (rows := group.shared_rows(x)) is not None:
                     return sum_add_rms_norm(
                         x, residual, weight=norm.weight, eps=norm.eps, shared=rows
@@ -628,6 +635,13 @@ ROTARIES = (
     PartialRotaryEmbedding,
     InterleavedRotaryEmbedding,
     NoRotaryEmbedding,
+)
+TAKES_PRODUCTS = (
+    FusedLinear,
+    FusedRowParallelLinear,
+    FusedLMHead,
+    FusedMixtureOfExperts,
+    FusedDecoder,
 )
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,

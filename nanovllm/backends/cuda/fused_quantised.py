@@ -28,8 +28,13 @@ FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {
 }
 
 
-def use_packed_kernels(module: nn.Module) -> None:
-    """Let a packed weight multiply by the kernels for its format, if there are any."""
+def use_packed_kernels(module: nn.Module, is_invariant: bool = False) -> None:
+    """Let a packed weight multiply by the kernels for its format, if there are any.
+
+    is_invariant: whether a row's results must not depend on the number of rows.
+    """
+    if isinstance(module, PackedWeight):
+        module.is_invariant = is_invariant
     fused: Any = FUSED_WEIGHTS.get(type(module))  # type: ignore[arg-type]
     if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
         module.__class__ = fused

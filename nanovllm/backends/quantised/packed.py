@@ -82,6 +82,9 @@ class PackedWeight(nn.Module):
 
     codes: nn.Parameter
     scales: nn.Parameter
+    # Whether a row's results must not depend on the number of rows: kernels that cannot promise it
+    # must neither be chosen nor have the codes put into their order. See `use_packed_kernels`.
+    is_invariant = False
 
     def __init__(
         self, weight: Tensor, parts: Sequence[WeightSlice], group: int, ranks: ParallelGroup

@@ -28,6 +28,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
 )
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import (
+    INVARIANT_INPUTS,
     PackedExperts,
     Rows,
     SortedPairs,
@@ -67,6 +68,7 @@ def moe(
     renormalize: bool,
     clamped: ClampedSwiGLU | None = None,
     added: tuple[Tensor, Tensor] | None = None,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
@@ -80,16 +82,21 @@ def moe(
         renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         clamped: the experts' gating; None: swiglu.
         added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
+        is_invariant: whether a token's result must not depend on the number of tokens.
     """
     out = torch.empty_like(x)
     (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[1], down.shape[-1]
     pairs = num_tokens * top_k
     if not pairs:
         return out
+    # The kernels of no other kind of weights were shown to be invariant.
+    assert not is_invariant or isinstance(gate_up, (Tensor, PackedExperts))
     inputs: Tensor | Rows = x
     preparation = None
     if isinstance(gate_up, PackedExperts):
         tile = packed_tile(gate_up, pairs / num_experts, x)
+        if is_invariant:
+            tile = tile._replace(inputs=INVARIANT_INPUTS, splits=1)
         inputs, preparation = rows_for(x, gate_up)
     else:
         tile = plain_tile(pairs / num_experts, x)
