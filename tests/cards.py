@@ -68,15 +68,16 @@ CARDS = {
 }
 # The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
 MAX_SPILLS = 32
-# On Hopper, these kernels keep the tiles that were chosen on an H200, and spill up to so many bytes
-# (Triton 3.6; with 3.9 the resampler spills 220, and two other kernels spill, too).
+# On Hopper, these kernels keep the tiles that were chosen on an H200 or an H100, and spill up to so
+# many bytes (Triton 3.6; with 3.9 the resampler spills 220, and two other kernels spill, too).
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
-    ("gated_delta._pass_over_blocks_kernel", ""): 64,
+    # It loads all tensors of a block at once, beside the state and its two parts.
+    ("gated_delta._pass_over_blocks_kernel", ""): 324,
 }
 # Cards whose tensor cores take operands from registers spill what this kernel holds (Triton 3.6).
-SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 1280}
+SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 448}
 # float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases, on one card
 # that multiplies as RTX cards do, and on one that multiplies as data centers' do.
 FOR_FLOAT16 = (86, 90)
@@ -406,6 +407,7 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"decode delta rule {tokens}", partial(delta, tokens, 16, 32, 128)
     for name, blocks in (("", in_graph._replace(tiles=None)), (" graph", in_graph)):
         yield f"prefill delta rule{name}", partial(delta, 4, 16, 32, 128, blocks)
+    yield "prefill delta rule of few heads", partial(delta, 4, 2, 4, 128, in_graph)
     if dtype == torch.bfloat16:
         for name, blocks in (("decode", None), ("prefill", in_graph)):
             case = partial(delta, 4, 16, 32, 128, blocks, torch.bfloat16)
