@@ -46,6 +46,7 @@ from nanovllm.backends.cuda.triton import (
     resampler,
     sampler,
     short_conv,
+    woven_experts,
 )
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.short_conv import Blocks
@@ -69,7 +70,7 @@ CARDS = {
 # The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
 MAX_SPILLS = 32
 # On Hopper, these kernels keep the tiles that were chosen on an H200 or an H100, and spill up to so
-# many bytes (Triton 3.6; with 3.9 the resampler spills 220, and two other kernels spill, too).
+# many bytes (Triton 3.6; with 3.9 the resampler spills 220, and three other kernels spill, too).
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
@@ -325,7 +326,7 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             clamped=clamped,
         )
 
-    def packed(kind, sharing=None):
+    def packed(kind, sharing=None, woven=False):
         """Make weights of gpt-oss in 4 bits, or of Qwen3-30B-A3B in FP8."""
 
         def make(experts, outputs, inputs):
@@ -338,6 +339,8 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             if kind == "e2m1":
                 codes = new(experts, outputs, inputs // 2, dtype=torch.uint8)
                 scales = new(experts, outputs, groups, dtype=torch.uint8)
+                if woven and woven_experts.is_woven(META, dtype, inputs, inputs):
+                    return woven_experts.view_woven(codes, scales)
                 return moe_packed.PackedExperts(kind, codes, scales, group)
             codes = new(experts, outputs, inputs // 8, dtype=torch.int32)
             zeros = new(experts, outputs, groups, dtype=torch.uint8)
@@ -351,18 +354,23 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         "FP8": (packed("e4m3", 128), qwen),
         "FP8 weights": (packed("e4m3"), qwen),
         "MXFP4": (packed("e2m1"), gpt_oss),
+        "woven MXFP4": (packed("e2m1", woven=True), gpt_oss),
         "INT4": (packed("int4"), qwen),
     }
     clamped = ClampedSwiGLU(1.702, 7.0)
     for tokens in (1, 16, 64, 256, 4096):
         name = "prefill" if tokens > dispatch.MAX_ROWS else "decode"
         for kind, (make, sizes) in packings.items():
-            limits = clamped if kind == "MXFP4" else None
+            limits = clamped if sizes == gpt_oss else None
             yield f"{name} {tokens} experts in {kind}", partial(run, tokens, *sizes, limits, make)
         if tokens == 16:
             continue
         yield f"{name} {tokens} of 128", partial(run, tokens, 128, 8, 2048, 768)
         yield f"{name} {tokens} of 32 clamped", partial(run, tokens, 32, 4, 2880, 2880, clamped)
+    make, sizes = packings["woven MXFP4"]
+    for name, tokens in (("decode", 160), ("prefill", 1024), ("prefill", 8192)):
+        case = partial(run, tokens, *sizes, clamped, make)
+        yield f"{name} {tokens} experts in woven MXFP4", case
 
 
 def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:

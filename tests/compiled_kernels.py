@@ -32,6 +32,7 @@ from nanovllm.backends.cuda.triton import (
     packed_linear,
     sampler,
     short_conv,
+    woven_experts,
     woven_linear,
 )
 from nanovllm.engine.batch_state import BatchState
@@ -219,6 +220,14 @@ def run_all() -> None:
         for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
     ]
     moe.moe(x[:1], new(1, 8), gate_up=packed[0], down=packed[1], top_k=1, renormalize=True)
+    woven = [
+        woven_experts.view_woven(
+            new(8, outputs, inputs // 2, dtype=torch.uint8),
+            new(8, outputs, inputs // 32, dtype=torch.uint8),
+        )
+        for outputs, inputs in ((128, HIDDEN), (HIDDEN, 64))
+    ]
+    moe.moe(x, new(rows, 8), gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
     sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 

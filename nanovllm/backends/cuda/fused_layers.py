@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
+from nanovllm.backends.cuda.fused_fp4 import FusedFp4Weight
 from nanovllm.backends.cuda.fused_quantised import (
     FusedQuantised,
     matrix_of,
@@ -372,6 +373,19 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             added=added,
             is_invariant=self.products.is_invariant,
         )
+
+    def warmup(self, most: int) -> None:
+        """Launch the kernels of woven experts for steps of up to `most` tokens.
+
+        Those of other experts are compiled when a step first needs them.
+        """
+        experts = self.experts
+        weight = experts.packed["gate_up_proj"] if isinstance(experts, QuantisedExperts) else None
+        if isinstance(weight, FusedFp4Weight) and weight.is_woven:
+            count, _, width = experts.gate_up_proj.shape
+            for tokens in moe.woven_experts.warmup_sizes(count, self.top_k, most):
+                dtype, device = weight.plain.dtype, weight.codes.device
+                self.partial(torch.zeros(tokens, width, dtype=dtype, device=device))
 
 
 class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):

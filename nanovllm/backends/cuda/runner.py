@@ -194,6 +194,9 @@ class CUDAModelRunner(ModelRunner):
         mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
         for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
             mlp.warmup()
+        mixtures = [x for x in self.model.modules() if isinstance(x, FusedMixtureOfExperts)]
+        for mixture in {layer.experts.gate_up_proj.shape: layer for layer in mixtures}.values():
+            mixture.warmup(self.max_num_batched_tokens)
         if self.config.batch_invariant:
             warmup_products(self.model)
 

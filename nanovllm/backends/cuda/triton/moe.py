@@ -13,7 +13,7 @@ Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a r
 expert.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -40,6 +40,15 @@ from nanovllm.backends.cuda.triton.moe_packed import (
 )
 from nanovllm.layers.moe import ClampedSwiGLU
 
+if TYPE_CHECKING:
+    from nanovllm.backends.cuda.triton.woven_experts import WovenExperts
+
+woven_experts: Any
+try:
+    from nanovllm.backends.cuda.triton import woven_experts
+except ImportError:  # older releases of Triton lack Gluon, or parts of it
+    woven_experts = None
+
 # A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
 CHUNK_TOKENS = 8
 MAX_CHUNKS = 256
@@ -60,8 +69,8 @@ def moe(
     x: Tensor,
     logits: Tensor,
     *,
-    gate_up: Tensor | PackedExperts,
-    down: Tensor | PackedExperts,
+    gate_up: "Tensor | PackedExperts | WovenExperts",
+    down: "Tensor | PackedExperts | WovenExperts",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     top_k: int,
@@ -74,8 +83,8 @@ def moe(
 
     Args:
         logits: [T, E], the router's.
-        gate_up: [E, 2 F, N], packed or not.
-        down: [E, N, F], packed if gate_up is.
+        gate_up: [E, 2 F, N], plain, packed or woven.
+        down: [E, N, F], of the same kind.
         gate_up_bias: [E, 2 F].
         down_bias: [E, N].
         top_k: experts of a token.
@@ -93,13 +102,17 @@ def moe(
     assert not is_invariant or isinstance(gate_up, (Tensor, PackedExperts))
     inputs: Tensor | Rows = x
     preparation = None
+    tile: Any
+    product: Any
     if isinstance(gate_up, PackedExperts):
         tile = packed_tile(gate_up, pairs / num_experts, x)
         if is_invariant:
             tile = tile._replace(inputs=INVARIANT_INPUTS, splits=1)
         inputs, preparation = rows_for(x, gate_up)
-    else:
+    elif isinstance(gate_up, Tensor):
         tile = plain_tile(pairs / num_experts, x)
+    else:
+        tile = woven_experts.woven_tile(pairs / num_experts)
     weights, *sorted_pairs = sort_by_expert(
         logits,
         x,
@@ -119,9 +132,9 @@ def moe(
         )
         multiply_packed(hidden, down, down_bias, results, **options)
     else:
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        multiply(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
-        multiply(hidden, down, down_bias, results, **options)
+        product = multiply if isinstance(gate_up, Tensor) else woven_experts.multiply_woven
+        product(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
+        product(hidden, down, down_bias, results, **options)
     _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
         results, weights, *(added or (None, None)), out, width, top_k, splits, 512, **overlap(x)
     )
