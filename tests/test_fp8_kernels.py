@@ -10,17 +10,18 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from effort import spread
-from test_kernels import DEVICE, DTYPES, assert_close
+from test_kernels import DEVICE, DTYPES, SCALED, assert_close, paged_cache
 
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_copies, use_packed_kernels
-from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
+from nanovllm.backends.cuda.triton import decode_attention, fp8_gemv, fp8_inputs, fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.fp8_linear import Tiling
 from nanovllm.backends.quantised.config import Fp8
 from nanovllm.backends.quantised.fp8 import Fp8Weight, rounded, scale_for
+from nanovllm.layers.attention import PagedKV
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -210,3 +211,19 @@ def test_a_row_of_several_parts_equals_the_plain_layers_product(name):
     assert fp8_gemv.suits(rows, matrix)
     out = fp8_gemv.linear(rows, matrix, None, torch.float32)
     assert_close(out, expected(x, matrix).float())
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("group", [32, 64])
+def test_attention_quantises_its_result_as_a_kernel_of_its_own_does(group, splits, monkeypatch):
+    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
+    lens = torch.tensor([300, 5, 129], dtype=torch.int32, device=DEVICE)
+    cache, tables = paged_cache(3, 300, 2, 64, 16, torch.bfloat16)
+    q, kv = torch.randn(3, 6, 64, device=DEVICE).bfloat16(), PagedKV(cache, tables, lens)
+    matrix = make_matrix("group", group, 1, inputs=6 * 64)
+    assert decode_attention.can_quantise(q, matrix)
+    mine = decode_attention.decode_attention(q, kv, SCALED, reader=matrix)
+    out = decode_attention.decode_attention(q, kv, SCALED)
+    rows = fp8_inputs.quantise(out.flatten(1), matrix)
+    assert torch.equal(mine.codes[:3].float(), rows.codes[:3].float())
+    assert torch.equal(mine.scales[:, :3], rows.scales[:, :3])
