@@ -69,7 +69,7 @@ CARDS = {
 # The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
 MAX_SPILLS = 32
 # On Hopper, these kernels keep the tiles that were chosen on an H200, and spill up to so many bytes
-# (Triton 3.6; with 3.9 the resampler spills 220, and two other kernels spill, too).
+# (Triton 3.6; with 3.9 the resampler spills 220, and three other kernels spill, too).
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
@@ -282,7 +282,7 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             fp8_linear.linear(x, matrix, new(outputs, dtype=dtype), dtype)
 
     for how in ("group", "token", None):
-        for rows in (1, 16, 64, 256, 8192):
+        for rows in (1, 16, 64, 128, 256, 8192):
             kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
             name = f"{kind} FP8 {rows} {how}"
             yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, how, False)
