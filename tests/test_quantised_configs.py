@@ -2,9 +2,25 @@
 
 import pytest
 import torch
-from model_helpers import make_checkpoint
-from quantised_helpers import change_config, make_pair, rewrite, tensors_of
-from test_quantised import AWQ, DENSE, EXPERTS, FLOAT8, FORMATS, FP8, GPTQ, INT4, TOKEN, load
+from model_helpers import expected_logits, make_checkpoint
+from quantised_helpers import change_config, make_pair, reference_of, rewrite, tensors_of
+from test_quantised import (
+    AWQ,
+    DENSE,
+    EXPERTS,
+    FLOAT8,
+    FORMATS,
+    FP8,
+    GPTQ,
+    INT4,
+    SIZES,
+    TOKEN,
+    TOKENS,
+    assert_close,
+    load,
+    logits_of,
+)
+from transformers import Qwen2Config
 
 from nanovllm import LLM
 from nanovllm.backends.quantised.config import Fp8, Integers, read_quantization
@@ -202,6 +218,11 @@ def changed(name, change):
             rf"{Q}.activation_scale has shape \(2,\), but by config.json it is \(\)",
         ),
         (
+            "gptq",
+            lambda tensors: tensors | {f"{DOWN}.bias": torch.full((64,), 0.1)},
+            f"{DOWN}.bias is not zero, but by config.json the layer has no bias: check both files",
+        ),
+        (
             "int4",
             lambda tensors: tensors | {f"{Q}.weight_zero_point": torch.zeros(8, 2).int()},
             f"the model has no place for {Q}.weight_zero_point",
@@ -218,6 +239,21 @@ def test_a_tensor_that_is_not_what_the_config_says_is_named(name, change, messag
     rewrite(packed, change(tensors_of(packed)))
     with pytest.raises(ValueError, match=message):
         load(packed)
+
+
+def test_biases_of_zeros_that_autogptq_adds_are_left_out(tmp_path):
+    """Layers that have a bias, as q, k and v of Qwen2 do, keep it."""
+    config = Qwen2Config(**{name: SIZES[name] for name in SIZES if name != "head_dim"})
+    plain, packed = make_pair(tmp_path, config, *FORMATS["gptq"][:2])
+    tensors = tensors_of(packed)
+    zeros = {
+        f"{name.removesuffix('.qweight')}.bias": torch.zeros(x.shape[1])
+        for name, x in tensors.items()
+        if name.endswith(".qweight")
+    }
+    assert tensors[f"{Q}.bias"].any() and f"{DOWN}.bias" not in tensors
+    rewrite(packed, zeros | tensors)
+    assert_close(logits_of(load(packed)), expected_logits(reference_of(plain), TOKENS), None)
 
 
 def test_a_share_that_cuts_what_cannot_be_cut_is_refused_with_its_sizes(tmp_path):
