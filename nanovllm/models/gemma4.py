@@ -24,7 +24,7 @@ from nanovllm.layers.context import current_metadata
 from nanovllm.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from nanovllm.layers.linear import ReplicatedLinear, empty_parameter
 from nanovllm.layers.mlp import ACTIVATIONS, GatedMLP, gelu_tanh
-from nanovllm.layers.moe import StackedExperts
+from nanovllm.layers.moe import Experts
 from nanovllm.layers.norm import RMSNorm, WideRMSNorm, normalize
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.shared_kv import SharedKVAttention
@@ -241,7 +241,7 @@ class Gemma4Layer(SandwichNormLayer):
             assert config.moe_intermediate_size is not None
             self.router = Gemma4Router(config)
             sizes = hidden, config.moe_intermediate_size, config.num_experts
-            self.experts = StackedExperts(*sizes, group, gating=GeGLU())
+            self.experts = Experts(*sizes, group, gating=GeGLU())
             self.pre_feedforward_layernorm_2 = WideRMSNorm(hidden, eps)
             self.post_feedforward_layernorm_1 = WideRMSNorm(hidden, eps)
             self.post_feedforward_layernorm_2 = WideRMSNorm(hidden, eps)
@@ -308,7 +308,6 @@ class Gemma4Decoder(Decoder):
 class Gemma4ForCausalLM(Gemma3ForCausalLM):
     config_class = Gemma4Config
     norm = WideRMSNorm
-    stacks_experts = True
 
     def __init__(self, config: Any, group: ParallelGroup, max_model_len: int | None = None):
         super().__init__(config, group, max_model_len)
