@@ -473,6 +473,11 @@ def test_new_plain_weights_are_quantised_anew(name, tmp_path):
         want = logits_of(model)
     options |= dict(device="cpu", num_kvcache_blocks=8, max_model_len=64, kernels="plain")
     with LLM(str(folder), **options) as llm:
+        if name == "gptq":
+            with pytest.raises(
+                ValueError, match=r"weights has .*\.(qweight|qzeros|g_idx), .* plain"
+            ):
+                llm.update_weights(tensors_of(folder).items())
         llm.update_weights(tensors_of(new).items())
         assert_close(logits_of(llm.engine.runner.model), want, "")
         llm.sleep(1)

@@ -148,6 +148,9 @@ def test_the_option_takes_the_checkpoints_own_format_and_no_other(tmp_path):
         LLM(str(packed), quantization=name, **options).close()
     for name in ("fp8", "int8", "gptq", "mxfp4"):
         message = f"quantization is '{name}', but the checkpoint is in awq: leave the option out"
+        message += (
+            "$" if name == "int8" else f", or give a checkpoint in {name}$"
+        )  # none is in int8
         with pytest.raises(ValueError, match=message):
             LLM(str(packed), quantization=name, **options)
     with pytest.raises(ValueError, match="quantization is 'exl2': use None or one of 'fp8', "):

@@ -175,9 +175,10 @@ def read_quantization(
     if method not in METHODS:
         refuse("quant_method", method, f"this library runs {', '.join(METHODS)}")
     if wanted is not None and wanted != method:
+        remedy = f", or give a checkpoint in {wanted}" if wanted in METHODS else ""
         raise ValueError(
-            f"quantization is {wanted!r}, but the checkpoint is in {method}: leave the option out, "
-            f"or give a checkpoint in {wanted}"
+            f"quantization is {wanted!r}, but the checkpoint is in {method}: leave the option out"
+            f"{remedy}"
         )
     rules = READERS[method](config)
     if method == "mxfp4" and wanted is None and not keeps_mxfp4:
