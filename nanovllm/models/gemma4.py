@@ -119,6 +119,12 @@ class Gemma4Config(ModelConfig):
             refuse_later_tokens("use_bidirectional_attention", self.use_bidirectional_attention)
         self._check_heads()
         self._check_sharing()
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
+            raise ValueError(
+                f"config.json: vocab_size_per_layer_input is {self.vocab_size_per_layer_input}, "
+                f"vocab_size is {self.vocab_size}: each token needs inputs of layers, so the first "
+                "must be at least the second"
+            )
         if self.enable_moe_block:
             count, picked = self.num_experts, self.num_experts_per_tok
             size = self.moe_intermediate_size
