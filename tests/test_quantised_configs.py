@@ -68,6 +68,17 @@ def test_names_prefixes_and_patterns_choose_modules(config, packed, plain):
     assert all(quantization.scheme_of(name) is None for name in plain)
 
 
+def test_plain_names_of_a_long_list_are_compared_at_once():
+    """A name is looked up for each weight of each expert, of which a model may have 100,000."""
+    names = [f"model.layers.{i}.mlp.gate" for i in range(500)] + [r"re:.*self_attn\.o_proj"]
+    quantization = read_quantization(FP8 | {"modules_to_not_convert": names}, None)
+    assert len(quantization.rules) == 3
+    plain = ["model.layers.499.mlp.gate", "model.layers.7.self_attn.o_proj"]
+    packed = ["model.layers.500.mlp.gate", "model.layers.7.mlp.gate_proj", Q]
+    assert all(quantization.scheme_of(name) is None for name in plain)
+    assert all(quantization.scheme_of(name) is not None for name in packed)
+
+
 def test_modules_may_have_formats_of_their_own():
     dynamic = {r"+:.*down_proj": {"bits": 8, "group_size": -1}, r".*o_proj": {"desc_act": True}}
     gptq = read_quantization(GPTQ | {"dynamic": dynamic}, None)

@@ -400,7 +400,22 @@ def left_plain(config: dict[str, Any], name: str) -> Rules:
         return []
     if not is_list_of_names(names):
         refuse(name, names, "it must be a list of names, or be left out")
-    return [(named(one, name), None) for one in names]
+    # A mixture of experts may have 100,000 weights, and a list hundreds of names.
+    plain = [one for one in names if is_plain(one)]
+    rules: Rules = [(named(one, name), None) for one in names if not is_plain(one)]
+    return [(part_of_name(plain), None), *rules] if plain else rules
+
+
+def is_plain(pattern: str) -> bool:
+    """Tell whether a pattern is a name or a part of one, in which "*" may stand for names."""
+    return pattern != "Linear" and not re.search(r"^re:|[\\()\[\]|^$+?]", pattern)
+
+
+def part_of_name(patterns: list[str]) -> Matcher:
+    """Return what matches names that have one of the plain patterns as a part."""
+    inner = "|".join(re.escape(one.strip(".")).replace(r"\*", r"[^.]*") for one in patterns)
+    part = re.compile(rf"(^|.*\.)(?:{inner})(\.|$)")
+    return lambda name: part.match(name) is not None
 
 
 def named(pattern: str, field: str) -> Matcher:
@@ -414,11 +429,9 @@ def named(pattern: str, field: str) -> Matcher:
         return regex(pattern.removeprefix("re:"), field)
     if pattern == "Linear":
         return everything
-    if re.search(r"[\\()\[\]|^$+?]", pattern):
-        return regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", field)
-    inner = re.escape(pattern.strip(".")).replace(r"\*", r"[^.]*")
-    part = re.compile(rf"(^|.*\.){inner}(\.|$)")
-    return lambda name: part.match(name) is not None
+    if is_plain(pattern):
+        return part_of_name([pattern])
+    return regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", field)
 
 
 def regex(pattern: str, field: str) -> Matcher:
