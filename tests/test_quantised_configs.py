@@ -94,6 +94,9 @@ def test_modules_may_have_formats_of_their_own():
     fp8["config_groups"]["group_0"] |= dict(format="float-quantized", input_activations=TOKEN)
     fp8["config_groups"]["group_1"] = dict(targets=["Linear"], weights=INT4)
     fp8 = read_quantization(fp8, None)
+    assert "FP8, a scale a row and a token and INT4 weights" in fp8.description
+    static = read_quantization(FORMATS["ministral"][1], None)
+    assert static.description == "FP8, a scale a tensor and static ones of inputs"
     assert fp8.scheme_of(DOWN) == Fp8(1, 0, "token") and fp8.scheme_of(Q).bits == 4
 
 

@@ -36,7 +36,9 @@ class Fp8:
         scales = scales or f"block of {self.rows} x {self.columns}"
         if self.activations is None:
             return f"FP8 weights, a scale a {scales}"
-        inputs = {"token": "a token", "group": f"{self.columns} inputs", "tensor": "a tensor"}
+        if self.activations == "tensor":
+            return f"FP8, a scale a {scales} and static ones of inputs"
+        inputs = {"token": "a token", "group": f"{self.columns} inputs"}
         return f"FP8, a scale a {scales} and {inputs[self.activations]}"
 
 
