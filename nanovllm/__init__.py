@@ -1,4 +1,4 @@
-"""Offline LLM inference: a plain PyTorch core to read, and what makes it fast beside it.
+"""Offline LLM inference: a plain PyTorch core to read, and fast kernels beside it.
 
 from nanovllm import LLM, SamplingParams
 """

@@ -94,7 +94,7 @@ def build_engine(config: Config) -> tuple[LLMEngine, Tokenizer | None]:
 def set_state_dtype(model_config: ModelConfig, config: Config) -> ModelConfig:
     """Return the model's configuration with the dtype of states that the user asks for, if any.
 
-    A model without such states has no dtype of them.
+    Only models with Gated DeltaNet have such states.
     """
     dtype = config.mamba_ssm_cache_dtype
     if dtype == "auto" or not isinstance(model_config, Qwen3_5Config):
@@ -167,9 +167,9 @@ def quantization_of(config: Config, model_config: ModelConfig) -> Quantization |
 def choose_exchange(
     config: Config, model_config: ModelConfig
 ) -> Callable[[nn.Module], None] | None:
-    """Return what puts quantised layers in the plain ones' places, if any are quantised.
+    """Return a function that replaces a model's plain layers by quantised ones, if any are.
 
-    It also gives attention layers what an FP8 KV cache needs, if there is one.
+    The function also prepares attention layers for an FP8 KV cache, if there is one.
     """
     quantization = quantization_of(config, model_config)
     has_kv_scales = quantization is not None and quantization.has_kv_scales
@@ -251,8 +251,7 @@ def check_batch_invariance(config: Config, device: torch.device) -> None:
         kernels=("auto",),
         attention_backend=("auto", "triton"),
         kv_cache_dtype=("auto",),
-        quantization=(None,),
-        tensor_parallel_size=(1,),
+        tensor_parallel_size=(1, 2),
     )
     for name, values in wanted.items():
         given = getattr(config, name)
@@ -264,9 +263,9 @@ def check_batch_invariance(config: Config, device: torch.device) -> None:
 
 
 def count_enough_sequences(info: RunnerInfo, model_config: ModelConfig) -> int | None:
-    """Return the number of sequences from which on more of them make the device hardly faster.
+    """Return the number of running sequences beyond which the throughput hardly grows.
 
-    None: more sequences are always faster.
+    None: it always grows.
     """
     if info.device == "cpu":
         return enough_sequences(info.num_parameters, model_config)

@@ -135,7 +135,7 @@ class LLM:
         A piece is (index of the prompt, new text, new token ids, finish_reason). finish_reason is
         None until the last piece of a prompt, and "abort" there if an error in another call dropped
         the request. If finish_reason is "error", a warning in the log says what went wrong; if
-        every request ends with an error, FloatingPointError follows the last piece.
+        every request ends with an error, InvalidLogitsError follows the last piece.
 
         The texts of a prompt's pieces add up to the text that `generate` returns. The text of a
         piece is "" while a character, a run of byte tokens or a possible stop string is incomplete.
@@ -175,7 +175,7 @@ class LLM:
         cumulative_logprob: float, the sum of logprobs.
         is_greedy: list[bool], whether greedy sampling would have chosen each token.
         error: a message, only if the model computed NaN or infinite logits. The numbers may then be
-            NaN or infinite too. If every score has an error, the call raises FloatingPointError.
+            NaN or infinite too. If every score has an error, the call raises InvalidLogitsError.
 
         With the prefix cache, a context that comes more than once is computed once, except for up
         to 15 of its last tokens.

@@ -46,6 +46,7 @@ from nanovllm.backends.cuda.triton import (
     resampler,
     sampler,
     short_conv,
+    woven_experts,
 )
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.short_conv import Blocks
@@ -68,15 +69,16 @@ CARDS = {
 }
 # The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
 MAX_SPILLS = 32
-# On Hopper, these kernels keep the tiles that were chosen on an H200, and spill up to so many bytes
-# (Triton 3.6; with 3.9 the resampler spills 220, and two other kernels spill, too).
+# On Hopper, these kernels keep the tiles that were chosen on an H200 or an H100, and spill up to so
+# many bytes (Triton 3.6; with 3.9 the resampler spills 220, and three other kernels spill, too).
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
-    ("gated_delta._pass_over_blocks_kernel", ""): 64,
+    # It loads all tensors of a block at once, beside the state and its two parts.
+    ("gated_delta._pass_over_blocks_kernel", ""): 324,
 }
 # Cards whose tensor cores take operands from registers spill what this kernel holds (Triton 3.6).
-SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 1280}
+SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 448}
 # float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases, on one card
 # that multiplies as RTX cards do, and on one that multiplies as data centers' do.
 FOR_FLOAT16 = (86, 90)
@@ -216,6 +218,20 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         x, weight = new(rows, 3072, dtype=dtype), new(1024, 3072, dtype=dtype)
         invariant_linear.linear(x, weight, new(1024, dtype=dtype))
 
+    def packed(rows):
+        x = new(rows, 2048, dtype=dtype)
+        for how, group, block in (("group", 128, 128), ("token", 2048, 1), (None, 2048, 1)):
+            codes = new(4096, 2048, dtype=torch.float8_e4m3fn)
+            scales = new(4096, 2048 // group, dtype=torch.float32)
+            matrix = fp8_inputs.Fp8Matrix(codes, scales, group, block, how)
+            fp8_linear.invariant_linear(x, matrix, new(4096, dtype=dtype), dtype)
+        for bits, group in ((4, 128), (8, 32)):
+            codes = new(4096, 2048 * bits // 32, dtype=torch.int32)
+            factors = new(2048 // group, 4096, dtype=torch.int32)
+            weight = packed_linear.PackedTensors(codes, factors, bits, group, 2048)
+            packed_linear.invariant_linear(x, weight, new(4096, dtype=dtype))
+            packed_linear.invariant_linear(x, weight, gated=True)
+
     def attention(head_dim):
         options = AttentionOptions(0.1, softcap=50.0, window=1024)
         ends, tables = new(2, dtype=torch.int32), new(1, 16, dtype=torch.int32)
@@ -231,6 +247,7 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
 
     for rows in (1, 32, 64, 256, 16384):
         yield f"invariant products {rows}", partial(on_hopper, products, rows)
+        yield f"invariant packed products {rows}", partial(on_hopper, packed, rows)
     for head_dim in (64, 128, 256):
         yield f"invariant attention {head_dim}", partial(on_hopper, attention, head_dim)
 
@@ -309,7 +326,7 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             clamped=clamped,
         )
 
-    def packed(kind, sharing=None):
+    def packed(kind, sharing=None, woven=False):
         """Make weights of gpt-oss in 4 bits, or of Qwen3-30B-A3B in FP8."""
 
         def make(experts, outputs, inputs):
@@ -322,6 +339,8 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             if kind == "e2m1":
                 codes = new(experts, outputs, inputs // 2, dtype=torch.uint8)
                 scales = new(experts, outputs, groups, dtype=torch.uint8)
+                if woven and woven_experts.is_woven(META, dtype, inputs, inputs):
+                    return woven_experts.view_woven(codes, scales)
                 return moe_packed.PackedExperts(kind, codes, scales, group)
             codes = new(experts, outputs, inputs // 8, dtype=torch.int32)
             zeros = new(experts, outputs, groups, dtype=torch.uint8)
@@ -335,18 +354,23 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         "FP8": (packed("e4m3", 128), qwen),
         "FP8 weights": (packed("e4m3"), qwen),
         "MXFP4": (packed("e2m1"), gpt_oss),
+        "woven MXFP4": (packed("e2m1", woven=True), gpt_oss),
         "INT4": (packed("int4"), qwen),
     }
     clamped = ClampedSwiGLU(1.702, 7.0)
     for tokens in (1, 16, 64, 256, 4096):
         name = "prefill" if tokens > dispatch.MAX_ROWS else "decode"
         for kind, (make, sizes) in packings.items():
-            limits = clamped if kind == "MXFP4" else None
+            limits = clamped if sizes == gpt_oss else None
             yield f"{name} {tokens} experts in {kind}", partial(run, tokens, *sizes, limits, make)
         if tokens == 16:
             continue
         yield f"{name} {tokens} of 128", partial(run, tokens, 128, 8, 2048, 768)
         yield f"{name} {tokens} of 32 clamped", partial(run, tokens, 32, 4, 2880, 2880, clamped)
+    make, sizes = packings["woven MXFP4"]
+    for name, tokens in (("decode", 160), ("prefill", 1024), ("prefill", 8192)):
+        case = partial(run, tokens, *sizes, clamped, make)
+        yield f"{name} {tokens} experts in woven MXFP4", case
 
 
 def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
@@ -391,6 +415,7 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"decode delta rule {tokens}", partial(delta, tokens, 16, 32, 128)
     for name, blocks in (("", in_graph._replace(tiles=None)), (" graph", in_graph)):
         yield f"prefill delta rule{name}", partial(delta, 4, 16, 32, 128, blocks)
+    yield "prefill delta rule of few heads", partial(delta, 4, 2, 4, 128, in_graph)
     if dtype == torch.bfloat16:
         for name, blocks in (("decode", None), ("prefill", in_graph)):
             case = partial(delta, 4, 16, 32, 128, blocks, torch.bfloat16)

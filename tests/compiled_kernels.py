@@ -32,6 +32,7 @@ from nanovllm.backends.cuda.triton import (
     packed_linear,
     sampler,
     short_conv,
+    woven_experts,
     woven_linear,
 )
 from nanovllm.engine.batch_state import BatchState
@@ -124,7 +125,9 @@ def run_all() -> None:
     fp8_linear.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
-    packed_linear.few_rows_linear(x, packed, new(64))
+    in_parts = (new(*shape, dtype=torch.int32) for shape in ((64, 1024), (64, 64)))
+    wide = packed_linear.PackedTensors(*in_parts, 4, 128, 8192)
+    packed_linear.few_rows_linear(new(rows, 8192), wide, new(64))
     packed_linear.tiled_linear(many, packed, new(64), packed_linear.Tiling(32, 64, 16, 2, 2, 4))
     for more in (0, 32):
         woven = woven_linear.Tiling(block_m=64, more=more, warps=4, splits=2, stages=2)
@@ -217,6 +220,14 @@ def run_all() -> None:
         for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
     ]
     moe.moe(x[:1], new(1, 8), gate_up=packed[0], down=packed[1], top_k=1, renormalize=True)
+    woven = [
+        woven_experts.view_woven(
+            new(8, outputs, inputs // 2, dtype=torch.uint8),
+            new(8, outputs, inputs // 32, dtype=torch.uint8),
+        )
+        for outputs, inputs in ((128, HIDDEN), (HIDDEN, 64))
+    ]
+    moe.moe(x, new(rows, 8), gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
     sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 

@@ -1,12 +1,14 @@
 """batch_invariant=True on CUDA: bits do not depend on what runs beside a request."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
-from transformers import Qwen3Config
+from quantised_helpers import change_config, fp8_blocks, gptq, make_pair
+from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 
@@ -46,6 +48,71 @@ def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(outputs, input
             few = kernels.linear(x[-rows:], half, given[:outputs] if given is not None else None)
             assert torch.equal(few, whole[-rows:]), rows
             assert torch.equal(kernels.gated_linear(x[-rows:], weight, given), gated[-rows:]), rows
+
+
+def check_rows_alike(compute, x):
+    """Check that the last rows of x [1100, K] get the same bits alone and among all rows."""
+    whole = compute(x)
+    for rows in (1, 2, 8, 16, 17, 64, 65, 130, 256, 257, 800):
+        assert torch.equal(compute(x[-rows:].clone()), whole[-rows:]), rows
+
+
+@pytest.mark.parametrize(
+    "bits, group, outputs, inputs", [(4, 128, 1024, 3072), (4, 32, 4096, 1024), (8, 128, 192, 512)]
+)
+def test_a_row_of_a_packed_product_does_not_depend_on_the_number_of_rows(
+    bits, group, outputs, inputs
+):
+    from nanovllm.backends.cuda.triton.packed_linear import PackedTensors, invariant_linear
+
+    torch.manual_seed(0)
+    codes = torch.randint(-(2**31), 2**31, (outputs, inputs * bits // 32), device="cuda").int()
+    scales = torch.rand(inputs // group, outputs, **BF16).view(torch.int16).int()
+    factors = scales << 16 | 2 ** (bits - 1)
+    weight = PackedTensors(codes, factors, bits, group, inputs)
+    x = torch.randn(1100, inputs, **BF16)
+    for gated in (False, True):
+        check_rows_alike(partial(invariant_linear, weight=weight, gated=gated), x)
+
+
+@pytest.mark.parametrize(
+    "how, group, block, outputs, inputs",
+    [
+        ("group", 128, 128, 1024, 3072),
+        ("group", 64, 64, 1024, 512),
+        ("token", None, 1, 4096, 1024),
+        (None, 128, 128, 1024, 512),
+        (None, None, 1, 1024, 3072),
+    ],
+)
+def test_a_row_of_a_packed_fp8_product_does_not_depend_on_the_number_of_rows(
+    how, group, block, outputs, inputs
+):
+    from test_fp8_kernels import make_matrix
+
+    from nanovllm.backends.cuda.triton import fp8_linear
+
+    torch.manual_seed(0)
+    matrix = make_matrix(how, group, block, inputs, outputs)
+    x, dtype = torch.randn(1100, inputs, **BF16), torch.bfloat16
+    check_rows_alike(lambda x: fp8_linear.invariant_linear(x, matrix, None, dtype), x)
+    check_rows_alike(lambda x: fp8_linear.invariant_gated(x, matrix, dtype), x)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4-zeros", "fp8-rows", "fp8-blocks-and-groups"])
+def test_a_token_of_packed_experts_gets_the_same_bits_among_any_others(scheme):
+    from test_packed_experts import ALONE, WITH_INPUTS, mixture_of
+
+    from nanovllm.backends.cuda.fused_layers import fuse
+    from nanovllm.backends.cuda.invariant import invariant_attention
+    from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
+
+    sizes = 512, 768, 8, 3
+    mixture = mixture_of((ALONE | WITH_INPUTS)[scheme], torch.bfloat16, sizes=sizes)
+    fuse(mixture, invariant_attention(), INVARIANT_PRODUCTS)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        check_rows_alike(mixture, torch.randn(1100, 512, **BF16))
 
 
 @pytest.mark.parametrize("renormalize", [False, True])
@@ -148,9 +215,9 @@ def bits(output) -> tuple:
     return tuple(completion.token_ids), flat
 
 
-def check_bits_of(folder: str, others: list[dict]) -> None:
-    """Run requests alone, and beside others by LLMs of these options. Compare their bits."""
-    options = dict(dtype="bfloat16", batch_invariant=True, max_model_len=512, max_num_seqs=64)
+def check_bits_of(folder: str, others: list[dict], **options) -> None:
+    """Run requests alone, and beside others by LLMs of other options. Compare their bits."""
+    options |= dict(dtype="bfloat16", batch_invariant=True, max_model_len=512, max_num_seqs=64)
     options["gpu_memory_utilization"] = 0.2
     asked = [request for seed in range(4) for request in requests(seed)]
     with LLM(folder, **options) as llm:
@@ -203,3 +270,40 @@ def test_a_model_whose_layers_were_not_shown_is_refused_by_name(name, layer, tmp
         ValueError, match=f"batch_invariant is True, but layer .* is of class {layer}"
     ):
         LLM(str(tmp_path), dtype="bfloat16", batch_invariant=True)
+
+
+WIDE = dict(hidden_size=256, intermediate_size=256, head_dim=64)
+MIXTURE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=128)
+FORMATS = {
+    "fp8": (
+        fp8_blocks(128, 128),
+        dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128]),
+    ),
+    "int4": (
+        gptq(4, 128),
+        dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_models_give_the_same_bits_whatever_runs_beside_a_request(name, tmp_path):
+    pack, config = FORMATS[name]
+    _, folder = make_pair(tmp_path, Qwen3MoeConfig(**SHAPE | WIDE | MIXTURE), pack, config)
+    check_bits_of(str(folder), [{}, dict(max_num_batched_tokens=70, enforce_eager=True)])
+
+
+def test_experts_in_mxfp4_give_the_same_bits_whatever_runs_beside_a_request(tmp_path):
+    sizes = SHAPE | WIDE | dict(num_local_experts=8, num_experts_per_tok=3, sliding_window=19)
+    make_checkpoint(tmp_path, GptOssConfig(**sizes))
+    change_config(tmp_path, quantization_config=dict(quant_method="mxfp4"))
+    others = [{}, dict(max_num_batched_tokens=70, enforce_eager=True)]
+    check_bits_of(str(tmp_path), others, load_format="dummy")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("config", [Qwen3Config, partial(Qwen3MoeConfig, **MIXTURE)])
+def test_two_ranks_give_the_same_bits_whatever_runs_beside_a_request(config, tmp_path):
+    make_checkpoint(tmp_path, config(**SHAPE | WIDE))
+    others = [{}, dict(max_num_batched_tokens=70, enforce_eager=True)]
+    check_bits_of(str(tmp_path), others, tensor_parallel_size=2)

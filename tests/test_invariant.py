@@ -4,6 +4,8 @@ The kernels run in Triton's interpreter. tests/test_gpu_invariant.py compares bi
 """
 
 import copy
+import re
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +15,13 @@ from torch import nn
 pytest.importorskip("triton")
 
 import plain_layers as plain
-from engine_helpers import FAMILIES, MODELS
+from effort import spread
+from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
 from test_kernels import DEVICE, assert_close, needs_tiles, randn
+from test_packed_experts import ALONE, WITH_INPUTS, mixture_of
+from test_packed_linear import make
+from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, TINY_MODEL
 from nanovllm.backends.cuda.fused_layers import FusedShardedRMSNorm, fuse
@@ -26,11 +32,15 @@ from nanovllm.backends.cuda.invariant import (
 from nanovllm.backends.cuda.invariant import (
     invariant_attention as invariant_backend,
 )
-from nanovllm.backends.cuda.triton import invariant_attention, invariant_linear
+from nanovllm.backends.cuda.triton import invariant_attention, invariant_linear, packed_linear
 from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
 from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
+from nanovllm.backends.quantised.config import Fp4, Fp8, Integers, Quantization
+from nanovllm.backends.quantised.layers import use_quantised_layers
+from nanovllm.backends.quantised.packed import PackedWeight
 from nanovllm.build import check_batch_invariance
 from nanovllm.config import Config
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.features.sampling.logprobs import make_records
 from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
 from nanovllm.layers.context import PrefillMetadata
@@ -71,6 +81,26 @@ def test_a_product_equals_its_twin(rows, outputs, inputs, has_bias):
     assert_close(invariant_linear.gated_linear(x, weight, bias), gated)
 
 
+@pytest.mark.parametrize("bits, group", [(4, 64), (8, 32)])
+def test_a_product_of_packed_weights_equals_its_twin(bits, group):
+    for rows in (1, 9, 300):
+        weight, numbers = make(40, 192, group, bits=bits)
+        x = randn(rows, 192, dtype=torch.float16)
+        expected = F.linear(x.float(), numbers.float()).half()
+        assert_close(packed_linear.invariant_linear(x, weight), expected)
+        gated = packed_linear.invariant_linear(x, weight, gated=True)
+        assert_close(gated, plain.activate_and_mul(expected))
+
+
+@spread({"name": list(ALONE | WITH_INPUTS), "tokens": [1, 40]})
+def test_packed_experts_equal_the_plain_ones(name, tokens):
+    mixture = mixture_of((ALONE | WITH_INPUTS)[name], torch.float16)
+    x = randn(tokens, 64, dtype=torch.float16)
+    expected = mixture(x)
+    fuse(mixture, invariant_backend(), INVARIANT_PRODUCTS)
+    assert_close(mixture(x), expected)
+
+
 def test_a_norm_over_all_heads_equals_its_twin():
     norm = ShardedRMSNorm(Shard(None, 48, 0, 48), 1e-5, ParallelGroup())
     norm.weight.copy_(randn(48))
@@ -107,7 +137,7 @@ def test_prompts_and_decoding_attend_as_the_plain_layers_do(window, softcap, is_
     without_pages = PrefillMetadata(starts, starts, 200, 200, None)
     assert_close(prefill_attention(q, PackedKV(k, v), without_pages, options), whole)
     for splits in (1, 4):
-        monkeypatch.setattr(invariant_attention, "_num_splits", lambda *_, n=splits: n)
+        monkeypatch.setattr(invariant_attention, "num_splits", lambda *_, n=splits: n)
         last = (starts[1:] - 1).long()
         kv = PagedKV(cache, tables, lens.int())
         assert_close(decode_attention(q[last], kv, options), whole[last])
@@ -134,8 +164,7 @@ def test_a_cpu_is_refused_with_what_it_promises():
         ("attention_backend", "flash-attn", "'auto' or 'triton'"),
         ("attention_backend", "torch", "'auto' or 'triton'"),
         ("kv_cache_dtype", "fp8", "'auto'"),
-        ("quantization", "fp8", "None"),
-        ("tensor_parallel_size", 2, "1"),
+        ("tensor_parallel_size", 4, "1 or 2"),
     ],
 )
 def test_options_that_cannot_are_refused_by_name(name, given, use, monkeypatch):
@@ -171,3 +200,37 @@ def test_layers_that_were_not_shown_are_refused_by_name(name, layer, tmp_path):
             check_model(model, torch.bfloat16)
     with pytest.raises(ValueError, match="dtype is 'float32': use 'bfloat16'"):
         check_model(model, torch.float32)
+
+
+QUANTISED = {  # each format, and the layer that is refused in it
+    Fp8(16, 32, "group"): None,
+    Fp8(1, 0, "token"): None,
+    Fp8(0, 0, "tensor"): "experts",
+    Fp8(0, 0, None): None,
+    Integers("gptq", 4, 32, has_zeros=True): None,
+    Integers("gptq", 4, 32, has_zeros=True, has_order=True): "experts",
+    Integers("gptq", 8, 32, has_zeros=True): "experts",
+    Fp4(is_nvidia=False): "_proj",
+    Fp4(is_nvidia=True): "experts",
+}
+
+
+@pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.description)
+def test_quantised_weights_are_known_or_refused_by_name(scheme, tmp_path):
+    sizes = dict(hidden_size=128, moe_intermediate_size=64, head_dim=32)
+    experts = dict(num_experts=4, num_experts_per_tok=2)
+    make_checkpoint(tmp_path, Qwen3MoeConfig(**SHAPE | sizes | experts))
+    rule = lambda name: "proj" in name, scheme
+    quantization = Quantization("made", (rule,), is_made_here=True)
+    exchange = partial(use_quantised_layers, quantization=quantization)
+    with tensors_default_to(torch.bfloat16, torch.device(DEVICE)):
+        model = build_model(load_model_config(tmp_path), ParallelGroup(), exchange_layers=exchange)
+    fuse(model, invariant_backend(), INVARIANT_PRODUCTS)
+    packed = [module for module in model.modules() if isinstance(module, PackedWeight)]
+    assert packed and all(weight.is_invariant for weight in packed)
+    if QUANTISED[scheme] is None:
+        check_model(model, torch.bfloat16)
+    else:
+        words = rf"layer .*{QUANTISED[scheme]} is .* \({re.escape(scheme.description)}\), whose"
+        with pytest.raises(ValueError, match=words):
+            check_model(model, torch.bfloat16)

@@ -21,7 +21,6 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from nanovllm.apps.bench.shapes import QUANTIZED, SHAPES, model_config
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
-from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse
 from nanovllm.backends.cuda.fused_quantised import fused_weights, restore_copies
 from nanovllm.backends.cuda.memory_budget import Room
@@ -110,10 +109,8 @@ class Model:
         self.held = [*self.model.parameters(), *self.model.buffers()]
         restore_copies(self.model)
         for weight in fused_weights(self.model):
-            copies = (
-                weight.factors if isinstance(weight, FusedIntegerWeight) else weight.block_scales
-            )
-            self.held += [] if copies is None else [copies]
+            copies = (getattr(weight, name, None) for name in ("factors", "block_scales"))
+            self.held += [copy for copy in copies if copy is not None]
         self.weights = sum({x.untyped_storage()._cdata: x.nbytes for x in self.held}.values())
 
     @torch.inference_mode()

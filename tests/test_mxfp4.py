@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -65,17 +66,15 @@ def rewrite(folder, tensors):
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A checkpoint whose first layer's experts are in MXFP4, and its dequantised twin."""
-    packed, plain = (tmp_path_factory.mktemp(name) for name in ("packed", "plain"))
-    make_checkpoint(plain, CONFIG)
+def make_twins(packed, plain, config, layers):
+    """Make a checkpoint whose experts are in MXFP4 in so many layers, and its dequantised twin."""
+    make_checkpoint(plain, config)
     shutil.copytree(plain, packed, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(3)
     of_plain = {name: x.bfloat16() for name, x in tensors_of(plain).items()}
     of_packed = dict(of_plain)
-    for name in PROJECTIONS:
-        name = f"model.layers.0.mlp.experts.{name}"
+    for layer, name in product(range(layers), PROJECTIONS):
+        name = f"model.layers.{layer}.mlp.experts.{name}"
         experts, columns, rows = of_packed.pop(name).shape
         blocks, scales = random_blocks(experts, rows, columns, generator)
         of_packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
@@ -83,6 +82,13 @@ def folders(tmp_path_factory):
     rewrite(packed, of_packed)
     rewrite(plain, of_plain)
     set_quantization(packed, QUANTIZED)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint whose first layer's experts are in MXFP4, and its dequantised twin."""
+    packed, plain = (tmp_path_factory.mktemp(name) for name in ("packed", "plain"))
+    make_twins(packed, plain, CONFIG, 1)
     return packed, plain
 
 

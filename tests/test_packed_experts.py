@@ -16,13 +16,19 @@ from test_quantised import EXPERTS, FORMATS, logits_of
 from test_quantised import load as load_packed
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.fused_fp4 import FusedFp4Weight
 from nanovllm.backends.cuda.fused_layers import (
     FusedDecoder,
     FusedMixtureOfExperts,
     FusedSharedExpertMixture,
     fuse,
 )
-from nanovllm.backends.cuda.fused_quantised import packed_experts
+from nanovllm.backends.cuda.fused_quantised import (
+    arrange_weights,
+    await_weights,
+    packed_experts,
+    use_packed_kernels,
+)
 from nanovllm.backends.cuda.triton import moe as triton_moe
 from nanovllm.backends.cuda.triton import moe_packed
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
@@ -37,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability()[0] == 9
 DTYPES = [torch.float32, torch.float16] + [
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 ] * HAS_GPU
@@ -183,6 +190,120 @@ def test_every_tile_of_packed_experts_gives_the_same(kind, tile, monkeypatch):
     x = torch.randn(40, 192, device=DEVICE).half()
     monkeypatch.setattr(triton_moe, "packed_tile", lambda *_: tile)
     assert relative_error(fused(mixture)(x), mixture(x)) < TOLERANCE[torch.float16]
+
+
+def mxfp4_mixture(**options):
+    """Make a mixture in bfloat16, whose experts are in MXFP4 and wide enough to be woven."""
+    return mixture_of(ALONE["mxfp4"], torch.bfloat16, **dict(sizes=(192, 320, 8, 2)) | options)
+
+
+def woven(mixture, kind=FusedMixtureOfExperts):
+    """Return a copy that computes in the kernels for woven experts."""
+    mixture = fused(mixture, kind)
+    for weight in mixture.experts.packed.values():
+        use_packed_kernels(weight)
+    await_weights(mixture)
+    arrange_weights(mixture)
+    return mixture
+
+
+def numbers_of(weight):
+    return [
+        weight.dequantise(rows, number, expert)
+        for expert in range(len(weight.codes))
+        for number, rows in [(0, slice(3, 9)), *weight.chunks]
+    ]
+
+
+woven_experts = triton_moe.woven_experts
+needs_gluon = pytest.mark.skipif(woven_experts is None, reason="Triton is too old")
+
+
+@needs_gluon
+def test_experts_are_woven_once_after_each_load_and_keep_their_numbers(monkeypatch):
+    monkeypatch.setattr(woven_experts, "is_hopper", lambda device: True)
+    plain = mxfp4_mixture()
+    mixture = woven(plain)
+    for weight, source in zip(mixture.experts.packed.values(), plain.experts.packed.values()):
+        assert type(weight) is FusedFp4Weight
+        # Every number, and the scales that the kernel computes with exactly.
+        source.codes.random_(256)
+        source.scales.random_(27, 162)
+        for _ in range(2):
+            address = weight.codes.data_ptr(), weight.scales.data_ptr()
+            weight.take_weights(source)
+            for _ in range(2):
+                arrange_weights(mixture)
+                assert not torch.equal(weight.codes, source.codes)
+                for mine, expected in zip(numbers_of(weight), numbers_of(source), strict=True):
+                    assert torch.equal(mine, expected)
+            assert address == (weight.codes.data_ptr(), weight.scales.data_ptr())
+
+
+@needs_gluon
+@pytest.mark.parametrize("sizes", [(192, 96, 4, 2), (96, 192, 4, 2)])
+def test_experts_of_widths_that_the_kernel_does_not_take_are_not_woven(sizes, monkeypatch):
+    """Both products of a mixture are computed by the same kernel."""
+    monkeypatch.setattr(woven_experts, "is_hopper", lambda device: True)
+    for weight in woven(mxfp4_mixture(sizes=sizes)).experts.packed.values():
+        assert not weight.is_woven and not weight.has_woven_codes
+        assert isinstance(packed_experts(weight), moe_packed.PackedExperts)
+
+
+@needs_gluon
+def test_experts_of_a_batch_invariant_model_are_not_woven(monkeypatch):
+    monkeypatch.setattr(woven_experts, "is_hopper", lambda device: True)
+    for weight in mxfp4_mixture().experts.packed.values():
+        use_packed_kernels(weight, is_invariant=True)
+        arrange_weights(weight)
+        assert isinstance(packed_experts(weight), moe_packed.PackedExperts)
+
+
+@needs_gluon
+@pytest.mark.parametrize("experts, top_k", [(32, 4), (128, 4), (8, 2)])
+@pytest.mark.parametrize("most", [1, 200, 16384])
+def test_a_warmup_launches_all_kernels_of_woven_experts(experts, top_k, most):
+    def kernels(tokens):
+        tile = woven_experts.woven_tile(tokens * top_k / experts)
+        return tile, tokens <= woven_experts.MAX_ROWS
+
+    sizes = woven_experts.warmup_sizes(experts, top_k, most)
+    assert set(map(kernels, sizes)) == set(map(kernels, range(1, most + 1)))
+    assert max(sizes) <= most
+
+
+on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the kernel is for Hopper")
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("tokens", [1, 3, 37, 301, 2049])
+@pytest.mark.parametrize("number", range(len(woven_experts.TILES) if woven_experts else 0))
+def test_every_tile_of_woven_experts_equals_a_float64_product(number, tokens, monkeypatch):
+    """Some experts have no token, and others have tokens for several tiles."""
+    mixture = mxfp4_mixture(gating=ClampedSwiGLU(1.7, 0.5), bias=True)
+    x = torch.randn(tokens, 192, device=DEVICE).bfloat16()
+    logits = mixture.gate(x)
+    logits[:, 5] = -100.0
+    logits[tokens // 8 :, 2] = 100.0
+    reference, mine = dequantised(mixture), woven(mixture)
+    reference.gate.forward = mine.gate.forward = lambda _: logits
+    monkeypatch.setattr(woven_experts, "woven_tile", lambda _: woven_experts.TILES[number][1])
+    assert relative_error(mine(x), reference(x.double())) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+@on_hopper
+@pytest.mark.parametrize("tokens", [1, 9, 300])
+def test_woven_experts_beside_a_shared_one_equal_the_plain_ones(tokens):
+    mixture = mxfp4_mixture(shared_size=48)
+    x = torch.randn(tokens, 192, device=DEVICE).bfloat16()
+    expected = mixture(x)
+    fuse(torch.nn.ModuleList([mixture]), TRITON)
+    arrange_weights(mixture)
+    assert type(mixture) is FusedSharedExpertMixture
+    assert mixture.experts.packed["gate_up_proj"].is_woven
+    assert relative_error(mixture(x), expected) < TOLERANCE[torch.bfloat16]
 
 
 def test_inputs_are_quantised_as_the_plain_layer_does():

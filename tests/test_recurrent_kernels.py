@@ -2,6 +2,8 @@
 compiled, in bfloat16 too, on a GPU.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +13,14 @@ pytest.importorskip("triton")
 import plain_layers as plain
 from effort import spread
 
+from nanovllm.backends.cuda.fused_recurrent import FusedGatedDeltaNet, warmup_recurrent
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.backends.cuda.triton.short_conv import Blocks
 from nanovllm.layers.context import PrefillMetadata
+from nanovllm.layers.gated_delta import GatedDeltaNet
+from nanovllm.layers.parallel import ParallelGroup
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -249,3 +254,20 @@ def test_decays_of_tokens_after_large_gates_are_exact(dtype):
     layer.run("delta_rule_chunks", of, blocks, begin=begin)
     assert_near(layer.out, layer.expected, ERROR[dtype])
     layer.check([4], {torch.float32: 2e-6, torch.bfloat16: 3e-5}[dtype])
+
+
+def test_warmup_launches_the_delta_rule_for_few_chunks_and_for_many(monkeypatch):
+    layer: Any = GatedDeltaNet(32, 1, 2, 16, 32, ParallelGroup(), conv_width=4, eps=1e-6)
+    for module in (layer, layer.conv1d):
+        module.state = torch.zeros(1, *module.state_shape)
+    layer.__class__ = FusedGatedDeltaNet
+    launched = set()
+
+    def note(kernel, grid, *args, **options):
+        launched.add((kernel.__name__, options.get("num_stages")))
+
+    for module in (gated_delta, short_conv):
+        monkeypatch.setattr(module, "launch", note)
+    monkeypatch.setattr(gated_delta, "is_hopper", lambda device: True)
+    warmup_recurrent(layer)
+    assert launched >= {("_pass_over_blocks_kernel", stages) for stages in (1, 2)}

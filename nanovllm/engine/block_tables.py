@@ -15,7 +15,7 @@ from nanovllm.engine.state_tables import StateTables
 
 
 class Start(NamedTuple):
-    """The blocks that a sequence would start with."""
+    """The blocks, and the recurrent state, that a sequence would start with."""
 
     cached: list[int]  # blocks of the longest prefix that the prefix cache holds
     num_out_of_window: int  # leading blocks of `cached` that no token to be computed sees
@@ -73,28 +73,36 @@ class BlockTables:
         """Find the blocks that a waiting sequence would start with. Changes nothing."""
         reusable = seq.token_ids[: seq.num_reusable]
         cached = self.blocks.match(reusable, seq.request.root)
-        first = min(len(cached) * self.block_size, len(reusable) - 1)  # token to be computed
+        # The position of the first token to be computed.
+        position = min(len(cached) * self.block_size, len(reusable) - 1)
         snapshot, waits = None, False
         if self.states is not None:
-            snapshot, first = self.states.find(cached, reusable, seq.request.root)
+            snapshot, position = self.states.find(cached, reusable, seq.request.root)
             waits = snapshot is not None and self.states.snapshots.is_new(snapshot)
-        num_out_of_window = self._num_out_of_window(first)
+        num_out_of_window = self._num_out_of_window(position)
         num_new = -(-seq.num_tokens // self.block_size) - len(cached)
         num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
-        return Start(cached, num_out_of_window, num_new, snapshot, first, waits)
+        return Start(
+            cached,
+            num_out_of_window,
+            num_new,
+            snapshot=snapshot,
+            num_in_snapshot=position,
+            waits_for_snapshot=waits,
+        )
 
-    def have_room(self, start: Start, reserve: int) -> bool:
-        """Tell whether there are free blocks for `start`, and `reserve` more."""
-        return self.blocks.num_free_without(start.shared) >= start.num_new + reserve
+    def have_room(self, plan: Start, reserve: int) -> bool:
+        """Tell whether there are free blocks for `plan`, and `reserve` more."""
+        return self.blocks.num_free_without(plan.shared) >= plan.num_new + reserve
 
-    def start(self, seq: Sequence, start: Start) -> int:
+    def start(self, seq: Sequence, plan: Start) -> int:
         """Give a sequence the blocks that `plan` found.
 
         Returns the number of leading tokens that need not be computed. Their blocks are shared, or
         are copied before the step writes any block.
         """
-        blocks, cached = self.blocks, start.cached
-        seq.num_given_back = start.num_out_of_window
+        blocks, cached = self.blocks, plan.cached
+        seq.num_given_back = plan.num_out_of_window
         seq.num_registered_blocks = len(cached)
         seq.prefix = blocks.prefix(cached[-1]) if cached else seq.request.root
         # Another block may begin with the tokens that follow the cached blocks. It is copied.
@@ -102,13 +110,13 @@ class BlockTables:
         end = min(num_cached + self.block_size, seq.num_reusable)
         run = blocks.match_run(seq.prefix, seq.token_ids[num_cached:end])
         if self.states is not None:
-            # Before any block is evicted, and the snapshots with it.
+            # Restore the state first: `allocate` may evict a block, and its snapshots with it.
             reach = [num_cached, num_cached + (run[1] if run else 0)]
-            self.states.start(seq, start.snapshot, start.num_in_snapshot, reach)
-            if start.num_in_snapshot <= num_cached:  # the run is computed in any case
+            self.states.start(seq, plan.snapshot, plan.num_in_snapshot, reach)
+            if plan.num_in_snapshot <= num_cached:  # the run is computed in any case
                 run = None
-        blocks.share(start.shared)
-        seq.block_table = cached + blocks.allocate(start.num_new)
+        blocks.share(plan.shared)
+        seq.block_table = cached + blocks.allocate(plan.num_new)
         # The source may be a block that `allocate` has just evicted and given away. That is right,
         # because a step copies blocks before it writes any.
         if run is not None:
@@ -116,7 +124,7 @@ class BlockTables:
             self.copies.append((source, seq.block_table[len(cached)]))
             num_cached += length
         seq.capacity = len(seq.block_table) * self.block_size
-        return num_cached if self.states is None else start.num_in_snapshot
+        return num_cached if self.states is None else plan.num_in_snapshot
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or all free blocks if there are too few."""

@@ -103,9 +103,9 @@ class LLMEngine:
             BlockManager(
                 self.runner.num_blocks,
                 config.kvcache_block_size,
-                config.enable_prefix_caching,
-                self._listener,
-                snapshots,
+                enable_prefix_caching=config.enable_prefix_caching,
+                listener=self._listener,
+                snapshots=snapshots,
             ),
             self.policy,
             listener=self._listener,

@@ -94,7 +94,7 @@ class SampledTokens:
 class ModelRunner:
     """The runner of one rank. Every rank launches the same batches and samples the same tokens.
 
-    exchange_layers: Replaces layers of the model before its parameters have memory.
+    exchange_layers: Replaces layers, such as by quantised ones, before parameters have memory.
     transform: Replaces parts of the loaded model by equal, faster ones.
     make_resampler: Takes this runner and makes the resampler, which samples for requests that ask
         for more than temperature and seed.
@@ -137,7 +137,7 @@ class ModelRunner:
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
         self.resampler: Any = None  # made for the first request that needs it
-        self.num_blocks = 0  # 0: not counted yet
+        self.num_blocks = 0  # KV blocks; 0: not counted yet
         self.state_rows = StateRows(0, 0)
         # Fills a model with the weights of the model folder, or with random weights.
         self.read_weights: Callable[[nn.Module], None] = partial(load_weights, folder=folder)
@@ -210,7 +210,7 @@ class ModelRunner:
         block = block_bytes(self.layers_with_kv, self.block_size, self.kv_dtype)
         row, share = self.recurrent.row_bytes, self.config.state_snapshot_share
         if given := self.config.num_kvcache_blocks:
-            # As many snapshots as make the share that they have of all memory.
+            # The share is the snapshots' part of all the memory: KV blocks, slots and snapshots.
             beside = given * block + self.max_num_seqs * row
             count = int(beside * share / (1 - share) / row) if row else 0
             return given, StateRows(self.max_num_seqs, min(count, given))
@@ -283,10 +283,10 @@ class ModelRunner:
         inputs = self._advance(slots)
         metadata = AttentionMetadata(
             inputs.slot_mapping,
-            len(slots),
-            inputs.context_lens,
-            inputs.block_tables,
-            shared_prefix_len,
+            num_decodes=len(slots),
+            context_lens=inputs.context_lens,
+            block_tables=inputs.block_tables,
+            shared_prefix_len=shared_prefix_len,
             state_rows=self.recurrent.rows_of(slots) if self.has_state else None,
         )
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
@@ -315,9 +315,9 @@ class ModelRunner:
             state_rows = self.recurrent.rows_of(torch.cat((slots, prefill.batch_slots)))
         metadata = AttentionMetadata(
             slot_mapping,
-            decodes,
-            context_lens,
-            block_tables,
+            num_decodes=decodes,
+            context_lens=context_lens,
+            block_tables=block_tables,
             prefill=prefill.metadata,
             logits_indices=None if some_scored else indices,
             state_rows=state_rows,
@@ -357,7 +357,13 @@ class ModelRunner:
             np.array([chunk.seed for chunk in chunks]),
         )
         tables = tables.view(packed.block_tables.shape)
-        self.state.start(slots, context_lens, tables, temperatures_d.view(torch.float32), seeds)
+        self.state.start(
+            slots,
+            context_lens=context_lens,
+            block_tables=tables,
+            temperatures=temperatures_d.view(torch.float32),
+            seeds=seeds,
+        )
         if self.resampler is None and any([chunk.sampling for chunk in chunks]):
             assert self.make_resampler is not None, "without it, all requests must be plain"
             self.resampler = self.make_resampler(self)
@@ -369,7 +375,14 @@ class ModelRunner:
         cached = tables if any(chunk.start for chunk in chunks) else None
         longest = int(np.diff(packed.cu_seqlens_q).max()), int(packed.context_lens.max())
         metadata = PrefillMetadata(cu_seqlens_q, cu_seqlens_k, *longest, cached)
-        return PrefillInputs(token_ids, positions, slot_mapping, slots, context_lens, metadata)
+        return PrefillInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            batch_slots=slots,
+            context_lens=context_lens,
+            metadata=metadata,
+        )
 
     def _upload_all(self, dtype: type, *arrays: np.ndarray) -> tuple[Tensor, ...]:
         """Upload arrays as one, and return a tensor for each."""

@@ -53,7 +53,15 @@ def pack_chunks(chunks: Sequence[PrefillChunk], block_size: int, width: int) -> 
     block, offset = np.divmod(positions, block_size)
     slot_mapping = tables[chunk_of, block] * block_size + offset
     slot_mapping[positions < np.array([chunk.write_from for chunk in chunks])[chunk_of]] = -1
-    return PackedChunks(token_ids, positions, slot_mapping, tables, starts_q, starts_k, ends)
+    return PackedChunks(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        block_tables=tables,
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        context_lens=ends,
+    )
 
 
 def sampled_places(num_decodes: int, chunks: Sequence[PrefillChunk]) -> SampledPlaces:

@@ -27,21 +27,23 @@ class SchedulingPolicy:
                 return seq.num_prompt_tokens
 
     `LLM(scheduling_policy=ShortestPromptFirst())` uses this policy as long as the LLM lives. Every
-    step calls the methods other than `key` and `reason`, so they should be quick. A policy may read
-    any attribute of a sequence (engine/sequence.py), such as `num_prompt_tokens`,
-    `num_tokens_left` and `params`; of its request (engine/request.py), such as
-    `seq.request.interactive` and `seq.request.added_at`; and these attributes of the scheduler:
-    `waiting`, `running`, `num_running`, `max_num_seqs`, `enough_seqs` and `blocks`. It must change
-    nothing but the order of the list that `order_decodes` sorts.
+    step calls the methods other than `key` and `reason`, so they should be quick. A policy must
+    change nothing but the order of the list that `order_decodes` sorts. It may read any attribute
+
+    - of a sequence (engine/sequence.py), such as `num_prompt_tokens`, `num_tokens_left`, `params`;
+    - of its request (engine/request.py), such as `seq.request.interactive`, `seq.request.added_at`;
+    - and these of the scheduler: `waiting`, the sequences that may start, in order; `running`, the
+      decoding sequences alone; `num_running`, how many sequences hold a batch slot, those whose
+      prompts are partly computed included; `max_num_seqs`, `enough_seqs` and `blocks`.
     """
 
     def key(self, seq: Sequence) -> Any:
         """Return the key of a new sequence. Sequences start in order of their keys, smallest first.
 
         Sequences with equal keys start in order of arrival. Preempted sequences and the further
-        completions of a prompt that has been computed start before all others.
-        When the KV blocks run out, the scheduler preempts paused sequences, then the running
-        sequence with the largest key. Called once, when the sequence arrives.
+        completions of a prompt that has been computed start before all others. When the KV blocks
+        run out, the scheduler preempts paused sequences, then the running sequence with the largest
+        key. Called once, when the sequence arrives.
         """
         return seq.id
 

@@ -47,7 +47,10 @@ class Request:
         if self.params.max_tokens == 0:
             max_len, stop_ids = self.num_inputs + 1, frozenset()
         self.completions = tuple(
-            [Sequence(self.id + i, self, max_len, seed, stop_ids) for i, seed in enumerate(seeds)]
+            [
+                Sequence(self.id + i, self, max_len=max_len, seed=seed, stop_ids=stop_ids)
+                for i, seed in enumerate(seeds)
+            ]
         )
 
     @property

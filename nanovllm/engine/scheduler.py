@@ -2,7 +2,7 @@
 
 The scheduler works on lengths and never on token values. It can therefore plan a step while the
 previous step still runs; `commit` takes the tokens later. This module knows nothing about tensors,
-devices or models.
+devices or models. Who starts next, and who is preempted, is for the policy to say (policy.py).
 """
 
 from bisect import insort
@@ -68,7 +68,8 @@ class Scheduler:
         self.states = self.tables.states
         self.waiting = WaitingQueue(self.states)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
-        # Decoding sequences, without those whose last token is in flight.
+        # Decoding sequences, without those whose last token is in flight. `num_running` and
+        # Status.RUNNING also count the sequences in `prefilling`.
         self.running: list[Sequence] = []
         # Sequences that do not run until they are resumed. They keep their batch slots and blocks
         # until other sequences need the blocks. The value says whether the sequence was in
@@ -95,8 +96,8 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """The number of sequences that hold a batch slot and are not paused."""
-        held = sum([seq.status is Status.RUNNING for seq in self.paused])
-        return self.max_num_seqs - len(self._free_slots) - held
+        num_paused = sum([seq.status is Status.RUNNING for seq in self.paused])
+        return self.max_num_seqs - len(self._free_slots) - num_paused
 
     @property
     def newest_step(self) -> list[Sequence]:
@@ -115,12 +116,12 @@ class Scheduler:
         decoding, new_blocks = self._schedule_decodes()
         decode_slots = tuple([seq.batch_slot for seq in decoding])
         shared_blocks = self.policy.shared_prefix_blocks(decoding)
-        chunks, started = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
+        chunks, prefilled = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
         if not decoding and not chunks:
             stuck = self.waiting or self.prefilling or self.running
             assert self._steps_in_flight or not stuck, "without a step in flight, a sequence runs"
             return None
-        self._steps_in_flight.append(decoding + started)
+        self._steps_in_flight.append(decoding + prefilled)
         return Batch(
             decode_slots,
             tuple(new_blocks),
@@ -190,13 +191,16 @@ class Scheduler:
     def _schedule_prefills(self, budget: int) -> tuple[list[PrefillChunk], list[Sequence]]:
         """Fill a budget of `budget` tokens with chunks of prompts.
 
-        Returns the chunks, and the sequences that sample in this step: those whose last chunk is
-        planned.
+        The loop takes one prompt after the other, those that are partly computed first. It ends
+        when the budget, the blocks or the prompts are used up.
+
+        Returns the chunks, and the sequences whose last chunk is among them. Each of these samples
+        a token in this step.
         """
         chunks: list[PrefillChunk] = []
-        started: list[Sequence] = []
+        prefilled: list[Sequence] = []
         # Sequences whose chunk ended early, at a snapshot. They go on in the next step.
-        held: list[Sequence] = []
+        at_snapshot: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         # Completions that can start in the next step, because this one computes their prompts.
         # `_start` keeps slots and blocks free for them, so that they can share these prompts.
@@ -217,23 +221,23 @@ class Scheduler:
             budget -= len(chunk.token_ids)
             chunks.append(chunk)
             if self.states is not None and self.states.chunk_planned(seq):
-                held.append(self.prefilling.pop(0))
+                at_snapshot.append(self.prefilling.pop(0))
                 continue
             if not chunk.is_last:
                 break
             self.prefilling.pop(0)
-            started.append(seq)
+            prefilled.append(seq)
             seq.num_tokens += 1
             if seq.num_tokens < seq.max_len:
                 self.running.append(seq)
-        self.prefilling[:0] = held
-        if started:
+        self.prefilling[:0] = at_snapshot
+        if prefilled:
             self.policy.order_decodes(self.running)
         # The other completions of these prompts start in the next step at the earliest: they copy
         # the last block of the prompt if it is partly full, and this step still writes it.
-        for seq in started:
+        for seq in prefilled:
             self.waiting.release(seq.request)
-        return chunks, started
+        return chunks, prefilled
 
     def _start(self, seq: Sequence, num_following: int) -> None:
         """Start a waiting sequence, if there are a slot and blocks for it.
@@ -244,16 +248,16 @@ class Scheduler:
         more_slots = num_following if self.running else 0
         more_blocks = num_following + self.reserve if self.running else 0
         while True:
-            start = self.tables.plan(seq)
-            if len(self._free_slots) > more_slots and self.tables.have_room(start, more_blocks):
+            plan = self.tables.plan(seq)
+            if len(self._free_slots) > more_slots and self.tables.have_room(plan, more_blocks):
                 break
             if not self._preempt_paused():
                 return
-        if start.waits_for_snapshot:
+        if plan.waits_for_snapshot:
             return
         seq.batch_slot = self._free_slots.pop()
         seq.status = Status.RUNNING
-        num_cached = self.tables.start(seq, start)
+        num_cached = self.tables.start(seq, plan)
         self.waiting.remove(seq)
         # The last reusable token is computed even if it is cached, because the sampler needs its
         # hidden state.

@@ -169,5 +169,9 @@ class Sequence:
             params = replace(params, min_tokens=0)
         counted = self.token_ids.copy() if params.penalizes else []
         return SamplingMetadata(
-            params, self.stop_ids, self.num_prompt_tokens, counted, is_constrained
+            params,
+            self.stop_ids,
+            num_prompt_tokens=self.num_prompt_tokens,
+            token_ids=counted,
+            is_constrained=is_constrained,
         )

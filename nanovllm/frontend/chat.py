@@ -78,9 +78,9 @@ def write_chat(
     Args:
         chat_template: a template, or the name of one of the model's; None: the model's own.
         tools: JSON schemas, or functions whose signature and docstring say the same.
-        continue_final_message: leave the last message open, for the model to go on with it. A
-            name: of the field that it goes on with.
-        variables: what else the template knows by these names.
+        continue_final_message: leave the last message open, for the model to go on with it. A str
+            names the field that the model goes on with.
+        variables: further variables of the template, by their names.
     """
     from transformers.utils import get_json_schema
 

@@ -2,8 +2,8 @@
 
 A chat template is a program that comes with a model folder or with a request. Jinja's sandbox keeps
 it away from Python's internals, but lets it compute `9**9**9`. Here, every operation is charged for
-what it reads and writes at most, before it runs. A template whose work is used up ends with an
-error. What is left are loops in Python, which Ctrl-C and SIGTERM end.
+the most that it may read and write, before it runs. A template that has used up its work ends with
+an error. So no single operation takes long, and Ctrl-C and SIGTERM end loops.
 """
 
 import json
@@ -27,7 +27,7 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import EscapeFormatter, Markup
 
-# Work is counted in characters. These are what else costs about as much, in time or in memory.
+# Work is counted in characters. Other things cost about as much, in time or memory, as so many:
 STEP = 2  # a turn of a loop, an operation
 CALL = 16  # of a method, a macro or a filter
 ITEM = 16  # an element of a container
@@ -59,7 +59,7 @@ WIDTHS = re.compile(r"(\d+|\*)(?=(?:\.(?:\d*|\*))?[hlL]*[a-zA-Z])")  # in format
 
 
 class TooMuchWorkError(Exception):
-    """A template does more than it may."""
+    """The error of a template that does more work than it may."""
 
 
 def work_of(*values: Any, most: float = float("inf")) -> int:
@@ -278,11 +278,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     # The count of work.
 
     def working(self, work: int) -> "Working":
-        """Let this thread do so much work inside."""
+        """Let this thread do `work` inside a block."""
         return Working(self._work, work)
 
     def charge(self, work: float) -> None:
-        """Raise TooMuchWorkError if there is not so much work left."""
+        """Use up `work`. Raises TooMuchWorkError if less than that is left."""
         left = getattr(self._work, "left", 0) - work
         self._work.left = left
         if left < 0:
@@ -438,7 +438,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Working:
-    """A context in which a thread has so much work to do; then as much as before."""
+    """A context that gives a thread an amount of work; afterwards it has its former amount."""
 
     def __init__(self, count: threading.local, work: int) -> None:
         self._count, self._work = count, work

@@ -1,7 +1,7 @@
-"""How much text a token can stand for, so that a text is known to be too long without its tokens.
+"""The most text that one token can stand for.
 
-Some tokenizers drop parts of a text, or put any number of characters into one token. For those
-nothing is known.
+With this bound, a text is known to be too long before it is tokenized. Some tokenizers drop parts
+of a text, or put any number of characters into one token: for those there is no bound.
 """
 
 import json
@@ -9,8 +9,8 @@ from typing import Any
 
 import tokenizers
 
-# Unicode's composed form has at least a quarter of the bytes: it makes two of seven, for an iota
-# with two accents.
+# Unicode's composed form of a text has at least a quarter of its bytes. An iota with two accents,
+# for example, goes from seven bytes to two.
 COMPOSED = 4
 KEEPING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
 

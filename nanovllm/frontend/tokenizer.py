@@ -116,8 +116,10 @@ class Tokenizer:
         return token_ids
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a number of tokens below which no encoding of the text has so few. It takes no
-        time: it is a text's length in bytes over that of the longest token.
+        """Return a lower bound of the number of tokens of a text.
+
+        The bound takes no time: it is the text's length in bytes, divided by that of the longest
+        token.
         """
         if self._most_bytes is None:
             return 0

@@ -45,9 +45,9 @@ class KVCache:
     scales: Tensor | None = None
 
     def encode(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return k and v as the cache holds them. e4m3 reaches to 448; what is beyond becomes 448.
+        """Return k and v as the cache holds them. In FP8, a number beyond 448 becomes 448.
 
-        A NaN stays NaN.
+        The largest number of e4m3 is 448. A NaN stays NaN.
         """
         if self.scales is None:
             return k, v
@@ -91,7 +91,7 @@ class SelfAttention(nn.Module):
     """
 
     attention_name = "plain"  # of the attention backend, for users
-    # The projections that qkv_proj computes. A subclass with fewer splits heads in its own way.
+    # The projections that qkv_proj computes. A subclass with fewer of them overrides split_heads.
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     has_gate = False  # whether qkv_proj computes a gate, too: see layers/gated_attention.py
 
@@ -118,10 +118,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            group,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            group=group,
             bias=qkv_bias,
             stacked=stacked,
             projections=self.projections,
@@ -211,8 +211,8 @@ def one_scale(values: Tensor) -> Tensor:
 def store_kv(k: Tensor, v: Tensor, cache: KVCache, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
     """Write k and v [T, G, D] to their KV slots. A slot of -1 is not written.
 
-    Returns k and v as the cache holds them. Attention sees these in every step, in that which
-    stores them, too, so that a token's result does not depend on the step that computes it.
+    Returns k and v as the cache holds them. Attention sees these values in every step, also in the
+    step that stores them. So a token's result does not depend on the step that computes it.
     """
     dtype = k.dtype
     k, v = cache.encode(k, v)

@@ -1,8 +1,8 @@
 """The metadata of a step: what attention must know about the tokens of one forward pass.
 
 The metadata is ambient: the model runner opens it around the forward pass, and the attention layers
-read it. So a model's code passes only hidden states and positions from layer to layer. At its end
-the decoder reads there which tokens' logits are wanted.
+read it. So a model's code passes only hidden states and positions from layer to layer. After the
+last layer, the decoder reads from the metadata which tokens' logits are wanted.
 
 A KV slot is a token's place in the paged cache: block * block_size + offset.
 """

@@ -69,14 +69,14 @@ class DeltaHeads:
         count = group.shard(num_value_heads, "linear_num_value_heads")
         keys, first_key = shard_kv_heads(num_key_heads, group, "linear_num_key_heads")
         return cls(
-            key_dim,
-            value_dim,
-            num_key_heads,
-            num_value_heads,
-            keys,
-            count,
-            first_key,
-            group.rank * count,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            all_key_heads=num_key_heads,
+            all_value_heads=num_value_heads,
+            num_key_heads=keys,
+            num_value_heads=count,
+            first_key_head=first_key,
+            first_value_head=group.rank * count,
         )
 
     @property

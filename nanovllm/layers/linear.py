@@ -101,7 +101,10 @@ class StackedLinear(nn.Module):
 
 
 class SensitiveLinear(StackedLinear):
-    """Small projections that decide much. They stay plain if the weights are quantised here."""
+    """Small projections whose rounding errors weigh most, such as those to gates.
+
+    They stay plain if the library itself quantises the weights.
+    """
 
 
 class ReplicatedLinear(StackedLinear):

@@ -1,7 +1,7 @@
 """The group of ranks that share a model, as layers see it: rank, size, shards and collectives.
 
-With one rank every collective is the identity. How several ranks exchange tensors is said by a
-subclass, in backends/tensor_parallel.
+With one rank every collective is the identity. A subclass in backends/tensor_parallel says how
+several ranks exchange tensors.
 """
 
 from dataclasses import dataclass

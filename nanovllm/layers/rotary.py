@@ -60,9 +60,9 @@ class RotaryEmbedding(nn.Module):
 
 
 class QueryScalingRotaryEmbedding(RotaryEmbedding):
-    """A rotary embedding whose queries are longer where more tokens lie before them.
+    """A rotary embedding that scales queries up at late positions.
 
-    A query at position p counts 1 + beta ln(1 + floor(p / original)) times, where `original` is
+    A query at position p is multiplied by 1 + beta ln(1 + floor(p / original)), where `original` is
     the context that the model was first trained on (Llama 4, Ministral 3). So attention stays
     sharp in longer contexts. `query_scales` [positions] float32 holds the factors.
     """

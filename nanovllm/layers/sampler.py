@@ -1,10 +1,10 @@
 """The sampler: one token a row, as a function of logits, temperature, seed and position alone.
 
 The arg max of logits / t + g, with independent Gumbel noise g, is an exact sample of
-softmax(logits / t) (the Gumbel-max trick; Maddison et al. 2014). Here it takes two steps, which
-need less noise. The vocabulary is cut into cells of VOCAB_UNIT entries. The arg max of the cells'
-log-sum-exps plus one noise each samples a cell by its probability. Then the arg max of the entries
-of that cell, each with a noise of its own, samples an entry.
+softmax(logits / t) (the Gumbel-max trick; Maddison et al. 2014). The sampler applies the trick
+twice, which needs less noise. The vocabulary is cut into cells of VOCAB_UNIT entries. First, one
+noise is added to the log-sum-exp of each cell, and the arg max samples a cell by its probability.
+Then one noise is added to each entry of that cell, and the arg max samples an entry.
 
 Noise is a function of (seed, position, vocabulary index). So a token is the same in any batch, no
 generator has a state, and each rank can sample from its own shard of the vocabulary: the rank with

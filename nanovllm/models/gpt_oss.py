@@ -66,9 +66,9 @@ class GptOssForCausalLM(CausalLM):
         mlp = MixtureOfExperts(
             config.hidden_size,
             config.intermediate_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            group,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            group=group,
             renormalize=True,
             bias=True,
             experts=GptOssExperts,

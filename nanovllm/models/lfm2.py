@@ -5,7 +5,7 @@ It differs from a Llama in these points:
 - Layers whose kind is conv multiply two projections of a token, convolve the product over the last
   few tokens, and multiply the result by a third projection.
 - Attention norms each head of q and k before it is rotated.
-- The checkpoint has other names.
+- Checkpoints give modules and tensors other names.
 """
 
 from dataclasses import dataclass

@@ -293,7 +293,8 @@ def declaration_of(cls: type, name: str) -> Mapping[str, Any]:
 def check_value(value: Any, kind: Any, limits: dict[str, float]) -> tuple[bool, str]:
     """Return whether a value has the type of a field and lies within limits, and what it must be.
 
-    The text "false" is no bool, as it would be true; true is no number.
+    The text "false" is refused for a bool, because Python would take it for true. A bool is refused
+    for a number.
     """
     if kind is int:
         least, most = limits.get("ge", 1), limits.get("le", MAX_SIZE)

@@ -86,11 +86,11 @@ class Qwen3_5ForCausalLM(CausalLM):
         if config.layer_types[index] == "linear_attention":
             linear = GatedDeltaNet(
                 config.hidden_size,
-                config.linear_num_key_heads,
-                config.linear_num_value_heads,
-                config.linear_key_head_dim,
-                config.linear_value_head_dim,
-                group,
+                num_key_heads=config.linear_num_key_heads,
+                num_value_heads=config.linear_num_value_heads,
+                key_dim=config.linear_key_head_dim,
+                value_dim=config.linear_value_head_dim,
+                group=group,
                 conv_width=config.linear_conv_kernel_dim,
                 eps=config.rms_norm_eps,
                 grouped=self.grouped_projections,

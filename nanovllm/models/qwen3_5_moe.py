@@ -46,9 +46,9 @@ def build_experts(
     return SharedExpertMixture(
         config.hidden_size,
         config.moe_intermediate_size,
-        config.num_experts,
-        config.num_experts_per_tok,
-        group,
+        num_experts=config.num_experts,
+        top_k=config.num_experts_per_tok,
+        group=group,
         shared_size=config.shared_expert_intermediate_size,
         renormalize=renormalize,
     )

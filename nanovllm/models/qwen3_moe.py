@@ -37,9 +37,9 @@ class Qwen3MoeForCausalLM(CausalLM):
             mlp: nn.Module = MixtureOfExperts(
                 config.hidden_size,
                 config.moe_intermediate_size,
-                config.num_experts,
-                config.num_experts_per_tok,
-                group,
+                num_experts=config.num_experts,
+                top_k=config.num_experts_per_tok,
+                group=group,
                 renormalize=config.norm_topk_prob,
             )
         else:

@@ -21,6 +21,8 @@ from nanovllm.models.model_config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
+    """A pre-norm layer of attention and MLP: [T, hidden] -> [T, hidden]."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -55,6 +57,11 @@ class LinearAttentionLayer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """The embedding, the layers and the last norm: token ids [T] -> hidden states [R, hidden].
+
+    R is the number of tokens whose logits are wanted.
+    """
+
     def __init__(
         self, embed_tokens: VocabParallelEmbedding, layers: list[nn.Module], norm: RMSNorm
     ):
@@ -159,11 +166,11 @@ def build_attention(
     q_norm, k_norm = (qk_norm(size, config.rms_norm_eps) if qk_norm else None for _ in "qk")
     return kind(
         config.hidden_size,
-        config.num_attention_heads,
-        config.kv_heads_of(layer_type),
-        size,
-        rotary,
-        group,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.kv_heads_of(layer_type),
+        head_dim=size,
+        rotary=rotary,
+        group=group,
         q_norm=q_norm,
         k_norm=k_norm,
         window=config.window_of(index),

@@ -130,14 +130,7 @@ def one_token_by_hand() -> Result:
         output: list[int] = []
         while len(output) < 120:
             output += generate(llm, [prompt + output], [1])[0]
-    times, computed = seconds(events), [tokens_of(step) for step in launches(events)]
-    lines = [
-        f"prompt: {len(prompt)} tokens; output: {len(output)} tokens",
-        f"tokens that the model computed: {sum(computed):,}",
-        f"first tokens of the output: {median_ms(times[2:12]):.1f} ms each",
-        f"last tokens of the output:  {median_ms(times[-10:]):.1f} ms each",
-    ]
-    return Result(lines, [events])
+    return Result(lines_of_one_output(prompt, output, events), [events])
 
 
 @cache
@@ -147,15 +140,19 @@ def kv_cache() -> Result:
     with recorded(events) as llm:
         (prompt,) = llm.encode([STACK])
         (output,) = generate(llm, [prompt], [120])
+    size = f"keys and values of a token: {run_of(events).kv_bytes_per_token:,.0f} bytes"
+    return Result([*lines_of_one_output(prompt, output, events), size], [events])
+
+
+def lines_of_one_output(prompt: list[int], output: list[int], events: list[Event]) -> list[str]:
+    """Say how many tokens the model computed for one output, and how long these took."""
     times, computed = seconds(events), [tokens_of(step) for step in launches(events)]
-    lines = [
+    return [
         f"prompt: {len(prompt)} tokens; output: {len(output)} tokens",
         f"tokens that the model computed: {sum(computed):,}",
         f"first tokens of the output: {median_ms(times[2:12]):.1f} ms each",
         f"last tokens of the output:  {median_ms(times[-10:]):.1f} ms each",
-        f"keys and values of a token: {run_of(events).kv_bytes_per_token:,.0f} bytes",
     ]
-    return Result(lines, [events])
 
 
 @cache

@@ -118,13 +118,18 @@ def add_lines(lines: list[Line], format: Format, engine: Engine) -> Iterator[Res
             problems.append((line.number, str(error)))
     problems += [(request.line, problem) for request, problem in engine.add(requests)]
     for number, problem in sorted(problems):
-        yield Result(number, True, 0, 0, format.error(number, fields_of[number], problem))
+        yield failed_result(number, format.error(number, fields_of[number], problem))
+
+
+def failed_result(line: int, record: dict[str, Any]) -> Result:
+    """Make the result of a line that failed."""
+    return Result(line, failed=True, prompt_tokens=0, output_tokens=0, record=record)
 
 
 def as_result(format: Format, request: Request, output: dict[str, Any]) -> Result:
     """Make the result of a request from its output."""
     if "error" in output:
-        return Result(request.line, True, 0, 0, format.failure(request, output["error"]))
+        return failed_result(request.line, format.failure(request, output["error"]))
     completions = output.get("completions", [output])
     return Result(
         request.line,

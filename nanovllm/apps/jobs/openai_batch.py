@@ -91,8 +91,8 @@ class OpenAIFormat:
             line,
             body[kind] if is_chat else _prompt(body[kind]),
             self._defaults.params_of(line, _sampling_fields(body, is_chat)),
-            is_chat,
-            self._defaults.template_options_of(body),
+            is_chat=is_chat,
+            template_options=self._defaults.template_options_of(body),
             repeated=fields["custom_id"],
             wants_token_texts=True,
         )

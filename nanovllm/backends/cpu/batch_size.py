@@ -3,8 +3,8 @@
 A step reads all weights once and multiplies them once for each sequence. Compared with its memory,
 a CPU multiplies slowly, so some dozens of sequences keep it busy: more add less to the tokens a
 second, and each answer comes later. A small model needs more sequences. Its products take less time
-than the rest of a step, such as Python's part, which is the same for any number of sequences. There
-it takes enough sequences to make the products the larger part.
+than the rest of a step, such as Python's part, which is the same for any number of sequences. So
+enough sequences must run to make the products the larger part of the step.
 """
 
 import torch

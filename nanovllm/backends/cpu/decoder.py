@@ -21,6 +21,7 @@ INT8, GROUPED = 3, 4
 
 
 def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Declare fields of one kind for a ctypes structure."""
     return [(name, kind) for name in names.split()]
 
 
@@ -129,6 +130,7 @@ def is_known(layer: Any) -> bool:
 
 
 def is_known_linear(linear: Any) -> bool:
+    """Return whether a linear layer has a weight that the C++ code multiplies by."""
     if not hasattr(linear, "packed"):
         return has_panels(linear)
     weight = linear.packed["weight"]
@@ -144,46 +146,55 @@ def describe(layer: Any) -> Layer:
         q_norm, k_norm = pointer(attention.q_norm.weight), pointer(attention.k_norm.weight)
         qk_eps = attention.q_norm.eps
     return Layer(
-        describe_linear(attention.qkv_proj),
-        describe_linear(attention.o_proj),
-        describe_linear(mlp.gate_up_proj),
-        describe_linear(mlp.down_proj),
-        pointer(first.weight),
-        pointer(second.weight),
-        q_norm,
-        k_norm,
-        pointer(attention.rotary.cos_sin),
-        pointer(options.sinks),
-        pointer(attention.kv_cache.k),
-        pointer(attention.kv_cache.v),
-        len(first.weight),
-        attention.num_heads,
-        attention.num_kv_heads,
-        attention.head_dim,
-        mlp.down_proj.in_features,
-        options.window or 2**62,
-        first.eps,
-        second.eps,
-        qk_eps,
-        options.scale,
-        options.softcap or 0.0,
+        qkv=describe_linear(attention.qkv_proj),
+        o=describe_linear(attention.o_proj),
+        gate_up=describe_linear(mlp.gate_up_proj),
+        down=describe_linear(mlp.down_proj),
+        input_norm=pointer(first.weight),
+        post_norm=pointer(second.weight),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        cos_sin=pointer(attention.rotary.cos_sin),
+        sinks=pointer(options.sinks),
+        k_cache=pointer(attention.kv_cache.k),
+        v_cache=pointer(attention.kv_cache.v),
+        hidden=len(first.weight),
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        intermediate=mlp.down_proj.in_features,
+        window=options.window or 2**62,
+        input_eps=first.eps,
+        post_eps=second.eps,
+        qk_eps=qk_eps,
+        scale=options.scale,
+        softcap=options.softcap or 0.0,
     )
 
 
 def describe_linear(layer: Any) -> Linear:
+    """Describe a linear layer, whose weight may be quantised, to the C++ code."""
+    bias = pointer(layer.bias)
     if not hasattr(layer, "packed"):
         kind = cpp_ops.PANEL_DTYPES.index(layer.weight.dtype)
-        return Linear(pointer(layer.weight), None, None, pointer(layer.bias), kind)
+        return Linear(weights=pointer(layer.weight), bias=bias, kind=kind)
     weight = layer.packed["weight"]
-    tensors = pointer(weight.codes), pointer(weight.scales)
+    codes, scales = pointer(weight.codes), pointer(weight.scales)
     if isinstance(weight, CppInt8Weight):
-        return Linear(*tensors, None, pointer(layer.bias), INT8)
-    zeros = pointer(weight.zeros) if weight.scheme.has_zeros else None
-    sizes = weight.scheme.bits, weight.words_of_group
-    return Linear(*tensors, zeros, pointer(layer.bias), GROUPED, *sizes)
+        return Linear(weights=codes, scales=scales, bias=bias, kind=INT8)
+    return Linear(
+        weights=codes,
+        scales=scales,
+        zeros=pointer(weight.zeros) if weight.scheme.has_zeros else None,
+        bias=bias,
+        kind=GROUPED,
+        bits=weight.scheme.bits,
+        group=weight.words_of_group,
+    )
 
 
 def pointer(x: Tensor | None) -> int | None:
+    """Return the address of a dense tensor's values; None: null."""
     if x is None:
         return None
     assert x.is_contiguous()

@@ -1,4 +1,4 @@
-"""Layers for a CPU that take the place of the plain layers and compute the same, faster.
+"""Layers for a CPU that replace the plain layers, and compute the same faster.
 
 In float32, all layers but attention to prompts go to C++ (cpp_ops.py) where there is a compiler.
 The weights are packed for that at the start. Other products go to oneDNN, for which the weights are

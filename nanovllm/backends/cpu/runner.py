@@ -9,6 +9,8 @@ from nanovllm.layers.sampler import sample
 
 
 class CPUModelRunner(ModelRunner):
+    """A model runner on a CPU."""
+
     def _sample_tokens(
         self, logits: Tensor, *, temperatures: Tensor, vocab_start: int = 0, **options: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,9 @@ class FusedFp8Weight(Fp8Weight):
         self, x: Tensor | Rows, bias: Tensor | None = None, expert: int | None = None
     ) -> Tensor:
         matrices, dtype = self.matrices(expert), self.plain.dtype
+        linear = fp8_linear.invariant_linear if self.is_invariant else fp8_linear.linear
         if isinstance(x, Rows):
-            return fp8_linear.linear(x, matrices[0], bias, dtype)
+            return linear(x, matrices[0], bias, dtype)
         if not all(fp8_linear.suits(x, matrix) for matrix in matrices):
             return super().forward(x, bias, expert)
         largest = None
@@ -31,10 +32,7 @@ class FusedFp8Weight(Fp8Weight):
             largest = self.ranks.maximum(x.abs().amax(dim=-1).float())
         heights = [len(matrix.codes) for matrix in matrices]
         biases = [None] * len(matrices) if bias is None else bias.split(heights)
-        parts = [
-            fp8_linear.linear(x, matrix, part, dtype, largest)
-            for matrix, part in zip(matrices, biases)
-        ]
+        parts = [linear(x, matrix, part, dtype, largest) for matrix, part in zip(matrices, biases)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def gated(
@@ -46,7 +44,8 @@ class FusedFp8Weight(Fp8Weight):
         """
         matrix = self.matrices(None)[0]
         if bias is None and (isinstance(x, Rows) or self.reads(x) is not None):
-            return fp8_linear.gated_linear(x, matrix, self.plain.dtype, gelu, reader)
+            gated = fp8_linear.invariant_gated if self.is_invariant else fp8_linear.gated_linear
+            return gated(x, matrix, self.plain.dtype, gelu, reader)
         return activate_and_mul(self(x, bias), gelu)
 
     def reads(self, x: Tensor) -> Fp8Matrix | None:
@@ -89,7 +88,8 @@ class FusedFp8Weight(Fp8Weight):
     @torch.inference_mode()
     def arrange(self) -> None:
         """Make the scales of blocks; a graph may hold the address of older ones."""
-        if self.block_rows == fp8_linear.CUBLAS_BLOCK and not self.lead:
+        is_for_cublas = not (self.lead or self.is_invariant)
+        if self.block_rows == fp8_linear.CUBLAS_BLOCK and is_for_cublas:
             blocks = self.scales[:: self.block_rows]
             if self.block_scales is None:
                 self.block_scales = torch.empty_like(blocks, memory_format=torch.contiguous_format)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
+from nanovllm.backends.cuda.fused_fp4 import FusedFp4Weight
 from nanovllm.backends.cuda.fused_quantised import (
     FusedQuantised,
     matrix_of,
@@ -79,10 +80,11 @@ MAX_HEAD_DIM = 256  # of the attention kernels: larger heads were not tried
 def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTEST) -> None:
     """Turn the model's layers into fused ones, where their class and options are known here.
 
-    products: the products of linear layers whose weights are plain.
+    products: the products of linear layers whose weights are plain. Whether they are invariant
+        decides on the kernels of packed weights, experts and sums over ranks, too.
     """
     for module in reversed(list(model.modules())):  # children before their parents
-        use_packed_kernels(module)
+        use_packed_kernels(module, products.is_invariant)
         fused = fused_class(type(module))
         if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
             module.__class__ = fused
@@ -90,7 +92,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
                 module.backend = backend
             if isinstance(module, FusedLayer):
                 module.prepare()
-            if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+            if isinstance(module, TAKES_PRODUCTS):
                 module.products = products
 
 
@@ -327,6 +329,8 @@ class FusedGatedMLP(GatedMLP):
 class FusedMixtureOfExperts(MixtureOfExperts):
     """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
 
+    products = FASTEST
+
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
         """Tell whether the kernels know the experts' gating and compute as their class does."""
@@ -367,7 +371,21 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             renormalize=self.renormalize,
             clamped=experts.gating if isinstance(experts.gating, ClampedSwiGLU) else None,
             added=added,
+            is_invariant=self.products.is_invariant,
         )
+
+    def warmup(self, most: int) -> None:
+        """Launch the kernels of woven experts for steps of up to `most` tokens.
+
+        Those of other experts are compiled when a step first needs them.
+        """
+        experts = self.experts
+        weight = experts.packed["gate_up_proj"] if isinstance(experts, QuantisedExperts) else None
+        if isinstance(weight, FusedFp4Weight) and weight.is_woven:
+            count, _, width = experts.gate_up_proj.shape
+            for tokens in moe.woven_experts.warmup_sizes(count, self.top_k, most):
+                dtype, device = weight.plain.dtype, weight.codes.device
+                self.partial(torch.zeros(tokens, width, dtype=dtype, device=device))
 
 
 class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):
@@ -487,6 +505,7 @@ class FusedDecoder(Decoder):
     """
 
     norm: FusedRMSNorm
+    products = FASTEST
     # Whether a forward pass runs only one layer of each kind and the last one, which launch every
     # kernel of the decoder.
     dry_run = False
@@ -566,7 +585,9 @@ class FusedDecoder(Decoder):
         # tensor_parallel/collectives.py.
         group: Any = self.embed_tokens.group
         if group.size > 1:
-            if after is None and norm is not None and not norm.zero_centered:
+            # A fused sum adds the residual in another order than the sum of many rows does.
+            may_fuse = not self.products.is_invariant and after is None
+            if may_fuse and norm is not None and not norm.zero_centered:
                 if (rows := group.shared_rows(x)) is not None:
                     return sum_add_rms_norm(
                         x, residual, weight=norm.weight, eps=norm.eps, shared=rows
@@ -628,6 +649,13 @@ ROTARIES = (
     PartialRotaryEmbedding,
     InterleavedRotaryEmbedding,
     NoRotaryEmbedding,
+)
+TAKES_PRODUCTS = (
+    FusedLinear,
+    FusedRowParallelLinear,
+    FusedLMHead,
+    FusedMixtureOfExperts,
+    FusedDecoder,
 )
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda.fused_fp4 import FusedFp4Weight
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
@@ -23,13 +24,19 @@ from nanovllm.backends.quantised.packed import PackedWeight
 
 # The class that multiplies by kernels, for each format.
 FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {
+    Fp4Weight: FusedFp4Weight,
     Fp8Weight: FusedFp8Weight,
     IntegerWeight: FusedIntegerWeight,
 }
 
 
-def use_packed_kernels(module: nn.Module) -> None:
-    """Let a packed weight multiply by the kernels for its format, if there are any."""
+def use_packed_kernels(module: nn.Module, is_invariant: bool = False) -> None:
+    """Let a packed weight multiply by the kernels for its format, if there are any.
+
+    is_invariant: whether a row's results must not depend on the number of rows.
+    """
+    if isinstance(module, PackedWeight):
+        module.is_invariant = is_invariant
     fused: Any = FUSED_WEIGHTS.get(type(module))  # type: ignore[arg-type]
     if fused is not None and (not hasattr(fused, "suits") or fused.suits(module)):
         module.__class__ = fused
@@ -112,9 +119,14 @@ class FusedQuantised:
         self.gated(torch.zeros(MAX_ROWS + 1, weight.width, dtype=dtype, device=device), gelu)
 
 
-def packed_experts(weight: nn.Module) -> PackedExperts | None:
-    """Describe the packed weights of experts to the kernels; None: no kernel knows their format."""
+def packed_experts(weight: nn.Module) -> Any:
+    """Describe the packed weights of experts to the kernels, as PackedExperts or WovenExperts.
+
+    None: no kernel knows their format.
+    """
     assert isinstance(weight, PackedWeight)
+    if isinstance(weight, FusedFp4Weight) and weight.is_woven:
+        return weight.woven
     has_groups = weight.num_groups > 1
     group = weight.group if has_groups else weight.width
     if has_groups and weight.columns.start % group:

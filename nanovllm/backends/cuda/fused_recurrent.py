@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
+from nanovllm.backends.cuda.triton.dispatch import num_processors
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.backends.cuda.triton.short_conv import Blocks
@@ -150,13 +151,18 @@ def convolve(
 
 
 def warmup_recurrent(layer: FusedGatedDeltaNet | FusedGatedConvolution) -> None:
-    """Launch the kernels that only steps with prompts launch, those of graphs and the others."""
+    """Launch the kernels that only steps with prompts launch, those of graphs and the others.
+
+    A kernel of the delta rule has one variant for few chunks, and one for many.
+    """
     weight = layer.convolution.weight
-    ends = torch.tensor([0, 1], dtype=torch.int32, device=weight.device)
-    rows = torch.zeros(1, dtype=torch.int64, device=weight.device)
-    chunk = PrefillMetadata(ends, ends, 1, 1, None)
-    tiled = TiledPrefill(ends, ends, 0, 0, None, tile_queries(ends, 1))
-    for prefill in (chunk, tiled):
-        projected = tuple([weight.new_zeros(1, width) for width in layer.widths])
-        with forward_context(AttentionMetadata(rows, 0, prefill=prefill, state_rows=rows)):
-            layer.mix(projected, rows)
+    for count in (1, num_processors(weight.device) + 1):
+        # The first chunk has one token, and the others none.
+        ends = torch.arange(count + 1, dtype=torch.int32, device=weight.device).clamp(max=1)
+        rows = torch.zeros(count, dtype=torch.int64, device=weight.device)
+        chunk = PrefillMetadata(ends, ends, 1, 1, None)
+        tiled = TiledPrefill(ends, ends, 0, 0, None, tile_queries(ends, count))
+        for prefill in (chunk, tiled):
+            projected = tuple([weight.new_zeros(1, width) for width in layer.widths])
+            with forward_context(AttentionMetadata(rows, 0, prefill=prefill, state_rows=rows)):
+                layer.mix(projected, rows)

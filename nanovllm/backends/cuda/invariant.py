@@ -4,8 +4,11 @@
 
 - products of linear layers that sum in the order of inputs, whatever the number of rows:
   triton/invariant_linear.py;
+- products of packed weights, and those of packed experts, in tiles that sum in one order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
+- sums over ranks that round once, as the sum of two numbers does, whatever kernel computes it: so
+  there may be one rank or two;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
 
 Norms, rotary embeddings, activations, embeddings and the sampler compute each row by itself in any
@@ -20,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
+from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
+from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import (
     ROTARIES,
     FusedConvolutionLayer,
@@ -38,12 +43,16 @@ from nanovllm.backends.cuda.fused_layers import (
     FusedShardedRMSNorm,
     FusedZeroCenteredRMSNorm,
 )
-from nanovllm.backends.cuda.fused_quantised import FusedQuantised
+from nanovllm.backends.cuda.fused_quantised import FusedQuantised, packed_experts
 from nanovllm.backends.cuda.fused_recurrent import FusedGatedConvolution
+from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton import resampler as kernels
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
-from nanovllm.backends.cuda.triton.invariant_linear import approve_cublas, linear
+from nanovllm.backends.cuda.triton.invariant_linear import approve_cublas
+from nanovllm.backends.cuda.triton.moe_packed import PackedExperts
+from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
+from nanovllm.backends.quantised.packed import PackedWeight
 from nanovllm.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.moe import Experts
@@ -74,8 +83,10 @@ BY_ROW = {
     ScaledEmbedding,
     *ROTARIES,
     nn.ModuleList,
+    nn.ModuleDict,
     nn.Identity,
 }
+LINEAR = (FusedLinear, FusedRowParallelLinear, FusedLMHead)
 
 
 def invariant_attention() -> AttentionBackend:
@@ -100,17 +111,17 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
                 f"computes a token within a prompt by other sums than one by itself: {remedy}"
             )
     for name, module in reversed(list(model.named_modules())):  # parts before wholes
-        known = type(module) in BY_ROW or isinstance(
-            module, (CausalLM, FusedLinear, FusedRowParallelLinear)
-        )
-        if not known or isinstance(module, FusedQuantised):
+        if not is_known(module):
             kind = type(module).__name__.removeprefix("Fused")
+            if isinstance(module, Quantised):
+                weight: Any = next(iter(module.packed.values()))
+                kind += f" ({weight.scheme.description})"
             raise ValueError(
                 f"batch_invariant is True, but layer {name} is of class {kind}, whose results "
                 f"may depend on the batch: {remedy}"
             )
     for name, module in model.named_modules():
-        if isinstance(module, (FusedLinear, FusedRowParallelLinear, FusedLMHead)):
+        if isinstance(module, LINEAR) and not isinstance(module, FusedQuantised):
             width = module.weight.shape[1]
             if width % 8:
                 raise ValueError(
@@ -119,12 +130,32 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
                 )
 
 
-def warmup_products(model: nn.Module) -> None:
+def is_known(module: nn.Module) -> bool:
+    """Tell whether a layer's kernels compute each token alike in any batch.
+
+    A packed weight is judged with the layer that it belongs to.
+    """
+    if isinstance(module, FusedQuantised):
+        weight = module.packed["weight"]
+        if isinstance(weight, FusedFp8Weight):
+            return all(fp8_linear.is_known(matrix) for matrix in weight.matrices(None))
+        return isinstance(weight, FusedIntegerWeight)
+    if isinstance(module, QuantisedExperts):
+        # Woven experts are multiplied by other tiles for other numbers of tokens.
+        weights = module.packed.values()
+        return all(isinstance(packed_experts(weight), PackedExperts) for weight in weights)
+    if isinstance(module, FusedShardedRMSNorm):
+        return module.group.size == 1
+    return type(module) in BY_ROW or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
+
+
+def warmup_products(model: CausalLM) -> None:
     """Launch the kernels that multiply the rows of prompts."""
-    layers = [x for x in model.modules() if isinstance(x, (FusedLinear, FusedRowParallelLinear))]
-    for layer in {layer.weight.shape: layer for layer in layers}.values():
+    like = model.model.embed_tokens.weight
+    layers: list[Any] = [x for x in model.modules() if isinstance(x, LINEAR[:2])]
+    for layer in {(type(layer), layer.weight.shape): layer for layer in layers}.values():
         for rows in (MAX_ROWS + 1, 8192):
-            linear(layer.weight.new_zeros(rows, layer.weight.shape[1]), layer.weight, layer.bias)
+            layer.product(like.new_zeros(rows, layer.weight.shape[1]), layer.bias)
 
 
 def approve_products(model: nn.Module, sizes: Iterable[int]) -> None:
@@ -132,8 +163,11 @@ def approve_products(model: nn.Module, sizes: Iterable[int]) -> None:
 
     The products of all other numbers of rows use the kernels of triton/invariant_linear.py.
     """
-    layers = (FusedLinear, FusedRowParallelLinear, FusedLMHead)
-    weights = [module.weight for module in model.modules() if isinstance(module, layers)]
+    weights = [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, LINEAR) and not isinstance(module, FusedQuantised)
+    ]
     for weight in {weight.shape: weight for weight in weights}.values():
         for size in sizes:
             approve_cublas(weight, size)

@@ -84,7 +84,7 @@ class PaddedInputs:
     def shape_for(self, metadata: AttentionMetadata) -> tuple[int, int] | None:
         """Return the numbers of tokens and of decoding sequences to pad a step to.
 
-        None: the step is faster as it is, without a graph.
+        None: the step is faster without a graph.
         """
         prefill, indices = metadata.prefill, metadata.logits_indices
         assert prefill is not None and indices is not None

@@ -1,10 +1,10 @@
 """The model runner for CUDA devices. It keeps the device from waiting for the host.
 
-The model's layers are fused. Decode steps are CUDA graphs. So is the forward pass of a step with
-prompts, if the host would take longer to launch its kernels than the device to run them. Copies to
-and from the device pass through pinned memory while the host goes on, and `launch` returns while
-the device works. Kernels are compiled while the weights load. The KV cache gets as many blocks as
-the memory has room for.
+The model's layers are fused. A decode step is one CUDA graph. The forward pass of a step with
+prompts is a graph, too, if the host would take longer to launch its kernels than the device to run
+them. Copies to and from the device pass through pinned memory while the host goes on, and `launch`
+returns while the device works. Kernels are compiled while the weights load. The KV cache gets as
+many blocks as the memory has room for.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,8 +76,8 @@ MIN_SHARING, MIN_SHARED_TOKENS = 16, 256
 # The kinds of PyTorch's attention that plain attention may use. cuDNN's is not among them: it plans
 # each new length anew, which takes some 50 ms on an H200.
 PLAIN_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-FEWEST_TOKENS = 512  # of a step's token budget that is halved to save memory
-GRAPH_BYTES = 2**20  # of each further graph (0.8 MiB were measured); see _graph_bytes
+FEWEST_TOKENS = 512  # the least token budget of a step that is halved to save memory
+GRAPH_BYTES = 2**20  # the size of a further graph (0.8 MiB were measured); see _graph_bytes
 
 
 class CUDAModelRunner(ModelRunner):
@@ -136,14 +136,14 @@ class CUDAModelRunner(ModelRunner):
             config.attention_backend,
             self.device,
             self.dtype,
-            max(layer.head_dim for layer in layers),
-            self.block_size,
+            head_dim=max(layer.head_dim for layer in layers),
+            block_size=self.block_size,
             sinks=any(layer.sinks is not None for layer in layers),
             fp8_kv=config.kv_cache_dtype == "fp8",
         )
         fuse(model, self._backend)
         if not all(isinstance(layer, FusedSelfAttention) for layer in layers):
-            self._backend = PLAIN_BACKEND  # as layers that no kernel suits compute attention
+            self._backend = PLAIN_BACKEND  # some layers stay plain, and compute attention so
         self.attention_name = self._backend.name
         if self.group.size > 1:
             overlap_all_reduces(model)
@@ -194,12 +194,15 @@ class CUDAModelRunner(ModelRunner):
         mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
         for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
             mlp.warmup()
+        mixtures = [x for x in self.model.modules() if isinstance(x, FusedMixtureOfExperts)]
+        for mixture in {layer.experts.gate_up_proj.shape: layer for layer in mixtures}.values():
+            mixture.warmup(self.max_num_batched_tokens)
         if self.config.batch_invariant:
             warmup_products(self.model)
 
     @contextmanager
     def _dry_run(self) -> Iterator[None]:
-        """Let the model run only one layer of each kind, which launch every kernel it has."""
+        """Let the model run only one layer of each kind: these launch every kernel it has."""
         decoder: Any = self.model.model
         decoder.dry_run = True  # only FusedDecoder reads it: others run all layers
         try:
@@ -283,10 +286,10 @@ class CUDAModelRunner(ModelRunner):
         return PaddedInputs(self.state, self._slots, sizes, recurrent) if sizes else None
 
     def _count_bytes(self, block: int, least: int) -> int:
-        """Count them beside the largest step.
+        """Count the bytes that are left beside the largest step.
 
-        If too few are left, halve the step's token budget, which most of its memory grows with. A
-        step has no use for more tokens than the KV cache has room for.
+        If too few are left, halve the step's token budget, because most of a step's memory grows
+        with it. A step has no use for more tokens than the KV cache has room for.
         """
         fewest = min(self.max_num_batched_tokens, max(self.max_num_seqs, FEWEST_TOKENS))
         while True:
@@ -343,12 +346,19 @@ class CUDAModelRunner(ModelRunner):
         graphs, self.graphs = self.graphs, None  # a graph captured now would hold this cache
         budget, count = self.max_num_batched_tokens, self.max_num_seqs
         length = min(-(-budget // count), self.max_model_len)
-        lengths = [
-            min(length, budget - start) for start in range(0, min(budget, count * length), length)
-        ]
+        starts = range(0, min(budget, count * length), length)
         chunks = [
-            PrefillChunk(i, [0] * length, 0, 0, [], True, 1.0, 0)
-            for i, length in enumerate(lengths)
+            PrefillChunk(
+                batch_slot=slot,
+                token_ids=[0] * min(length, budget - start),
+                start=0,
+                write_from=0,
+                block_table=[],
+                is_last=True,
+                temperature=1.0,
+                seed=0,
+            )
+            for slot, start in enumerate(starts)
         ]
         try:
             self.launch(Batch(prefills=tuple(chunks))).wait()
@@ -381,7 +391,7 @@ class CUDAModelRunner(ModelRunner):
         return self._slots[: len(slots)]
 
     def _decode_step(self, slots: Tensor, batch: Batch) -> StepOutput:
-        """Run a decode step by a graph if there is one for its size, else kernel by kernel."""
+        """Replay the graph for the step's size if there is one; otherwise launch its kernels."""
         count, shared_tokens = len(slots), batch.shared_blocks * self.block_size
         shares = count >= MIN_SHARING and shared_tokens >= MIN_SHARED_TOKENS
         shares &= not self.config.batch_invariant
@@ -400,7 +410,7 @@ class CUDAModelRunner(ModelRunner):
 
     @contextmanager
     def _slots_of_padding(self) -> Iterator[None]:
-        """Let no sequence decode in what runs inside the block."""
+        """Fill all slots with padding inside the block, so that no sequence decodes there."""
         slots, self._slots_hold, slots_hold = self._slots.clone(), None, self._slots_hold
         self._slots.fill_(self.max_num_seqs)
         yield
@@ -431,7 +441,7 @@ class CUDAModelRunner(ModelRunner):
         return inputs
 
     def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Run a forward pass by a graph if the step has prompts and suits one, else by kernels."""
+        """Replay a graph if the step has prompts and fits one; otherwise launch its kernels."""
         indices, padded = metadata.logits_indices, self._padded
         # Decode steps may be under capture now. Without indices, all hidden states are wanted.
         if metadata.prefill is None or indices is None:

@@ -264,6 +264,7 @@ def read_gptq(config: dict[str, Any]) -> Rules:
 
 
 def gptq_scheme(config: dict[str, Any]) -> Integers:
+    """Read the format of GPTQ's weights."""
     return Integers(
         "gptq",
         bits=one_of(config, "bits", (4, 8), "use 4 or 8"),
@@ -475,6 +476,7 @@ def is_list_of_names(value: Any) -> bool:
 
 
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:
+    """Raise ValueError for a field of quantization_config."""
     raise ValueError(
         f"config.json: quantization_config: {name} is {value!r:.200}: {remedy}; choose another "
         "checkpoint of the model"

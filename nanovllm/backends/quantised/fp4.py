@@ -54,14 +54,16 @@ class Fp4Weight(PackedWeight):
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
         of = partial(self.rows_of, rows=rows, expert=expert)
-        numbers = from_e2m1(of(self.codes))
-        if self.scheme.is_nvidia:
-            scales = of(self.scales).float() / of(self.divisors)
-        else:
-            bits = of(self.scales).int()
-            scales = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits - BIAS)
-            scales = scales.masked_fill(bits == 255, torch.nan)
-        return numbers * self.spread(scales)
+        if not self.scheme.is_nvidia:
+            return self.numbers_of(of(self.codes), of(self.scales))
+        scales = of(self.scales).float() / of(self.divisors)
+        return from_e2m1(of(self.codes)) * self.spread(scales)
+
+    def numbers_of(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Compute the numbers of rows in MXFP4: codes [N, K / 2] and scales [N, groups]."""
+        bits = scales.int()
+        factors = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits - BIAS)
+        return from_e2m1(codes) * self.spread(factors.masked_fill(bits == 255, torch.nan))
 
     def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
         name, rows = piece.name, piece.rows

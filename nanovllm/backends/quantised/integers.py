@@ -30,7 +30,8 @@ class IntegerWeight(PackedWeight):
     """A weight in integers: number = (code - zero) * scale.
 
     The codes are from 0 to 2^bits - 1, and neighbours in a row share an int32: the first is in its
-    lowest bits. Without zero points, zero is 2^(bits - 1). All layouts of checkpoints become this.
+    lowest bits. Without zero points, zero is 2^(bits - 1). The layouts of all checkpoints are
+    converted to this one.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The KV cache in FP8: K and V as codes of e4m3, with a scale each in every layer.
 
-layers/attention.py says what is computed. Here its layers get their scales.
+layers/attention.py says what is computed. This file gives the attention layers their scales.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The exchange of a model's layers for quantised ones, before any weight has memory.
 
-A quantised layer is its plain layer in all but its weight. The plain weight stays as a tensor
-without memory, so the plain layer's `weight_slices` still say which part of which projection the
-rank holds. Its packed weight turns each of these slices into slices of packed tensors.
+A quantised layer differs from its plain layer in the weight alone. The plain weight stays as a
+tensor without memory, so the plain layer's `weight_slices` still say which part of which projection
+the rank holds. Its packed weight turns each of these slices into slices of packed tensors.
 """
 
 from collections.abc import Callable, Iterator

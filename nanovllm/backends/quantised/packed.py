@@ -63,13 +63,13 @@ def piece_of(part: WeightSlice, weight: Tensor) -> Piece:
         out_features, in_features = part.shape
         experts, count = None, part.destination.shape[0]
     return Piece(
-        part.name.removesuffix(".weight"),
-        expert,
-        slice(row % height, row % height + count),
-        slice(*rows.indices(out_features)),
-        slice(*columns.indices(in_features)),
-        (out_features, in_features),
-        experts,
+        name=part.name.removesuffix(".weight"),
+        expert=expert,
+        here=slice(row % height, row % height + count),
+        rows=slice(*rows.indices(out_features)),
+        columns=slice(*columns.indices(in_features)),
+        shape=(out_features, in_features),
+        experts=experts,
     )
 
 
@@ -82,6 +82,9 @@ class PackedWeight(nn.Module):
 
     codes: nn.Parameter
     scales: nn.Parameter
+    # Whether a row's results must not depend on the number of rows: kernels that cannot promise it
+    # must neither be chosen nor have the codes put into their order. See `use_packed_kernels`.
+    is_invariant = False
 
     def __init__(
         self, weight: Tensor, parts: Sequence[WeightSlice], group: int, ranks: ParallelGroup

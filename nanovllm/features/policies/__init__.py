@@ -19,7 +19,7 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
 
 
 def choose_policy(given: Any) -> SchedulingPolicy:
-    """Return the policy that the option `scheduling_policy` names, or is."""
+    """Return the policy that the option `scheduling_policy` gives, by name or as an object."""
     if isinstance(given, str):
         return POLICIES[given]()
     if isinstance(given, type):

@@ -9,15 +9,15 @@ from nanovllm.engine.sequence import Sequence
 
 
 class SharedPrefixPolicy(SchedulingPolicy):
-    """First come, first served; says which prefix is shared."""
+    """First come, first served. Reports the blocks that all decoding sequences share."""
 
     def __init__(self) -> None:
-        # The sequences looked at last, and the answer.
+        # The decoding sequences of the last call, and the answer.
         self._last: tuple[list[Sequence], int] = [], 0
 
     def shared_prefix_blocks(self, decoding: list[Sequence]) -> int:
         # Block tables only grow at their end, so the answer holds as long as the same sequences
-        # decode. One that is preempted misses a step at least, and is seen to have been away.
+        # decode. A preempted sequence misses at least one step, so the lists differ.
         last, count = self._last
         if decoding != last:
             count = count_common_blocks([seq.block_table for seq in decoding])

@@ -74,9 +74,10 @@ class ThroughputPolicy(SharedPrefixPolicy):
     def _group_size(self, scheduler: Scheduler, most_running: int) -> int:
         """Return how many waiting sequences start together while others run.
 
-        They are enough for `group_tokens` tokens of prompts, but at most a sixteenth of those that
-        may run: these end one by one. Each prompt is taken to be cached in the same part as the
-        last prompt that started.
+        A group is large enough if its prompts have `group_tokens` tokens to compute. It also is if
+        it has a sixteenth of `most_running` sequences: running sequences end one by one, and their
+        slots must not stay empty for long. The method assumes that the same part of each prompt is
+        cached as of the last prompt that started.
         """
         if not scheduler.running:
             return 1
@@ -93,7 +94,8 @@ class ThroughputPolicy(SharedPrefixPolicy):
     def _paced_limit(self, scheduler: Scheduler, group: int) -> int:
         """Return how many sequences spread all tokens evenly over the steps of the longest one.
 
-        At least `min_running`, and more if the next ones would otherwise end after the longest.
+        The number is at least `min_running`, and higher if the next group would otherwise end after
+        the longest sequence.
         """
         first = scheduler.waiting.first
         left = [seq.num_tokens_left for seq in scheduler.running]

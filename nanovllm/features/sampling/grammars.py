@@ -1,10 +1,14 @@
-"""Structured outputs: the tokens that may follow where an output must have a given form.
+"""Structured outputs: the tokens that may come next in an output that must have a given form.
 
-The work is that of llguidance (https://github.com/guidance-ai/llguidance), an extra. It parses the
-output so far by Earley's algorithm, and walks a trie of the vocabulary along what its lexer allows.
-It compiles a form in about a millisecond, because it computes masks only when they are needed.
+llguidance (https://github.com/guidance-ai/llguidance), an optional package, does the work. It
+parses the output so far by Earley's algorithm, and walks a trie of the vocabulary along the texts
+that its lexer allows. It compiles a form in about a millisecond, because it computes masks only
+when they are needed.
 
-This file knows texts, tokens and bit masks. It knows nothing of steps, blocks and tensors.
+Grammars holds the compiled form of each grammar as Starts: a few of llguidance's matchers that have
+read no token. Each completion has a Matcher, which copies one of them.
+
+This file knows texts, tokens and bitmasks. It knows nothing of steps, blocks and tensors.
 """
 
 import itertools
@@ -36,8 +40,8 @@ WHITESPACE = r"(\r?\n)?[ \t]{0,20}"
 OF_WHITESPACE = {"whitespace_pattern", "whitespace_flexible"}  # in a schema's "x-guidance"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 NUM_THREADS = max(1, min(32, CORES * 4 // 5))  # threads that make masks
-# How often a completion begins anew after an error of its lexer. At the first time, others may have
-# used up the new lexer already; later ones may need the highest limit.
+# How often a completion begins anew after an error of its lexer. The first new lexer may already be
+# full, because other completions use it too; further attempts raise the limit up to the highest.
 ATTEMPTS = 4
 INSTALL = 'pip install -e ".[structured]"'
 # No line of a Lark grammar begins like this. Lark's `start` may stand anywhere, and as `?start`.
@@ -117,13 +121,14 @@ class Grammars:
         return starts, *starts.next()
 
     def fill(self, rows: list[tuple[int, "Matcher", list[int]]], masks: np.ndarray) -> None:
-        """For each (row, matcher, output) set masks[row] to what may follow `output`, the tokens so
-        far. Each begins with those of the matcher's last call.
+        """Set masks[row] to the tokens that may come next, for each (row, matcher, output so far).
+
+        An output begins with the tokens of the matcher's last call.
 
         masks [R, ceil(V / 32)] int32, C-contiguous: bit i of word w is set if token 32 * w + i may
-        come. Where the output may end, the model's stop ids are among them; where it must, they are
-        all. No bit is set once a grammar turns out to be too complex.
-        A mask takes up to some milliseconds, so llguidance's threads make them side by side.
+        come next. If the output may end, the bits of the model's stop ids are set; if it must end,
+        no others are. If a grammar turns out to be too complex, no bit is set. A mask can take
+        milliseconds, so llguidance's threads make several at the same time.
         """
         for _, matcher, output in rows:
             matcher.read(output)
@@ -152,8 +157,9 @@ class Grammars:
         )
 
     def _start(self, params: StructuredOutputsParams, num_states: int) -> Any:
-        """Make llguidance's matcher before any token, whose lexer may learn `num_states`. Raises
-        ValueError if the form cannot be held to, or nothing has it.
+        """Make a matcher of llguidance that has read no token. Its lexer may learn `num_states`.
+
+        Raises ValueError if the form cannot be enforced, or if no text has it.
         """
         llguidance, tokens = self._llguidance, self._tokens
         limits = llguidance.LLParserLimits(verbose_errors=False, max_lexer_states=num_states)
@@ -164,7 +170,7 @@ class Grammars:
             raise ValueError(refusal(params, str(error))) from error
         if not matcher.is_error():
             first = matcher.deep_copy()
-            first.compute_bitmask()  # what nothing satisfies is found here
+            first.compute_bitmask()  # an error here: no text has the form
             if not first.is_error():
                 return matcher
             matcher = first
@@ -187,7 +193,7 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """llguidance's form of the vocabulary: the bytes of each token."""
+        """The vocabulary as llguidance takes it: the bytes of each token."""
         text = self._tokenizer.to_json() if self._tokenizer is not None else None
         if text is None:
             raise ValueError(
@@ -211,18 +217,23 @@ class Grammars:
 
 
 class Starts:
-    """llguidance's matchers of one grammar, before any token, to be copied.
+    """Matchers of llguidance for one grammar that have read no token. Completions copy them.
 
-    Copies of one share what it learns about the grammar's lexer, and wait for one another: two
-    threads are no faster with them than one. So there are two for each thread, since some masks
-    take long, made when as many completions ask; fewer where so many would exceed CACHE_BYTES.
+    Copies of one matcher share a lexer and its states, and wait for one another: on such copies,
+    two threads are no faster than one. Some masks take long, so a grammar may have two matchers for
+    each thread, or fewer if so many could exceed CACHE_BYTES. A new one is made for a further
+    completion, until there are so many; then completions take turns.
     """
 
     def __init__(
         self, make: Callable[[int], Any], num_characters: int, grown: Callable[[], None]
     ) -> None:
-        """`make`: makes one, whose lexer may learn so many states. `num_characters`: how long the
-        text of the grammar is. `grown`: called when they may take more bytes than before.
+        """Make the first matcher.
+
+        Args:
+            make: makes a matcher. Its argument is the number of states that the lexer may learn.
+            num_characters: the length of the grammar's text.
+            grown: called when the matchers may take more bytes than before.
         """
         self._make = make
         self._grown = grown
@@ -230,7 +241,7 @@ class Starts:
         self._most = max(1, min(2 * NUM_THREADS, CACHE_BYTES // self._num_bytes(MOST_STATES)))
         self._num_states = min(FIRST_STATES, MOST_STATES)
         self._starts = [self._first()]
-        self._limits = [self._num_states]  # of each, how many states
+        self._limits = [self._num_states]  # the most states of each matcher's lexer
         self._count = itertools.count()
 
     def _first(self) -> Any:
@@ -257,7 +268,7 @@ class Starts:
     def next(self) -> tuple[int, Any]:
         """Return the number and the matcher of the start that the next completion copies."""
         turn = next(self._count)
-        # More turns than there are, where other threads' calls came while one was made.
+        # `turn` may be beyond the list: other threads may have called while a matcher was made.
         if turn >= len(self._starts) and len(self._starts) < self._most:
             self._starts.append(self._make(self._num_states))
             self._limits.append(self._num_states)
@@ -281,13 +292,13 @@ class Matcher:
     It looks its form up when it reads for the first time, so that waiting requests hold no form.
 
     state: llguidance's matcher of the tokens that have been read.
-    number: of the start that `state` was copied from; see Starts.
+    number: The number, in Starts, of the matcher that `state` was copied from.
     """
 
     def __init__(self, begin: Callable[[], tuple[Starts, int, Any]]) -> None:
         self._begin = begin
         self._starts: Starts | None = None
-        self._source: Any = None  # the start that `state` was copied from
+        self._source: Any = None  # the matcher that `state` was copied from
         self._num_read = 0
         self.number = 0
         self.state: Any = None
@@ -313,8 +324,9 @@ class Matcher:
                 self.begin_anew(output)
 
     def begin_anew(self, output: list[int]) -> None:
-        """Read `output` with another start, after an error: the lexer may have learned all the
-        states that it may, from the completions before.
+        """Read `output` again with a new matcher, after an error.
+
+        Earlier completions may have used up all the states that the lexer may learn.
         """
         assert self._starts is not None, "it has read"
         self._source = self._starts.replace(self.number, self._source)
@@ -335,9 +347,12 @@ def num_characters(params: StructuredOutputsParams) -> int:
 
 
 def to_grammar(compiler: Any, params: StructuredOutputsParams) -> str:
-    """llguidance's form of what is asked for. `compiler`: its class LLMatcher."""
+    """Convert the form that `params` ask for into a grammar of llguidance.
+
+    `compiler`: llguidance's class LLMatcher.
+    """
     if params.json is not None or params.json_object:
-        # A request keeps what was given as text.
+        # SamplingParams keep a schema as text.
         schema = json.loads(str(params.json)) if params.json is not None else {"type": "object"}
         if params.disable_additional_properties:
             schema = close_objects(schema)

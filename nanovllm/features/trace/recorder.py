@@ -164,7 +164,15 @@ class Recorder(EngineListener):
         for seq in request.completions:
             if request.params.max_tokens:
                 max_tokens = seq.max_len - seq.num_prompt_tokens
-            self._add(Added(self.now(), seq.id, request.id, seq.num_prompt_tokens, max_tokens))
+            self._add(
+                Added(
+                    self.now(),
+                    seq.id,
+                    request.id,
+                    prompt_tokens=seq.num_prompt_tokens,
+                    max_tokens=max_tokens,
+                )
+            )
 
     def block_registered(self, block: int, prefix_hash: int) -> None:
         if not isinstance(self.events[-1], Registered):
@@ -261,8 +269,16 @@ class Recorder(EngineListener):
         self._wait_seconds = self._lap()
 
     def tokens_committed(self, num_tokens: int) -> None:
-        time, wait_seconds = self._mark, self._wait_seconds
-        self._add(Committed(self._num_committed, time, num_tokens, wait_seconds, self._lap()))
+        arrived = self._mark  # before `_lap` moves it
+        self._add(
+            Committed(
+                self._num_committed,
+                time=arrived,
+                tokens=num_tokens,
+                wait_seconds=self._wait_seconds,
+                commit_seconds=self._lap(),
+            )
+        )
         self._num_committed += 1
 
     def sequence_finished(self, seq: Sequence) -> None:

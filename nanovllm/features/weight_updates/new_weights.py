@@ -260,7 +260,7 @@ def finish(runner: ModelRunner) -> None:
 
 @torch.inference_mode()
 def keep_scales(old: nn.Module, new: nn.Module) -> None:
-    """Copy the parameters that no plain weight says anything of, such as scales of inputs."""
+    """Copy the parameters that plain weights do not determine, such as scales of inputs."""
     for path, layer in new.named_modules():
         for name in getattr(layer, "kept", ()):
             kept = old.get_submodule(path).get_parameter(name)

@@ -125,7 +125,7 @@ def _cut_contexts(
 ) -> tuple[int, int]:
     """Choose the tokens of a tile, and the number of splits of up to `longest` tokens."""
     block_n = 64 if q.shape[2] * q.element_size() <= 256 else 32
-    splits = _num_splits(len(q) * cache.k.shape[2], triton.cdiv(longest, block_n), q.device)
+    splits = num_splits(len(q) * cache.k.shape[2], triton.cdiv(longest, block_n), q.device)
     # Measured on an H200: with few splits, large tiles are read 1 to 3 % faster. Of many sequences,
     # most are short, and a large tile would be half empty.
     is_one_of_few = splits <= 4 and len(q) <= 256 and not is_prefix_shared
@@ -134,8 +134,8 @@ def _cut_contexts(
     return block_n, splits
 
 
-def _num_splits(rows: int, tiles: int, device: torch.device) -> int:
-    """Choose how many programs share a row (a KV head of a sequence): a power of 2.
+def num_splits(rows: int, tiles: int, device: torch.device) -> int:
+    """Choose how many programs share the tiles of a row (a KV head of a sequence): a power of 2.
 
     Measured on an H200: four programs a multiprocessor hide the memory's latency. If there are so
     many rows already, up to 8 splits still even out sequences of different lengths, until there are

@@ -149,6 +149,41 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
     return Tiling(block_m, block_n, splits, 4, stages, swap=rows <= 16 and has_room)
 
 
+def invariant_linear(
+    x: Tensor | Rows,
+    matrix: Fp8Matrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    largest: Tensor | None = None,
+) -> Tensor:
+    """Compute what `linear` computes. A row's result does not depend on the number of rows.
+
+    Tensor cores compute the same part of a sum in tiles of any size. The tile of the weight decides
+    whether its rows share scales, and so the order in which a part is multiplied by scales.
+    """
+    x = as_rows(x, matrix, largest)
+    shares_alike = (matrix.block_rows % 128 == 0) == (matrix.block_rows % 64 == 0)
+    if len(x) <= 16:
+        t = Tiling(16, 64, 1, 4, 4, swap=True)
+    else:
+        t = Tiling(64, 128 if len(x) > 128 and shares_alike else 64, 1, 4, 3)
+    return multiply(x, matrix, bias, dtype, t)
+
+
+def invariant_gated(
+    x: Tensor | Rows,
+    matrix: Fp8Matrix,
+    dtype: torch.dtype,
+    gelu: bool = False,
+    reader: Fp8Matrix | None = None,
+) -> Tensor | Rows:
+    """Compute what `gated_linear` computes. A row's result does not depend on the rows' number."""
+    product = invariant_linear(x, matrix, None, dtype)
+    if reader is None:
+        return activate_and_mul(product, gelu)
+    return activate_and_quantise(product, reader, gelu)
+
+
 def multiply(
     x: Rows,
     matrix: Fp8Matrix,

@@ -7,19 +7,23 @@ One token of each sequence moves the whole state, so that kernel is bound by mem
 updates a head's matrix, all of it or one slice of its columns after another, in registers: each
 element is read and written once. The gated norm of the head's output follows at once.
 
-A prompt is cut into blocks of 64 tokens. For all blocks at once, one kernel solves the triangular
-system of each. Its solution is linear in the state before the block: u = U - W S. Another kernel
-passes over the blocks of a chunk one after the other, and computes outputs and states by products.
-The columns of a state are independent there, so several programs share a head.
+A prompt is cut into blocks of 64 tokens. For all blocks at once, one kernel inverts the triangular
+system of each. Another kernel passes over the blocks of a chunk one after the other: it multiplies
+the inverse by what the state before the block lets its values be, and computes outputs and states
+by products. The columns of a state are independent there, so several programs share a head.
 
 Tensor cores take operands of 16 bits. A float32 operand is split into a sum of two bfloat16 values,
 which have 16 bits of it, where its rounding would enter the state; q, k and v have 16 bits anyway.
-In models of other dtypes than bfloat16, products are those of float32.
+In models of other dtypes than bfloat16, a float32 operand is split into a sum of two TF32 values,
+which have 22 of its 24 bits (Triton's "tf32x3"). Products of whole float32 values ("ieee") would
+spill 20 to 31 KB of a thread on Hopper, and those of TF32 spill 1 to 4 KB (Triton 3.6). Triton's
+interpreter multiplies whole values; tests allow both the same error, 5e-5.
 
 Shapes: T tokens (B decoding sequences, then P tokens of N prompt chunks), G key heads, H value
 heads, key size Dk, value size Dv, R rows of state.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import (
-    has_large_shared_memory,
+    is_hopper,
     launch,
     num_processors,
     overlap,
@@ -193,13 +197,13 @@ def gated_norm(o, gate, weight, eps, square_sum, D: tl.constexpr):
 
 
 class Solution(NamedTuple):
-    """The contributions of each block by itself: u = U - W S, and the products of q and k."""
+    """What each block of a head contributes by itself, whatever the state before it is."""
 
-    u: Tensor  # [T, H, Dv] float32
-    w: Tensor  # [T, H, Dk]; with w_low, or in float32
-    w_low: Tensor | None  # [T, H, Dk]
+    inverse: Tensor  # [T, H, TOKENS], rows of each block's inverse; with inverse_low, or in float32
+    inverse_low: Tensor | None  # [T, H, TOKENS]
     products: Tensor  # [T, H, TOKENS]: of a token's q with the keys of its block, decayed
-    # [T, H, 3] float32. They multiply a token's q; its k, up to the block's end; and the state.
+    # [T, H, 4] float32. They multiply a token's q, its k where the state is read, its k where the
+    # state at the block's end is written, and the state itself.
     factors: Tensor
 
 
@@ -226,32 +230,38 @@ def delta_rule_chunks(
     splits = out.dtype == torch.bfloat16
     operands = torch.bfloat16 if splits else torch.float32
     # All by tokens, not by blocks, because the host knows how many tokens there are.
+    size = tokens, heads, TOKENS
     solution = Solution(
-        torch.empty(tokens, heads, value_dim, dtype=torch.float32, device=device),
-        torch.empty(tokens, heads, key_dim, dtype=operands, device=device),
-        torch.empty(tokens, heads, key_dim, dtype=operands, device=device) if splits else None,
-        torch.empty(tokens, heads, TOKENS, dtype=operands, device=device),
-        torch.empty(tokens, heads, 3, dtype=torch.float32, device=device),
+        torch.empty(size, dtype=operands, device=device),
+        torch.empty(size, dtype=operands, device=device) if splits else None,
+        torch.empty(size, dtype=operands, device=device),
+        torch.empty(tokens, heads, 4, dtype=torch.float32, device=device),
     )
-    sizes = inputs.num_key_heads, heads, key_dim, value_dim, TOKENS
+    sizes = inputs.num_key_heads, heads, key_dim
     launch(
         _solve_blocks_kernel,
         (blocks.most, heads, blocks.chunks),
         *(inputs.qkv, inputs.ba, inputs.A_log, inputs.dt_bias, blocks.starts, blocks.tiles),
-        *(*solution, inputs.qkv.stride(0), inputs.ba.stride(0), *sizes, splits),
-        num_warps=8,
+        *(*solution, inputs.qkv.stride(0), inputs.ba.stride(0), *sizes, TOKENS, splits),
+        num_warps=4,
     )
-    # 8 prompts of 2,048 tokens and 32 heads on an H200 (Triton 3.6): 3.7 ms, and 77 ms by the plain
-    # rule. The first kernel takes 2.9 ms. The second one takes 0.7 ms in slices of 64, 1.1 of 32.
-    is_large = has_large_shared_memory(device)
-    slice_dim = min(value_dim, 64 if is_large else 32)
+    # On an H100 (Triton 3.6), 8 prompts of 2,048 tokens and 32 heads take the first kernel 0.41 ms,
+    # and 0.74 with 8 warps. They take the second kernel, which spills some registers, 0.48 ms, and
+    # 0.64 with two stages. One prompt of 16,384 tokens has too few programs to let two of them
+    # share a multiprocessor: it takes 1.36 ms, and 1.13 with two stages, which load a block while
+    # another is computed.
+    on_hopper = is_hopper(device)
+    # For data-center Blackwell, Triton 3.6 fails to compile 64 values in TF32: it emits a trap.
+    slice_dim = min(value_dim, 64 if splits or on_hopper else 32)
+    grid = value_dim // slice_dim, heads, len(rows)
+    is_few = math.prod(grid) <= num_processors(device)
     launch(
         _pass_over_blocks_kernel,
-        (value_dim // slice_dim, heads, len(rows)),
+        grid,
         *(inputs.qkv, blocks.starts, state, rows, *solution, out),
-        *(inputs.qkv.stride(0), out.stride(0), *sizes, slice_dim, splits),
-        num_warps=8,
-        num_stages=2 if is_large else 1,
+        *(inputs.qkv.stride(0), out.stride(0), *sizes, value_dim, TOKENS, slice_dim, splits),
+        num_warps=4 if on_hopper else 8,
+        num_stages=2 if on_hopper and is_few else 1,
     )
     block = max(1, 2048 // value_dim)
     launch(
@@ -271,9 +281,8 @@ def _solve_blocks_kernel(
     dt_bias,
     starts,
     tiles,
-    u_out,
-    w_out,
-    w_low_out,
+    inverse_out,
+    inverse_low_out,
     products_out,
     factors,
     qkv_stride,
@@ -281,11 +290,10 @@ def _solve_blocks_kernel(
     G: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
-    DV: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Compute what a block of a head contributes by itself, whatever the state before it is."""
+    """Compute what a block of a head contributes by itself: see Solution."""
     chunk, first = block_of(tiles, TOKENS)
     head = tl.program_id(1)
     begin = tl.load(starts + chunk)
@@ -298,9 +306,9 @@ def _solve_blocks_kernel(
         ba += token * ba_stride + head
         row = token * H + head  # of the block's first token
         rows_held = held[:, None]
-        key, value = tl.arange(0, DK)[None, :], tl.arange(0, DV)[None, :]
-        q_at = qkv + head // (H // G) * DK + i[:, None] * qkv_stride + key
+        q_at = qkv + head // (H // G) * DK + i[:, None] * qkv_stride + tl.arange(0, DK)[None, :]
         k = tl.load(q_at + G * DK, mask=rows_held, other=0.0)
+        q = tl.load(q_at, mask=rows_held, other=0.0)
         b = tl.load(ba + i * ba_stride, mask=held, other=0.0)
         a = tl.load(ba + H + i * ba_stride, mask=held, other=0.0)
         beta, g = strength_and_gate(b, a, A_log + head, dt_bias + head)
@@ -314,35 +322,29 @@ def _solve_blocks_kernel(
         k_norm = inverse_norms(k)
         is_causal = i[:, None] >= i[None, :]
         between = (d[:, None] - d[None, :]) + (d_low[:, None] - d_low[None, :])
-        decay = tl.exp(tl.where(is_causal, between, float("-inf")))
-        system = tl.dot(k, tl.trans(k), input_precision="ieee")
-        system *= decay * (beta * k_norm)[:, None] * k_norm[None, :]
-        inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), TOKENS)
-
-        start = tl.exp(d)
-        w = split_dot(inverse * (beta * start * k_norm)[None, :], k, SPLITS)
-        w_place = row * DK + (i[:, None] * (H * DK) + key)
-        if SPLITS:
-            w, low = split(w)
-            tl.store(w_low_out + w_place, low, mask=rows_held)
-        tl.store(w_out + w_place, w, mask=rows_held)
-        v_at = qkv + 2 * G * DK + head * DV + i[:, None] * qkv_stride + value
-        v = tl.load(v_at, mask=rows_held, other=0.0)
-        u = split_dot(inverse * beta[None, :], v, SPLITS)
-        tl.store(u_out + row * DV + (i[:, None] * (H * DV) + value), u, mask=rows_held)
-        q = tl.load(q_at, mask=rows_held, other=0.0)
+        decay = tl.exp(tl.where(is_causal, between, float("-inf"))) * k_norm[None, :]
         q_norm = inverse_norms(q) * DK**-0.5
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        products *= decay * q_norm[:, None] * k_norm[None, :]
-        products_at = products_out + row * TOKENS + (i[:, None] * (H * TOKENS) + i[None, :])
-        tl.store(products_at, products.to(products_out.dtype.element_ty), mask=rows_held)
-        factors_at = factors + (row + i * H) * 3
+        products = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (decay * q_norm[:, None])
+        place = row * TOKENS + (i[:, None] * (H * TOKENS) + i[None, :])
+        tl.store(products_out + place, products.to(products_out.dtype.element_ty), mask=rows_held)
+        system = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+        system *= decay * (beta * k_norm)[:, None]
+        inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), TOKENS, SPLITS)
+        inverse *= beta[None, :]
+        if SPLITS:
+            inverse, low = split(inverse)
+            tl.store(inverse_low_out + place, low, mask=rows_held)
+        tl.store(inverse_out + place, inverse, mask=rows_held)
+
+        factors_at = factors + (row + i * H) * 4
+        start = tl.exp(d)
         tl.store(factors_at, start * q_norm, mask=held)
+        tl.store(factors_at + 1, start * k_norm, mask=held)
         # Tokens of padding add no gates, so the last sum is that of the block's last token.
         is_last = i == TOKENS - 1
         end, end_low = tl.sum(tl.where(is_last, d, 0.0)), tl.sum(tl.where(is_last, d_low, 0.0))
-        tl.store(factors_at + 1, tl.exp((end - d) + (end_low - d_low)) * k_norm, mask=held)
-        tl.store(factors_at + 2, start, mask=held)
+        tl.store(factors_at + 2, tl.exp((end - d) + (end_low - d_low)) * k_norm, mask=held)
+        tl.store(factors_at + 3, start, mask=held)
 
 
 @triton.jit
@@ -353,29 +355,52 @@ def inverse_norms(x):
 
 
 @triton.jit
-def inverse_of(system, N: tl.constexpr):
+def inverse_of(system, N: tl.constexpr, SPLITS: tl.constexpr):
     """Invert 1 + system, where `system` [N, N] is strictly lower triangular.
 
-    By forward substitution, which is exact where keys repeat; powers of the system grow there.
+    Two neighbouring blocks on the diagonal, whose inverses X and Y are known, and the block B below
+    X and beside Y, make a block of twice the size, whose inverse has -Y B X in the place of B. So
+    blocks grow from 1 to N. The result is exact where keys repeat; powers of the system grow there.
     """
-    i = tl.arange(0, N)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    for j in range(N - 1):
-        # Row j is final now: take it out of the rows below.
-        column = tl.sum(tl.where(i[None, :] == j, system, 0.0), axis=1)
-        row = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), axis=0)
-        inverse -= column[:, None] * row[None, :]
+    # Blocks up to 16, the least that tensor cores multiply, are apart from one another:
+    # [blocks, 16, 16].
+    BASE: tl.constexpr = 16
+    block, j, i = tl.arange(0, N // BASE), tl.arange(0, BASE), tl.arange(0, N)
+    is_diagonal = (block[:, None] == block[None, :])[:, None, :, None]
+    small = tl.reshape(system, [N // BASE, BASE, N // BASE, BASE])
+    small = tl.sum(tl.where(is_diagonal, small, 0.0), axis=2)
+    apart = (j[:, None] ^ j[None, :])[None, :, :]
+    small = grow_blocks(small, small, apart, 1, BASE, SPLITS)
+    inverse = tl.where(is_diagonal, tl.expand_dims(small, 2), 0.0)
+    apart = i[:, None] ^ i[None, :]
+    return grow_blocks(tl.reshape(inverse, [N, N]), system, apart, BASE, N, SPLITS)
+
+
+@triton.jit
+def grow_blocks(inverse, system, apart, SIZE: tl.constexpr, TO: tl.constexpr, SPLITS: tl.constexpr):
+    """Grow the inverses of diagonal blocks from SIZE to TO. SIZE = 1: `inverse` is not read.
+
+    `apart` is the exclusive or of rows and columns: in [SIZE, 2 SIZE) between two neighbours.
+    """
+    if SIZE == 1:
+        inverse = tl.where(apart == 0, 1.0, tl.where(apart == 1, -system, 0.0))
+        inverse = grow_blocks(inverse, system, apart, 2, TO, SPLITS)
+    elif SIZE < TO:
+        below = tl.where((apart >= SIZE) & (apart < 2 * SIZE), system, 0.0)
+        inverse -= multiply(multiply(inverse, below, SPLITS), inverse, SPLITS)
+        inverse = grow_blocks(inverse, system, apart, 2 * SIZE, TO, SPLITS)
     return inverse
 
 
 @triton.jit
-def split_dot(x, y, SPLITS: tl.constexpr):
-    """Multiply a float32 x, in two parts if `SPLITS`, by a y of the model's dtype."""
+def multiply(x, y, SPLITS: tl.constexpr):
+    """Multiply float32 matrices, each in two parts if `SPLITS`."""
     if SPLITS:
-        high, low = split(x)
-        result = tl.dot(low, y, tl.dot(high, y))
+        x, x_low = split(x)
+        y, y_low = split(y)
+        result = tl.dot(x, y, tl.dot(x, y_low, tl.dot(x_low, y)))
     else:
-        result = tl.dot(x, y.to(tl.float32), input_precision="ieee")
+        result = tl.dot(x, y, input_precision="tf32x3")
     return result
 
 
@@ -392,14 +417,13 @@ def _pass_over_blocks_kernel(
     starts,
     state,
     rows,
-    u_in,
-    w_in,
-    w_low_in,
+    inverse_in,
+    inverse_low_in,
     products_in,
     factors,
     out,
-    qkv_stride,
-    out_stride,
+    qkv_stride: tl.constexpr,
+    out_stride: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     DK: tl.constexpr,
@@ -408,56 +432,64 @@ def _pass_over_blocks_kernel(
     SLICE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Compute outputs and the state, for SLICE values of a head, block by block of a chunk."""
+    """Compute outputs and the state, for SLICE values of a head, block by block of a chunk.
+
+    All results are transposed, with values as rows: so the state and whatever is computed from it
+    are the left operands of products, which stay in registers.
+    """
     head, chunk = tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts + chunk), tl.load(starts + chunk + 1)
     if begin < end:
         i, key = tl.arange(0, TOKENS), tl.arange(0, DK)
         value = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
-        row = tl.load(rows + chunk)
-        state += (row * H + head) * (DK * DV)
-        state_at = state + (key[:, None] * DV + value[None, :])
-        s = tl.load(state_at).to(tl.float32)
-        k_col = (G + head // (H // G)) * DK
+        state += (tl.load(rows + chunk) * H + head) * (DK * DV)
+        state_at = state + (key[None, :] * DV + value[:, None])
+        s = tl.load(state_at).to(tl.float32)  # [SLICE, DK]
         for first in range(begin, end, TOKENS):
             held = first + i < end
             rows_held = held[:, None]
             token = begin.to(tl.int64) + (first - begin)
             place = token * H + head  # of the block's first token
-            k_at = qkv + token * qkv_stride + k_col + (i[:, None] * qkv_stride + key[None, :])
-            k = tl.load(k_at, mask=rows_held, other=0.0)
-            q = tl.load(k_at - G * DK, mask=rows_held, other=0.0)
-            w_place = place * DK + (i[:, None] * (H * DK) + key[None, :])
-            w = tl.load(w_in + w_place, mask=rows_held, other=0.0)
-            products_at = products_in + place * TOKENS + (i[:, None] * (H * TOKENS) + i[None, :])
-            products = tl.load(products_at, mask=rows_held, other=0.0)
-            u_at = u_in + place * DV + (i[:, None] * (H * DV) + value[None, :])
-            u = tl.load(u_at, mask=rows_held, other=0.0)
-            factors_at = factors + (place + i * H) * 3
-            q_factor = tl.load(factors_at, mask=held, other=0.0)
-            k_factor = tl.load(factors_at + 1, mask=held, other=0.0)
+            q_at = qkv + token * qkv_stride + head // (H // G) * DK
+            q_at += i[:, None] * qkv_stride + key[None, :]
+            k = tl.load(q_at + G * DK, mask=rows_held, other=0.0)
+            q = tl.load(q_at, mask=rows_held, other=0.0)
+            within = place * TOKENS + (i[:, None] * (H * TOKENS) + i[None, :])
+            inverse = tl.load(inverse_in + within, mask=rows_held, other=0.0)
+            products = tl.load(products_in + within, mask=rows_held, other=0.0)
+            v_at = qkv + token * qkv_stride + (2 * G * DK + head * DV)
+            v_at += i[:, None] * qkv_stride + value[None, :]
+            v = tl.trans(tl.load(v_at, mask=rows_held, other=0.0))  # [SLICE, TOKENS]
+            factors_at = factors + (place + i * H) * 4
+            q_factor = tl.load(factors_at, mask=held, other=0.0)[None, :]
+            read_factor = tl.load(factors_at + 1, mask=held, other=0.0)[None, :]
+            k_factor = tl.load(factors_at + 2, mask=held, other=0.0)[None, :]
             last = tl.minimum(TOKENS, end - first) - 1
-            decay = tl.load(factors + (place + last * H) * 3 + 2)
+            decay = tl.load(factors + (place + last * H) * 4 + 3)
             if SPLITS:
-                w_low = tl.load(w_low_in + w_place, mask=rows_held, other=0.0)
-                high, low = split(s)
-                u -= tl.dot(w_low, high, tl.dot(w, low, tl.dot(w, high)))
+                inverse_low = tl.load(inverse_low_in + within, mask=rows_held, other=0.0)
+                inverse, inverse_low = tl.trans(inverse), tl.trans(inverse_low)
+                s_high, s_low = split(s)
+                k_cols = tl.trans(k)
+                from_state = tl.dot(s_low, k_cols, tl.dot(s_high, k_cols))
                 # The rounding of an output enters no state.
-                o = tl.dot(q, high) * q_factor[:, None]
-                o = tl.dot(products, u.to(tl.bfloat16), o)
-                high, low = split(u * k_factor[:, None])
-                k = tl.trans(k)
-                s = tl.dot(k, low, tl.dot(k, high, s * decay))
+                o = tl.dot(s_high, tl.trans(q)) * q_factor
+                high, low = split(v.to(tl.float32) - read_factor * from_state)
+                u = tl.dot(high, inverse_low, tl.dot(low, inverse, tl.dot(high, inverse)))
+                o = tl.dot(u.to(tl.bfloat16), tl.trans(products), o)
+                high, low = split(u * k_factor)
+                s = tl.dot(low, k, tl.dot(high, k, s * decay))
             else:
-                u -= tl.dot(w, s, input_precision="ieee")
-                o = tl.dot(q.to(tl.float32), s, input_precision="ieee") * q_factor[:, None]
-                o = tl.dot(products, u, o, input_precision="ieee")
-                u *= k_factor[:, None]
-                k = tl.trans(k.to(tl.float32))
-                s = tl.dot(k, u, s * decay, input_precision="ieee")
+                k = k.to(tl.float32)
+                change = v.to(tl.float32)
+                change -= read_factor * tl.dot(s, tl.trans(k), input_precision="tf32x3")
+                u = tl.dot(change, tl.trans(inverse), input_precision="tf32x3")
+                o = tl.dot(s, tl.trans(q.to(tl.float32)), input_precision="tf32x3") * q_factor
+                o = tl.dot(u, tl.trans(products), o, input_precision="tf32x3")
+                s = tl.dot(u * k_factor, k, s * decay, input_precision="tf32x3")
             out_at = out + token * out_stride + head * DV
             out_at += i[:, None] * out_stride + value[None, :]
-            tl.store(out_at, o.to(out.dtype.element_ty), mask=rows_held)
+            tl.store(out_at, tl.trans(o.to(out.dtype.element_ty)), mask=rows_held)
         tl.store(state_at, s.to(state.dtype.element_ty))
 
 

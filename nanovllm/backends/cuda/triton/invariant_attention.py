@@ -33,13 +33,8 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
     slots_of,
     with_sink,
 )
-from nanovllm.backends.cuda.triton.dispatch import (
-    arrivals,
-    launch,
-    num_processors,
-    overlap,
-    wait_for_inputs,
-)
+from nanovllm.backends.cuda.triton.decode_attention import num_splits
+from nanovllm.backends.cuda.triton.dispatch import arrivals, launch, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.prefill_attention import (
     TILED_KEYS,
     TiledPrefill,
@@ -51,8 +46,10 @@ from nanovllm.layers.context import PrefillMetadata
 
 BLOCK_M = 64  # rows of a tile of a chunk's queries
 SEGMENT = 256  # keys of a segment, a multiple of any tile of keys
-MAX_SPLITS = 32
-SHARING = 4  # programs a multiprocessor up to which programs share a row
+# A tile is asked for when its slots are known, so 5 stages fetch two tiles ahead, and 3 only one.
+# Measured on an H100: in a decode step of Qwen3-0.6B's shape, whose keys are no longer in the cache
+# of the GPU, 5 save 2.7 us a layer for one sequence of 400 tokens, and 3.1 us for 64 of 3,100.
+DECODE_STAGES = 5
 
 
 def prefill_attention(
@@ -126,12 +123,12 @@ def decode_attention(
     group = num_heads // groups
     heads, blocks = _cut_heads(group)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    block_n, warps, stages = _choose_tiles(q)
+    block_n, warps, _ = _choose_tiles(q)
     longest = tables.shape[1] * page
     if options.window is not None:
         longest = min(longest, options.window + 2 * SEGMENT)
     segments = triton.cdiv(longest, SEGMENT)
-    splits = _num_splits(batch * groups * blocks, segments, q.device)
+    splits = num_splits(batch * groups * blocks, segments, q.device)  # changes no bit
     parts = sums = counters = None
     if splits > 1:
         rows = batch * groups * blocks, segments, heads
@@ -147,7 +144,7 @@ def decode_attention(
         *(options.window or 0, group, heads, head_dim, padded_head_dim(head_dim), page),
         *(max(16, heads), block_n, SEGMENT, segments, splits),
         num_warps=warps,
-        num_stages=stages,
+        num_stages=DECODE_STAGES,
         **overlap(q),
     )
     return out
@@ -160,18 +157,8 @@ def _cut_heads(group: int) -> tuple[int, int]:
 
 
 def _choose_tiles(q: Tensor) -> tuple[int, int, int]:
-    """Choose the keys of a tile, the warps of a program and its stages, by the size of heads."""
+    """Choose the keys of a tile, the warps of a program, and the stages for prompts."""
     return (64, 4, 3) if q.shape[2] * q.element_size() <= 256 else (32, 8, 2)
-
-
-def _num_splits(rows: int, segments: int, device: torch.device) -> int:
-    """Choose how many programs share a row's segments: a power of 2.
-
-    The number changes no bit of the result. Rows are shared only if there are fewer of them than
-    programs that fit on the device, so each of them has a counter in `arrivals`.
-    """
-    splits = min(SHARING * num_processors(device) // rows, MAX_SPLITS)
-    return min(1 << max(splits, 1).bit_length() - 1, triton.next_power_of_2(segments))
 
 
 # As in prefill_attention.py, these arguments must not be specialized.

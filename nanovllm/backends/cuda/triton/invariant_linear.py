@@ -450,4 +450,4 @@ def _gated(gate, up, bias, col, N, dtype: tl.constexpr, GELU: tl.constexpr):
     return activated(gate, GELU).to(dtype).to(tl.float32) * up
 
 
-INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear)
+INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear, is_invariant=True)

@@ -52,6 +52,9 @@ class Products(NamedTuple):
     linear: Callable[..., Tensor]
     gated_linear: Callable[..., Tensor]
     warmup_gated_linear: Callable[..., None]
+    # Whether a row's results do not depend on the number of rows. Then layers with packed weights,
+    # experts and sums over ranks must hold it, too.
+    is_invariant: bool = False
 
 
 FASTEST = Products(linear, gated_linear, warmup_gated_linear)

@@ -13,7 +13,7 @@ Shapes: T tokens, K experts of a token, P = T K pairs, E experts, N width of a r
 expert.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
 )
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import (
+    INVARIANT_INPUTS,
     PackedExperts,
     Rows,
     SortedPairs,
@@ -38,6 +39,15 @@ from nanovllm.backends.cuda.triton.moe_packed import (
     rows_for,
 )
 from nanovllm.layers.moe import ClampedSwiGLU
+
+if TYPE_CHECKING:
+    from nanovllm.backends.cuda.triton.woven_experts import WovenExperts
+
+woven_experts: Any
+try:
+    from nanovllm.backends.cuda.triton import woven_experts
+except ImportError:  # older releases of Triton lack Gluon, or parts of it
+    woven_experts = None
 
 # A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
 CHUNK_TOKENS = 8
@@ -59,40 +69,50 @@ def moe(
     x: Tensor,
     logits: Tensor,
     *,
-    gate_up: Tensor | PackedExperts,
-    down: Tensor | PackedExperts,
+    gate_up: "Tensor | PackedExperts | WovenExperts",
+    down: "Tensor | PackedExperts | WovenExperts",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     top_k: int,
     renormalize: bool,
     clamped: ClampedSwiGLU | None = None,
     added: tuple[Tensor, Tensor] | None = None,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
     Args:
         logits: [T, E], the router's.
-        gate_up: [E, 2 F, N], packed or not.
-        down: [E, N, F], packed if gate_up is.
+        gate_up: [E, 2 F, N], plain, packed or woven.
+        down: [E, N, F], of the same kind.
         gate_up_bias: [E, 2 F].
         down_bias: [E, N].
         top_k: experts of a token.
         renormalize: whether the weights of a token's experts are scaled to a sum of 1.
         clamped: the experts' gating; None: swiglu.
         added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
+        is_invariant: whether a token's result must not depend on the number of tokens.
     """
     out = torch.empty_like(x)
     (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[1], down.shape[-1]
     pairs = num_tokens * top_k
     if not pairs:
         return out
+    # The kernels of no other kind of weights were shown to be invariant.
+    assert not is_invariant or isinstance(gate_up, (Tensor, PackedExperts))
     inputs: Tensor | Rows = x
     preparation = None
+    tile: Any
+    product: Any
     if isinstance(gate_up, PackedExperts):
         tile = packed_tile(gate_up, pairs / num_experts, x)
+        if is_invariant:
+            tile = tile._replace(inputs=INVARIANT_INPUTS, splits=1)
         inputs, preparation = rows_for(x, gate_up)
-    else:
+    elif isinstance(gate_up, Tensor):
         tile = plain_tile(pairs / num_experts, x)
+    else:
+        tile = woven_experts.woven_tile(pairs / num_experts)
     weights, *sorted_pairs = sort_by_expert(
         logits,
         x,
@@ -112,9 +132,9 @@ def moe(
         )
         multiply_packed(hidden, down, down_bias, results, **options)
     else:
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
-        multiply(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
-        multiply(hidden, down, down_bias, results, **options)
+        product = multiply if isinstance(gate_up, Tensor) else woven_experts.multiply_woven
+        product(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
+        product(hidden, down, down_bias, results, **options)
     _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
         results, weights, *(added or (None, None)), out, width, top_k, splits, 512, **overlap(x)
     )

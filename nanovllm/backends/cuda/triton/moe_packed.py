@@ -192,8 +192,11 @@ TILES = {
         (float("inf"), Tile(128, 128, 128, 4, 3)),
     ),
 }
+# A step's inputs decide the order of a sum. Batch invariance lets all tiles take so many.
+INVARIANT_INPUTS = 128
 SMALL_TILE = Tile(64, 128, 128, 8, 4, 8)  # the most on a GPU without large shared memory
 OTHER_BYTES = 4096  # of shared memory that a program leaves to its other needs than its stages
+LARGEST_BLOCK = 128  # the most outputs of a tile
 LEAST = 32  # words that a step takes, as tensor cores take so many codes of FP8
 FLOAT32_TILE = Tile(16, 32, 64, 4, 2)  # tensor cores do not compute products of float32
 
@@ -256,7 +259,10 @@ def multiply_packed(
     while block_n > 32 and tile.splits * max_tiles * triton.cdiv(outputs, block_n) < enough:
         block_n //= 2
     block = block_n // 2 if is_gated else block_n
-    uniform = weight.block_rows % block == 0 and results % weight.block_rows == 0
+    # The scales of all tiles are multiplied in the same order, so that a row's result does not
+    # depend on the tile.
+    largest = LARGEST_BLOCK // 2 if is_gated else LARGEST_BLOCK
+    uniform = weight.block_rows % largest == 0 and results % weight.block_rows == 0
     # The tensor cores' left operand has 64 rows or more, their right one as few as 8. And a thread
     # has many columns of a sum, of few rows: few scales, if the columns' are the same.
     swapped = parts > 1 or tile.rows < 64

@@ -83,12 +83,21 @@ def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
 
     Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B: products of 16, 64,
     128 and 256 rows, and whole models whose steps have up to 160 rows. Of programs with four warps,
-    three or four run on a multiprocessor at a time: while one waits, others compute.
+    three or four run on a multiprocessor at a time: while one waits, others compute. Of programs
+    with eight warps one does. On an H100, these took 4 to 9 % less time for products of 256 rows
+    that they computed in one go, and 7 % more for gates and ups.
     """
     rows, steps = len(x), x.shape[1] // COLUMNS
+    processors = num_processors(x.device)
+    if rows > 192 and not gated:
+        # So few that all run at once, but no third of the device is idle.
+        tiles = triton.cdiv(rows, 128) * triton.cdiv(outputs, 128)
+        splits = min(processors // tiles, steps // 3)
+        if 3 * splits * tiles >= 2 * processors:
+            return Tiling(128, 0, 8, splits, 5)
     columns = triton.cdiv(outputs, 32 if gated else 64)
     more = triton.cdiv(rows - 128, 32) * 32 if 128 < rows <= 192 else 0
-    programs = num_processors(x.device) * (4 if rows <= 16 else 2 if more else 3)
+    programs = processors * (4 if rows <= 16 else 2 if more else 3)
     # Two tiles of 64 rows, of which fewer programs share each, took less time than one of 128.
     is_small = rows <= 128 and columns * 2 <= programs
     block_m = min(max(8, triton.next_power_of_2(rows)), 64 if is_small else 128)
@@ -234,6 +243,27 @@ def _weights(words, more, factor, more_factor, dtype: gl.constexpr, A: gl.conste
 
 
 @gluon.jit
+def _prefetch_factors(factors, n, second_n, rows, group, last, WARPS: gl.constexpr):
+    """Ask for the factors of both halves of a tile in the next groups, without waiting for them.
+
+    They are lines of 128 bytes, or 256, far apart. A step that waited for the memory to deliver
+    them would take longer than all else that it does.
+    """
+    THREADS: gl.constexpr = 32 * WARPS
+    i = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    group = gl.minimum(group + i // 2, last)
+    line = factors + group * rows + gl.minimum(n + i % 2 * (second_n - n), rows - 1)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [line],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def _gelu(x):
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x / (1 + gl.exp(-2 * inner))
@@ -334,8 +364,12 @@ def _woven_linear_kernel(
     # What lies outside is computed from what lies inside, and not stored.
     factors_0 = factors + gl.minimum(n + row, rows - 1)
     factors_1 = factors + gl.minimum(second_n + row, rows - 1)
-    at = begin // STEPS * rows
-    factor_0, factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
+    _prefetch_factors(factors, n, second_n, rows, begin // STEPS, (all_steps - 1) // STEPS, WARPS)
+    factor_0 = gl.load(factors_0 + begin // STEPS * rows)
+    factor_1 = gl.load(factors_1 + begin // STEPS * rows)
+    # Those of the next step are asked for a step ahead.
+    at = gl.minimum(begin + 1, all_steps - 1) // STEPS * rows
+    next_factor_0, next_factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
     if PDL:
         run("griddepcontrol.launch_dependents;")
         run("griddepcontrol.wait;")
@@ -351,8 +385,9 @@ def _woven_linear_kernel(
     sums = _multiply(weights, inputs, 0, 0, sums)
     for k in range(1, steps):
         new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
-        at = (begin + k) // STEPS * rows
-        factor_0, factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
+        factor_0, factor_1 = next_factor_0, next_factor_1
+        at = gl.minimum(begin + k + 1, all_steps - 1) // STEPS * rows
+        next_factor_0, next_factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
         sums = _wait(sums, weights)
         weights = new
         sums = _multiply(weights, inputs, (k - 1) % STAGES, 64, sums)

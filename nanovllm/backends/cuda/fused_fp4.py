@@ -1,0 +1,75 @@
+"""Experts in MXFP4 whose codes are reordered for the kernel that multiplies by them on Hopper."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends.cuda.triton.moe import woven_experts
+from nanovllm.backends.quantised.fp4 import Fp4Weight
+
+
+class FusedFp4Weight(Fp4Weight):
+    """The weights of experts in MXFP4, woven where the kernel of woven_experts.py takes them.
+
+    Elsewhere they stay as they are, and so do they until `arrange`: another kernel multiplies by
+    them then.
+    """
+
+    is_woven = False  # whether the kernels take the codes woven
+    has_woven_codes = False  # whether they are woven by now: those that were just read are not
+
+    @staticmethod
+    def suits(plain: Fp4Weight) -> bool:
+        """Tell whether the weights are of experts, and in MXFP4."""
+        return bool(plain.lead) and not plain.scheme.is_nvidia
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weights are of gates and ups."""
+        return len(self.starts) == 2
+
+    @property
+    def shall_weave(self) -> bool:
+        """Tell whether the kernel takes the weights woven. Both of a mixture give one answer."""
+        if woven_experts is None or self.is_invariant:  # its sums depend on the number of rows
+            return False
+        rows = self.height // 2 if self.is_gated else self.height
+        return woven_experts.is_woven(self.codes.device, self.plain.dtype, rows, self.width)
+
+    @property
+    def woven(self) -> Any:
+        """The weights as the kernel reads them."""
+        return woven_experts.view_woven(self.codes, self.scales)
+
+    def await_weights(self) -> None:
+        """Let kernels be compiled before the weights are read; `arrange` must follow."""
+        self.is_woven = self.shall_weave
+
+    @torch.inference_mode()
+    def arrange(self) -> None:
+        """Bring weights that were just read into the form that the kernels read."""
+        self.is_woven = self.shall_weave
+        if self.is_woven and not self.has_woven_codes:
+            woven_experts.weave(self.codes, self.scales, gated=self.is_gated)
+            self.has_woven_codes = True
+
+    def restore(self) -> None:
+        """Nothing is kept beside the weights."""
+
+    drop = restore
+
+    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+        if not self.has_woven_codes:
+            return super().dequantise(rows, number, expert)
+        codes, scales = woven_experts.unweave(
+            self.codes[expert], self.scales[expert], gated=self.is_gated
+        )
+        return self.numbers_of(codes[rows], scales[rows])
+
+    def take_weights(self, plain: nn.Module) -> None:
+        """Take the weights of a plain packed weight."""
+        for name, parameter in plain.named_parameters(recurse=False):
+            self.get_parameter(name).copy_(parameter)
+        self.has_woven_codes = False
+        self.arrange()
