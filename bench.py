@@ -76,7 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-model-len", metavar="N", type=int, default=4096, help=help)
     help = "number of GPUs, or of ranks on a CPU, to split the model over; default: 1"
     add("--tensor-parallel-size", metavar="N", type=int, default=1, help=help)
-    help = "format of the weights: fp8, or gptq or awq (INT4, groups of 128); default: the model's"
+    help = (
+        "format of the weights: fp8; int8 on a CPU; gptq or awq (INT4, groups of 128) of a shape; "
+        "default: the model's"
+    )
     add("--quantization", metavar="NAME", help=help)
     help = "format of the KV cache: fp8; default: the dtype of the model"
     add("--kv-cache-dtype", metavar="NAME", help=help)

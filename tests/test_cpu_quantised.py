@@ -11,7 +11,7 @@ from model_helpers import load as load_plain
 from model_helpers import make_checkpoint
 from quantised_helpers import make_pair, on_ranks, rewrite, tensors_of
 from test_quantised import DENSE, EXPERTS, FORMATS, PHI, SIZES, build, greedy, load, logits_of
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
 
 from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, quantised
@@ -201,6 +201,15 @@ def test_int8_logits_do_not_depend_on_the_number_of_ranks(config, tmp_path):
 
     # Ranks add their parts in float32, and an input between two codes may become the other.
     torch.testing.assert_close(torch.cat(on_ranks(2, of_rank), dim=1), want, rtol=0, atol=0.1)
+
+
+def test_ranks_that_would_split_a_group_of_inputs_in_int8_are_refused(tmp_path):
+    """With other groups, tokens would depend on the number of ranks."""
+    make_checkpoint(tmp_path, Qwen3Config(**SIZES | dict(intermediate_size=96)))
+    message = "down_proj.weight has 96 columns, of which each of 2 ranks takes 48, .* groups of 32:"
+    for rank in (0, 1):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, ParallelGroup(rank, 2), "int8")
 
 
 def test_a_head_that_differs_from_the_embedding_is_quantised_itself(tmp_path):

@@ -89,6 +89,13 @@ def test_a_file_the_index_does_not_name_is_not_read(folder):
     load(folder)
 
 
+def test_weights_in_the_form_of_mistral_beside_those_of_transformers_are_not_read(folder):
+    tensors = tensors_of(folder)
+    rewrite(folder, tensors)  # no index
+    save_file({"stray": torch.zeros(1)}, folder / "consolidated.safetensors")
+    assert torch.equal(load(folder).model.norm.weight, tensors[NORM])
+
+
 def test_missing_tensor_is_named(folder):
     tensors = tensors_of(folder)
     del tensors[NORM]

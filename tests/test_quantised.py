@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from model_helpers import Driver, expected_logits, make_checkpoint
+from model_helpers import load as load_plain
 from quantised_helpers import (
     HEAD,
     PROJECTIONS,
@@ -25,6 +26,7 @@ from quantised_helpers import (
 from transformers import (
     CompressedTensorsConfig,
     FineGrainedFP8Config,
+    Gemma4TextConfig,
     Phi3Config,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -56,6 +58,17 @@ PHI = Phi3Config(
     **{name: size for name, size in SIZES.items() if name != "head_dim"},
     original_max_position_embeddings=64,
     pad_token_id=0,
+)
+GEMMA4 = Gemma4TextConfig(
+    **SIZES | dict(intermediate_size=64),
+    global_head_dim=16,
+    sliding_window=6,
+    pad_token_id=0,
+    hidden_size_per_layer_input=0,
+    enable_moe_block=True,
+    num_experts=4,
+    top_k_experts=2,
+    moe_intermediate_size=64,
 )
 TOKENS = torch.randint(83, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -251,6 +264,41 @@ def test_experts_with_quantised_inputs_do_not_depend_on_the_number_of_ranks(name
     assert error.abs().max() < 0.02 * want.abs().max() and error.median().abs() < 1e-4
 
 
+def single_experts(folder):
+    """Replace tensors that hold all experts of a layer by one for each expert and projection."""
+    tensors = {}
+    for name, tensor in tensors_of(folder).items():
+        path, _, kind = name.rpartition(".")
+        if not path.endswith(".experts"):
+            tensors[name] = tensor
+            continue
+        names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        for i, one in enumerate(tensor):
+            parts = zip(names, one.chunk(len(names)))
+            tensors |= {f"{path}.{i}.{part}.weight": values for part, values in parts}
+    rewrite(folder, tensors)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8", "int4", "awq"])
+def test_experts_of_gemma_4_are_quantised_as_those_of_other_families(name, tmp_path):
+    """Its checkpoints hold all experts of a layer in two tensors, or each by itself if packed."""
+    plain, singles, packed = (tmp_path / part for part in ("plain", "singles", "packed"))
+    make_checkpoint(plain, GEMMA4)
+    assert any(key.endswith(".experts.gate_up_proj") for key in tensors_of(plain))
+    shutil.copytree(plain, singles)
+    single_experts(singles)
+    if name in ("fp8", "int8"):
+        logits, want = (logits_of(load(folder, wanted=name)) for folder in (plain, singles))
+        parts = on_ranks(2, lambda group: logits_of(load(plain, group, wanted=name)))
+    else:
+        pack, config, _ = FORMATS[name]
+        pack_checkpoint(singles, packed, pack, config)
+        logits, want = logits_of(load(packed)), logits_of(load_plain(singles))
+        parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
+    assert_close(logits, want, None)
+    assert_close(torch.cat(parts, dim=1), want, "token" if name == "fp8" else None)
+
+
 TOKENS_OF = dict(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -425,6 +473,11 @@ def test_new_plain_weights_are_quantised_anew(name, tmp_path):
         want = logits_of(model)
     options |= dict(device="cpu", num_kvcache_blocks=8, max_model_len=64, kernels="plain")
     with LLM(str(folder), **options) as llm:
+        if name == "gptq":
+            with pytest.raises(
+                ValueError, match=r"weights has .*\.(qweight|qzeros|g_idx), .* plain"
+            ):
+                llm.update_weights(tensors_of(folder).items())
         llm.update_weights(tensors_of(new).items())
         assert_close(logits_of(llm.engine.runner.model), want, "")
         llm.sleep(1)

@@ -2,9 +2,25 @@
 
 import pytest
 import torch
-from model_helpers import make_checkpoint
-from quantised_helpers import change_config, make_pair, rewrite, tensors_of
-from test_quantised import AWQ, DENSE, EXPERTS, FLOAT8, FORMATS, FP8, GPTQ, INT4, TOKEN, load
+from model_helpers import expected_logits, make_checkpoint
+from quantised_helpers import change_config, make_pair, reference_of, rewrite, tensors_of
+from test_quantised import (
+    AWQ,
+    DENSE,
+    EXPERTS,
+    FLOAT8,
+    FORMATS,
+    FP8,
+    GPTQ,
+    INT4,
+    SIZES,
+    TOKEN,
+    TOKENS,
+    assert_close,
+    load,
+    logits_of,
+)
+from transformers import Qwen2Config
 
 from nanovllm import LLM
 from nanovllm.backends.quantised.config import Fp8, Integers, read_quantization
@@ -52,6 +68,17 @@ def test_names_prefixes_and_patterns_choose_modules(config, packed, plain):
     assert all(quantization.scheme_of(name) is None for name in plain)
 
 
+def test_plain_names_of_a_long_list_are_compared_at_once():
+    """A name is looked up for each weight of each expert, of which a model may have 100,000."""
+    names = [f"model.layers.{i}.mlp.gate" for i in range(500)] + [r"re:.*self_attn\.o_proj"]
+    quantization = read_quantization(FP8 | {"modules_to_not_convert": names}, None)
+    assert len(quantization.rules) == 3
+    plain = ["model.layers.499.mlp.gate", "model.layers.7.self_attn.o_proj"]
+    packed = ["model.layers.500.mlp.gate", "model.layers.7.mlp.gate_proj", Q]
+    assert all(quantization.scheme_of(name) is None for name in plain)
+    assert all(quantization.scheme_of(name) is not None for name in packed)
+
+
 def test_modules_may_have_formats_of_their_own():
     dynamic = {r"+:.*down_proj": {"bits": 8, "group_size": -1}, r".*o_proj": {"desc_act": True}}
     gptq = read_quantization(GPTQ | {"dynamic": dynamic}, None)
@@ -67,6 +94,9 @@ def test_modules_may_have_formats_of_their_own():
     fp8["config_groups"]["group_0"] |= dict(format="float-quantized", input_activations=TOKEN)
     fp8["config_groups"]["group_1"] = dict(targets=["Linear"], weights=INT4)
     fp8 = read_quantization(fp8, None)
+    assert "FP8, a scale a row and a token and INT4 weights" in fp8.description
+    static = read_quantization(FORMATS["ministral"][1], None)
+    assert static.description == "FP8, a scale a tensor and static ones of inputs"
     assert fp8.scheme_of(DOWN) == Fp8(1, 0, "token") and fp8.scheme_of(Q).bits == 4
 
 
@@ -132,6 +162,9 @@ def test_the_option_takes_the_checkpoints_own_format_and_no_other(tmp_path):
         LLM(str(packed), quantization=name, **options).close()
     for name in ("fp8", "int8", "gptq", "mxfp4"):
         message = f"quantization is '{name}', but the checkpoint is in awq: leave the option out"
+        message += (
+            "$" if name == "int8" else f", or give a checkpoint in {name}$"
+        )  # none is in int8
         with pytest.raises(ValueError, match=message):
             LLM(str(packed), quantization=name, **options)
     with pytest.raises(ValueError, match="quantization is 'exl2': use None or one of 'fp8', "):
@@ -202,6 +235,11 @@ def changed(name, change):
             rf"{Q}.activation_scale has shape \(2,\), but by config.json it is \(\)",
         ),
         (
+            "gptq",
+            lambda tensors: tensors | {f"{DOWN}.bias": torch.full((64,), 0.1)},
+            f"{DOWN}.bias is not zero, but by config.json the layer has no bias: check both files",
+        ),
+        (
             "int4",
             lambda tensors: tensors | {f"{Q}.weight_zero_point": torch.zeros(8, 2).int()},
             f"the model has no place for {Q}.weight_zero_point",
@@ -218,6 +256,21 @@ def test_a_tensor_that_is_not_what_the_config_says_is_named(name, change, messag
     rewrite(packed, change(tensors_of(packed)))
     with pytest.raises(ValueError, match=message):
         load(packed)
+
+
+def test_biases_of_zeros_that_autogptq_adds_are_left_out(tmp_path):
+    """Layers that have a bias, as q, k and v of Qwen2 do, keep it."""
+    config = Qwen2Config(**{name: SIZES[name] for name in SIZES if name != "head_dim"})
+    plain, packed = make_pair(tmp_path, config, *FORMATS["gptq"][:2])
+    tensors = tensors_of(packed)
+    zeros = {
+        f"{name.removesuffix('.qweight')}.bias": torch.zeros(x.shape[1])
+        for name, x in tensors.items()
+        if name.endswith(".qweight")
+    }
+    assert tensors[f"{Q}.bias"].any() and f"{DOWN}.bias" not in tensors
+    rewrite(packed, zeros | tensors)
+    assert_close(logits_of(load(packed)), expected_logits(reference_of(plain), TOKENS), None)
 
 
 def test_a_share_that_cuts_what_cannot_be_cut_is_refused_with_its_sizes(tmp_path):

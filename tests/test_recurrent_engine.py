@@ -25,6 +25,9 @@ from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.kv_cache import divide_memory
 from nanovllm.engine.recurrent_state import RecurrentState
 from nanovllm.engine.snapshots import StateRows
+from nanovllm.features.trace.events import Kept
+from nanovllm.features.trace.files import read_jsonl
+from nanovllm.features.trace.summary import Summary
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.recurrent import RecurrentLayer
@@ -141,6 +144,20 @@ def test_completions_of_a_prompt_start_from_the_state_before_its_last_token(
     for completion in output["completions"]:
         assert completion["token_ids"] == checkpoint.expected(prompt, 9)
     assert llm.engine.num_prefill_tokens - before == len(prompt) + 3
+
+
+def test_a_trace_and_the_metrics_show_the_states_that_are_kept(get_checkpoint, make_llm, tmp_path):
+    path = tmp_path / "run.jsonl"
+    llm = make_llm(get_checkpoint("qwen3.5").folder, trace=path)
+    (output,) = llm.generate([PROMPTS[7]], greedy(9), use_tqdm=False)
+    llm.generate([[*PROMPTS[7], *output["token_ids"], 5]], greedy(3), use_tqdm=False)
+    found = counts(llm)
+    assert found["saved"] == found["kept"] >= 1 and found["used"] == 1
+    llm.close()
+    events = read_jsonl(path)
+    kept = [event.tokens for event in events if isinstance(event, Kept)]
+    assert len(kept) == found["saved"] and len(PROMPTS[7]) + 8 in kept
+    assert f", {len(kept)} states kept" in "".join(Summary(events).lines())
 
 
 def test_new_weights_and_sleep_leave_no_old_state(get_checkpoint, make_llm, tmp_path):

@@ -69,6 +69,28 @@ def test_chunks_and_tokens_of_the_delta_rule_equal_its_recurrence(heads, dtype, 
     torch.testing.assert_close(got, state.to(dtype), rtol=0, atol=atol)
 
 
+def test_after_30000_tokens_a_prompt_and_decoded_tokens_leave_the_same_state():
+    """In float32, with gates so slow that the state holds thousands of tokens."""
+    count, step = 30_000, 2_048
+    q, k, v, g, beta = (x.float() for x in random_inputs(count, 1, 2, 8, 8))
+    inputs = q, k, v, g / 4000, beta
+    state, rows = torch.zeros(2, 2, 8, 8), torch.tensor([1])
+    decoded = torch.cat(
+        [
+            gated_delta.delta_rule_token(*(x[i : i + 1] for x in inputs), state, rows)
+            for i in range(count)
+        ]
+    )
+    after, state = state, torch.zeros_like(state)
+    for begin in range(0, count, step):
+        part = [x[begin : begin + step] for x in inputs]
+        starts = torch.tensor([0, len(part[0])], dtype=torch.int32)
+        out = gated_delta.delta_rule_chunks(*part, state, rows, starts)
+    assert out.std() > 0.1
+    torch.testing.assert_close(out, decoded[-len(out) :], rtol=0, atol=1e-5)
+    torch.testing.assert_close(state, after, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 6, dtype=torch.float64)], ids=str)
 def test_a_convolution_in_pieces_equals_the_whole_one(width, bias):

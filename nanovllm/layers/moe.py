@@ -163,21 +163,3 @@ class Experts(nn.Module):
             yield WeightSlice(f"{path}.{expert}.up_proj.weight", up, (ours, everything), shape)
             down, shape = self.down_proj[expert], (hidden, self.intermediate_size)
             yield WeightSlice(f"{path}.{expert}.down_proj.weight", down, (everything, ours), shape)
-
-
-class StackedExperts(Experts):
-    """Experts whose checkpoints hold gates and ups [E, 2 I, N] and downs [E, N, I] of a layer.
-
-    The gates of an expert stand before its ups.
-    """
-
-    def weight_slices(self, path: str) -> Iterator[WeightSlice]:
-        count, hidden, shard = self.down_proj.shape
-        width, first, every = self.intermediate_size, self.group.rank * shard, slice(None)
-        for one in (slice(i, i + 1) for i in range(count)):
-            for start, rows in ((first, slice(shard)), (width + first, slice(shard, None))):
-                shape, ours = (count, 2 * width, hidden), slice(start, start + shard)
-                weight = self.gate_up_proj[one, rows]
-                yield WeightSlice(f"{path}.gate_up_proj", weight, (one, ours, every), shape)
-            shape, ours = (count, hidden, width), slice(first, first + shard)
-            yield WeightSlice(f"{path}.down_proj", self.down_proj[one], (one, every, ours), shape)

@@ -92,6 +92,7 @@ def read_model_config(json: dict[str, Any]) -> ModelConfig:
     model_class = MODELS[names_here[0]]
     config = model_class.config_class.from_json(json | {"architecture": names_here[0]})
     check_quantization(config, model_class)
+    check_attention(config)
     return config
 
 
@@ -102,6 +103,16 @@ def check_quantization(config: ModelConfig, model_class: type[CausalLM]) -> None
         raise ValueError(
             f"config.json: quantization_config is set, with quant_method {method!r}, which "
             f"{config.architecture} does not do: choose another checkpoint of the model"
+        )
+
+
+def check_attention(config: ModelConfig) -> None:
+    """Raise ValueError if no layer has attention, because nothing would fill KV blocks."""
+    kinds = config.layer_types[: config.num_hidden_layers]
+    if not {"full_attention", "sliding_attention"}.intersection(kinds):
+        raise ValueError(
+            f"config.json: layer_types is {list(kinds)}: no layer has attention, and models "
+            "without any do not run here; choose another one"
         )
 
 

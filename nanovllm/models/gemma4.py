@@ -24,7 +24,7 @@ from nanovllm.layers.context import current_metadata
 from nanovllm.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
 from nanovllm.layers.linear import ReplicatedLinear, empty_parameter
 from nanovllm.layers.mlp import ACTIVATIONS, GatedMLP, gelu_tanh
-from nanovllm.layers.moe import StackedExperts
+from nanovllm.layers.moe import Experts
 from nanovllm.layers.norm import RMSNorm, WideRMSNorm, normalize
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.shared_kv import SharedKVAttention
@@ -119,6 +119,12 @@ class Gemma4Config(ModelConfig):
             refuse_later_tokens("use_bidirectional_attention", self.use_bidirectional_attention)
         self._check_heads()
         self._check_sharing()
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
+            raise ValueError(
+                f"config.json: vocab_size_per_layer_input is {self.vocab_size_per_layer_input}, "
+                f"vocab_size is {self.vocab_size}: each token needs inputs of layers, so the first "
+                "must be at least the second"
+            )
         if self.enable_moe_block:
             count, picked = self.num_experts, self.num_experts_per_tok
             size = self.moe_intermediate_size
@@ -241,7 +247,7 @@ class Gemma4Layer(SandwichNormLayer):
             assert config.moe_intermediate_size is not None
             self.router = Gemma4Router(config)
             sizes = hidden, config.moe_intermediate_size, config.num_experts
-            self.experts = StackedExperts(*sizes, group, gating=GeGLU())
+            self.experts = Experts(*sizes, group, gating=GeGLU())
             self.pre_feedforward_layernorm_2 = WideRMSNorm(hidden, eps)
             self.post_feedforward_layernorm_1 = WideRMSNorm(hidden, eps)
             self.post_feedforward_layernorm_2 = WideRMSNorm(hidden, eps)
@@ -308,7 +314,6 @@ class Gemma4Decoder(Decoder):
 class Gemma4ForCausalLM(Gemma3ForCausalLM):
     config_class = Gemma4Config
     norm = WideRMSNorm
-    stacks_experts = True
 
     def __init__(self, config: Any, group: ParallelGroup, max_model_len: int | None = None):
         super().__init__(config, group, max_model_len)

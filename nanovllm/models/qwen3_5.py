@@ -55,7 +55,7 @@ class Qwen3_5Config(ModelConfig):
         if values % keys:
             raise ValueError(
                 f"config.json: linear_num_value_heads is {values}, linear_num_key_heads is {keys}: "
-                "it must divide that"
+                "the second must divide the first"
             )
         if self.linear_conv_kernel_dim < 2:
             raise ValueError(

@@ -87,7 +87,7 @@ class CausalLM(nn.Module):
     config_class: type[ModelConfig] = ModelConfig
     norm: type[RMSNorm] = RMSNorm
     rotary: type[RotaryEmbedding] = RotaryEmbedding
-    stacks_experts = False  # whether checkpoints hold all experts of a layer in one tensor
+    stacks_experts = False  # whether experts are read from tensors that hold all of a layer
     checkpoint_names: dict[str, str] = {}  # name of a module here -> its name in checkpoints
     left_out: tuple[str, ...] = ()  # parts of checkpoints that are not run, such as a vision tower
     unread_suffixes: tuple[str, ...] = ()  # ends of names of tensors that checkpoints may have, too

@@ -301,7 +301,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if not index.is_file():
-        if files := sorted(folder.glob("*.safetensors")):
+        files = sorted(folder.glob("*.safetensors"))
+        # Mistral's folders hold the same weights under Mistral's own names, too.
+        if files := [path for path in files if not path.name.startswith("consolidated")] or files:
             return files
         hint = "download the model again, or convert its weights"
         if any(folder.glob("*.gguf")):

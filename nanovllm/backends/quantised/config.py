@@ -36,7 +36,9 @@ class Fp8:
         scales = scales or f"block of {self.rows} x {self.columns}"
         if self.activations is None:
             return f"FP8 weights, a scale a {scales}"
-        inputs = {"token": "a token", "group": f"{self.columns} inputs", "tensor": "a tensor"}
+        if self.activations == "tensor":
+            return f"FP8, a scale a {scales} and static ones of inputs"
+        inputs = {"token": "a token", "group": f"{self.columns} inputs"}
         return f"FP8, a scale a {scales} and {inputs[self.activations]}"
 
 
@@ -175,9 +177,10 @@ def read_quantization(
     if method not in METHODS:
         refuse("quant_method", method, f"this library runs {', '.join(METHODS)}")
     if wanted is not None and wanted != method:
+        remedy = f", or give a checkpoint in {wanted}" if wanted in METHODS else ""
         raise ValueError(
-            f"quantization is {wanted!r}, but the checkpoint is in {method}: leave the option out, "
-            f"or give a checkpoint in {wanted}"
+            f"quantization is {wanted!r}, but the checkpoint is in {method}: leave the option out"
+            f"{remedy}"
         )
     rules = READERS[method](config)
     if method == "mxfp4" and wanted is None and not keeps_mxfp4:
@@ -400,7 +403,22 @@ def left_plain(config: dict[str, Any], name: str) -> Rules:
         return []
     if not is_list_of_names(names):
         refuse(name, names, "it must be a list of names, or be left out")
-    return [(named(one, name), None) for one in names]
+    # A mixture of experts may have 100,000 weights, and a list hundreds of names.
+    plain = [one for one in names if is_plain(one)]
+    rules: Rules = [(named(one, name), None) for one in names if not is_plain(one)]
+    return [(part_of_name(plain), None), *rules] if plain else rules
+
+
+def is_plain(pattern: str) -> bool:
+    """Tell whether a pattern is a name or a part of one, in which "*" may stand for names."""
+    return pattern != "Linear" and not re.search(r"^re:|[\\()\[\]|^$+?]", pattern)
+
+
+def part_of_name(patterns: list[str]) -> Matcher:
+    """Return what matches names that have one of the plain patterns as a part."""
+    inner = "|".join(re.escape(one.strip(".")).replace(r"\*", r"[^.]*") for one in patterns)
+    part = re.compile(rf"(^|.*\.)(?:{inner})(\.|$)")
+    return lambda name: part.match(name) is not None
 
 
 def named(pattern: str, field: str) -> Matcher:
@@ -414,11 +432,9 @@ def named(pattern: str, field: str) -> Matcher:
         return regex(pattern.removeprefix("re:"), field)
     if pattern == "Linear":
         return everything
-    if re.search(r"[\\()\[\]|^$+?]", pattern):
-        return regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", field)
-    inner = re.escape(pattern.strip(".")).replace(r"\*", r"[^.]*")
-    part = re.compile(rf"(^|.*\.){inner}(\.|$)")
-    return lambda name: part.match(name) is not None
+    if is_plain(pattern):
+        return part_of_name([pattern])
+    return regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", field)
 
 
 def regex(pattern: str, field: str) -> Matcher:

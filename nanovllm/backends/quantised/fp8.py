@@ -45,14 +45,8 @@ class Fp8Weight(PackedWeight):
             edges = [edge for piece in pieces for edge in (piece.here.start, piece.rows.start)]
             if not any(edge % scheme.rows for edge in edges):
                 self.block_rows = scheme.rows
-        begin, end = self.columns.start, self.columns.stop
-        if scheme.activations == "group" and self.is_split:
-            if begin % self.group or (end % self.group and end < self.in_features):
-                raise ValueError(
-                    f"{parts[0].name} has {self.in_features} columns, of which each of "
-                    f"{ranks.size} ranks takes {end - begin}, but inputs are quantised in groups "
-                    f"of {self.group}: choose a tensor_parallel_size that splits no group"
-                )
+        if scheme.activations == "group":
+            self.check_groups_of_inputs(parts[0].name, self.group)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         how = self.scheme.activations

@@ -34,6 +34,7 @@ class Int8Weight(PackedWeight):
         self, weight: Tensor, parts: Sequence[WeightSlice], scheme: Int8, ranks: ParallelGroup
     ) -> None:
         super().__init__(weight, parts, 0, ranks)
+        self.check_groups_of_inputs(parts[0].name, GROUP)
         self.codes = empty_parameter(*weight.shape, dtype=torch.int8)
         self.scales = empty_parameter(*weight.shape[:-1], 1, dtype=torch.float32)
 

@@ -169,6 +169,8 @@ class IntegerWeight(PackedWeight):
     def unread(self, piece: Piece) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
         if self.scheme.layout == "gptq" and not self.scheme.has_order:
             yield f"{piece.name}.g_idx", self.check_order
+        if self.scheme.layout == "gptq":  # AutoGPTQ gives layers without a bias one of zeros
+            yield f"{piece.name}.bias", check_zeros
         if self.scheme.layout == "compressed-tensors":
             yield f"{piece.name}.weight_shape", lambda shape: check_shape(shape, piece.shape)
 
@@ -206,6 +208,12 @@ class IntegerWeight(PackedWeight):
             "zeros": zeros.squeeze(-1),
         }
         return made
+
+
+def check_zeros(bias: Tensor) -> None:
+    """Raise ValueError unless a bias of a layer that has none is zero."""
+    if bias.count_nonzero():
+        raise ValueError("is not zero, but by config.json the layer has no bias")
 
 
 def check_shape(found: Tensor, shape: tuple[int, int]) -> None:

@@ -73,9 +73,12 @@ class Quantised(nn.Module):
 
     def unread_tensors(self, path: str) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
         """Yield the tensors that a checkpoint may have besides, each with a check of its values."""
-        for part in super().weight_slices(path):  # type: ignore[misc]
+        parts: list[WeightSlice] = list(super().weight_slices(path))  # type: ignore[misc]
+        read = {part.name for part in parts}  # such as a bias of the layer
+        for part in parts:
             if weight := self.packed_of(part):
-                yield from weight.unread(piece_of(part, weight.plain))
+                tensors = weight.unread(piece_of(part, weight.plain))
+                yield from (one for one in tensors if one[0] not in read)
 
 
 class QuantisedLinear(Quantised, StackedLinear):

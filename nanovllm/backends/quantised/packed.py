@@ -109,6 +109,16 @@ class PackedWeight(nn.Module):
         self.num_groups = self.groups.stop - self.groups.start
         self.starts = sorted({piece.here.start for piece in pieces})
 
+    def check_groups_of_inputs(self, name: str, group: int) -> None:
+        """Raise ValueError if ranks split the columns inside a group of quantised inputs."""
+        begin, end = self.columns.start, self.columns.stop
+        if self.is_split and (begin % group or (end % group and end < self.in_features)):
+            raise ValueError(
+                f"{name} has {self.in_features} columns, of which each of {self.ranks.size} ranks "
+                f"takes {end - begin}, but inputs are quantised in groups of {group}: choose a "
+                "tensor_parallel_size that splits no group"
+            )
+
     @property
     def chunks(self) -> list[tuple[int, slice]]:
         """The rows to dequantise at a time, each with the number of the piece that they are in."""

@@ -94,7 +94,7 @@ class NewWeights:
                 return
             raise ValueError(
                 f"weights has {name}, for which this model has no place: give the names of its "
-                "checkpoint"
+                "checkpoint, and plain tensors, which are quantised here if the model is"
             )
         is_number = parts[0].shape == () and tensor.numel() == 1
         if tuple(tensor.shape) != parts[0].shape and not is_number:
