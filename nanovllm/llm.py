@@ -278,7 +278,7 @@ class LLM:
             evicted (counts since the prefix cache was last emptied). None for other models.
         """
         engine = self._session.open_engine()
-        blocks = engine.scheduler.blocks
+        blocks, snapshots = engine.scheduler.blocks, engine.snapshots
         return {
             "total": engine.metrics.total.summary(blocks.num_blocks),
             "last_call": engine.metrics.last_call.summary(blocks.num_blocks),
@@ -286,7 +286,7 @@ class LLM:
             "waiting": len(engine.scheduler.waiting),
             "paused": len(engine.scheduler.paused),
             "kv_cache_use": blocks.num_used / blocks.num_blocks,
-            "state_snapshots": None if blocks.snapshots is None else blocks.snapshots.summary(),
+            "state_snapshots": None if snapshots is None else snapshots.summary(),
         }
 
     def on_step(self, callback: Callable[[StepRecord], Any]) -> Callable[[], None]:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.snapshots import Snapshots, StateRows
+from nanovllm.engine.stateful_blocks import StatefulBlockManager, StatefulBlockTables
 
 VOCABULARY = 7  # few tokens, so that sequences come upon the same blocks by chance
 
@@ -96,6 +98,10 @@ class WatchedBlocks(BlockManager):
         super().share(blocks)
 
 
+class WatchedStatefulBlocks(WatchedBlocks, StatefulBlockManager):
+    pass
+
+
 class WatchedScheduler(Scheduler):
     """Records each start of a sequence: what it shares, and the order in which requests start."""
 
@@ -117,12 +123,16 @@ class WatchedScheduler(Scheduler):
     ) -> None:
         policy = policy or SchedulingPolicy()
         max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        snapshots = None
-        if num_snapshots is not None:
+        if num_snapshots is None:
+            blocks, make_tables = WatchedBlocks(num_blocks, block_size, caching), BlockTables
+        else:
             snapshots = Snapshots(StateRows(max_num_seqs, num_snapshots))
+            blocks = WatchedStatefulBlocks(num_blocks, block_size, caching, snapshots=snapshots)
+            make_tables = StatefulBlockTables
         super().__init__(
-            WatchedBlocks(num_blocks, block_size, caching, snapshots=snapshots),
+            blocks,
             policy,
+            make_tables=make_tables,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             window=window,
@@ -130,8 +140,8 @@ class WatchedScheduler(Scheduler):
         )
         if min_run is not None:
             self.blocks.min_run = min(min_run, block_size)
-        if self.states is not None:
-            self.states.min_gain = 1  # so that short prompts leave snapshots
+        if num_snapshots is not None:
+            self.tables.min_gain = 1  # so that short prompts leave snapshots
         self.first_starts: list[int] = []
         self.num_starts: dict[int, int] = {}
         self.num_shared: dict[int, int] = {}  # leading blocks of a table that were not its own
@@ -166,9 +176,8 @@ class SimulatedDevice:
         self.states: dict[int, RunningState] = {}  # by batch slot
         # Row -> fingerprint of the tokens whose recurrent state lies there, and their number
         self.rows: dict[int, tuple[int, int]] = {}
-        snapshots = scheduler.blocks.snapshots
-        if snapshots is not None:
-            self.rows[snapshots.rows.zeros] = 0, 0
+        if isinstance(scheduler.blocks, StatefulBlockManager):
+            self.rows[scheduler.blocks.snapshots.rows.zeros] = 0, 0
         self.tokens: dict[int, list[int]] = {}  # of each sequence, with those not yet committed
 
     def launch(self, batch: Batch) -> list[int]:

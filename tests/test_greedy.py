@@ -49,7 +49,7 @@ def test_nothing_that_the_engine_does_changes_a_familys_greedy_output(
     (output,) = llm.generate([LONG], params, use_tqdm=False)
     # What lies behind the windows of all layers was given back, and others have taken it. So it is
     # with states: there are two snapshots.
-    is_lost = llm.engine.window is not None or llm.engine.scheduler.states is not None
+    is_lost = llm.engine.window is not None or llm.engine.snapshots is not None
     assert output["num_cached_tokens"] > 0 or is_lost
     for completion in output["completions"]:
         assert completion["token_ids"] == checkpoint.expected(LONG, 24)

@@ -60,6 +60,7 @@ WITHOUT_TORCH = [
             "scheduler",
             "block_manager",
             "block_tables",
+            "stateful_blocks",
             "policy",
         )
     ),
@@ -119,6 +120,13 @@ def test_the_package_exports_every_public_name():
     inputs = {"SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"}
     public = {"LLM", "SchedulingPolicy", "TINY_MODEL"} | errors | outputs | inputs
     assert public == {*nanovllm.__all__} and public <= vars(nanovllm).keys()
+
+
+def test_the_plain_core_knows_nothing_of_recurrent_state():
+    """A reader of models of attention alone meets none; engine/stateful_blocks.py adds it."""
+    modules = {f"nanovllm.engine.{name}" for name in ("snapshots", "branches", "stateful_blocks")}
+    for name in ("scheduler", "block_tables", "block_manager"):
+        assert not imports(f"engine/{name}.py") & modules, name
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)

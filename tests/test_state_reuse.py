@@ -9,9 +9,11 @@ from collections import deque
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.snapshots import Snapshots, StateRows
+from nanovllm.engine.stateful_blocks import StatefulBlockManager, StatefulBlockTables
 from nanovllm.features.policies import POLICIES
 from nanovllm.sampling_params import SamplingParams
 
@@ -22,14 +24,17 @@ class Engine:
     """A scheduler whose steps sample tokens at random. `num_snapshots` None: attention alone."""
 
     def __init__(self, policy: str, num_snapshots: int | None):
-        self.snapshots = None
+        blocks, make_tables = BlockManager(4000, 256), BlockTables
         if num_snapshots is not None:
             self.snapshots = Snapshots(StateRows(SEQS, num_snapshots))
+            blocks = StatefulBlockManager(4000, 256, snapshots=self.snapshots)
+            make_tables = StatefulBlockTables
         self.rng = random.Random(0)
         self.requests: list[Request] = []
         self.scheduler = Scheduler(
-            BlockManager(4000, 256, snapshots=self.snapshots),
+            blocks,
             POLICIES[policy](),
+            make_tables=make_tables,
             max_num_seqs=SEQS,
             max_num_batched_tokens=16384,
         )

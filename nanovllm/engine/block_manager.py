@@ -28,14 +28,11 @@ from array import array
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
 from nanovllm.engine.listener import NOBODY, EngineListener
-
-if TYPE_CHECKING:
-    from nanovllm.engine.snapshots import Snapshots
 
 TOKEN = "I"  # the type of a token id in a key: 32 bits, unsigned
 TOKEN_BYTES = array(TOKEN).itemsize
@@ -63,20 +60,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         listener: EngineListener = NOBODY,
-        snapshots: "Snapshots | None" = None,
     ) -> None:
-        """Build a manager of free blocks.
-
-        snapshots: The states of recurrent layers that are kept for prefixes. None: the model has no
-            such layers.
-        """
+        """Build a manager of free blocks."""
         self.listener = listener
-        self.snapshots = snapshots
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        # A state is kept for an exact number of tokens. So a run of any length may be needed.
-        self.min_run = min(MIN_RUN, block_size) if snapshots is None else 1
+        self.min_run = min(MIN_RUN, block_size)
         self.ref_counts = [0] * num_blocks
         # Blocks that no sequence references: first the blocks without known content, then the
         # known blocks in the order of their release. Allocation takes from the front, so it evicts
@@ -88,9 +78,6 @@ class BlockManager:
         self._new: set[int] = set()  # blocks that were registered since `begin_step`
         # (key, block) of the known blocks that are not in `_new`, sorted.
         self._ordered: list[tuple[Key, int]] = []
-        # Blocks that were registered again since `begin_step`, with the key of what earlier steps
-        # have computed. This key is still in `_ordered`, because a snapshot may end there.
-        self._outgrown: dict[int, Key] = {}
         self._new_prefix_ids = count(1)
 
     @property
@@ -103,9 +90,6 @@ class BlockManager:
 
     def begin_step(self) -> None:
         """Allow copies of the blocks registered so far, which earlier steps compute."""
-        for block, key in self._outgrown.items():
-            self._remove_key(key, block)
-        self._outgrown.clear()
         for block in self._new:
             insort(self._ordered, (self._known_key(block), block))
         self._new.clear()
@@ -201,7 +185,8 @@ class BlockManager:
         """
         if before is None or len(token_ids) < self.min_run:
             return None
-        self._unregister(block, keeps_key=self.snapshots is not None)
+        if self._keys[block] is not None:
+            self._unregister(block)
         key = make_key(before, token_ids)
         prefix_hash = chained_hash(before, key)
         # If another sequence has computed the same tokens, its block stays the known block.
@@ -222,23 +207,13 @@ class BlockManager:
 
     def forget(self, block: int) -> None:
         """Remove a block from the prefix cache. The blocks that follow it are not found either."""
-        prefix, key = self._prefixes[block], self._keys[block]
-        self._unregister(block)
-        if self.snapshots is not None and key is not None:
-            self.snapshots.drop_prefix(prefix.id)
-            # States within the block, unless another block holds their tokens, too.
-            for tail in self.snapshots.tails(*key):
-                if self._longest_run((key[0], tail))[0] * TOKEN_BYTES < len(tail):
-                    self.snapshots.drop(key[0], tail)
+        if self._keys[block] is not None:
+            self._unregister(block)
 
-    def _unregister(self, block: int, keeps_key: bool = False) -> None:
-        """Make a block unknown. `keeps_key`: what earlier steps computed may still be copied."""
-        if block in self._outgrown and not keeps_key:
-            self._remove_key(self._outgrown.pop(block), block)
-        key = self._keys[block]
-        if key is None:
-            return
+    def _unregister(self, block: int) -> None:
+        """Make a known block unknown."""
         self.listener.block_evicted(block)
+        key = self._known_key(block)
         self._keys[block] = None
         prefix_hash = self._prefixes[block].hash
         self._known[prefix_hash].remove(block)
@@ -246,8 +221,6 @@ class BlockManager:
             del self._known[prefix_hash]
         if block in self._new:
             self._new.remove(block)
-        elif keeps_key:
-            self._outgrown[block] = key
         else:
             self._remove_key(key, block)
         if block in self._free:

@@ -10,20 +10,18 @@ from typing import NamedTuple
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.snapshots import Key
-from nanovllm.engine.state_tables import StateTables
 
 
 class Start(NamedTuple):
-    """The blocks, and the recurrent state, that a sequence would start with."""
+    """The blocks that a sequence would start with."""
 
     cached: list[int]  # blocks of the longest prefix that the prefix cache holds
+    source: int  # another block, which begins with the `run` tokens that follow `cached`
+    run: int
+    num_cached: int  # leading tokens that need not be computed
     num_out_of_window: int  # leading blocks of `cached` that no token to be computed sees
     num_new: int  # blocks that the sequence takes beside `cached`
-    # Of a model with recurrent layers: the snapshot to begin with, and the number of its tokens.
-    snapshot: Key | None = None
-    num_in_snapshot: int = 0
-    waits_for_snapshot: bool = False  # the snapshot is only there after the step that is planned
+    must_wait: bool = False  # the sequence cannot start in the step that is planned now
 
     @property
     def shared(self) -> list[int]:
@@ -39,7 +37,6 @@ class BlockTables:
         back the blocks that its window has passed.
     most_blocks: The most blocks that a sequence starts with. They hold the tokens of one step and
         all tokens that these see.
-    states: The recurrent states of sequences; None: the model has no recurrent layers.
     copies: Pairs of blocks (source, copy) that the planned step copies before it writes any block.
     """
 
@@ -59,37 +56,27 @@ class BlockTables:
             span = window + max_step_tokens
             self.most_blocks = min(blocks.num_blocks, span // self.block_size + 2)
         self.copies: list[tuple[int, int]] = []
-        snapshots = blocks.snapshots
-        self.states = None if snapshots is None else StateTables(blocks, snapshots)
 
     def begin_step(self) -> None:
         """Begin to plan a step, which has no copies yet."""
         self.blocks.begin_step()
-        if self.states is not None:
-            self.states.snapshots.begin_step()
         self.copies = []
 
     def plan(self, seq: Sequence) -> Start:
         """Find the blocks that a waiting sequence would start with. Changes nothing."""
-        reusable = seq.token_ids[: seq.num_reusable]
-        cached = self.blocks.match(reusable, seq.request.root)
-        # The position of the first token to be computed.
-        position = min(len(cached) * self.block_size, len(reusable) - 1)
-        snapshot, waits = None, False
-        if self.states is not None:
-            snapshot, position = self.states.find(cached, reusable, seq.request.root)
-            waits = snapshot is not None and self.states.snapshots.is_new(snapshot)
+        cached = self.blocks.match(seq.token_ids[: seq.num_reusable], seq.request.root)
+        prefix = self.blocks.prefix(cached[-1]) if cached else seq.request.root
+        # Another block may begin with the tokens that follow the cached blocks. It is copied.
+        start = len(cached) * self.block_size
+        end = min(start + self.block_size, seq.num_reusable)
+        source, run = self.blocks.match_run(prefix, seq.token_ids[start:end]) or (-1, 0)
+        num_cached = self.count_cached(seq, cached, run)
+        # The position of the first token that is computed, or copied as part of the run.
+        position = min(num_cached, start, seq.num_reusable - 1)
         num_out_of_window = self._num_out_of_window(position)
         num_new = -(-seq.num_tokens // self.block_size) - len(cached)
         num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
-        return Start(
-            cached,
-            num_out_of_window,
-            num_new,
-            snapshot=snapshot,
-            num_in_snapshot=position,
-            waits_for_snapshot=waits,
-        )
+        return Start(cached, source, run, num_cached, num_out_of_window, num_new)
 
     def have_room(self, plan: Start, reserve: int) -> bool:
         """Tell whether there are free blocks for `plan`, and `reserve` more."""
@@ -105,26 +92,14 @@ class BlockTables:
         seq.num_given_back = plan.num_out_of_window
         seq.num_registered_blocks = len(cached)
         seq.prefix = blocks.prefix(cached[-1]) if cached else seq.request.root
-        # Another block may begin with the tokens that follow the cached blocks. It is copied.
-        num_cached = len(cached) * self.block_size
-        end = min(num_cached + self.block_size, seq.num_reusable)
-        run = blocks.match_run(seq.prefix, seq.token_ids[num_cached:end])
-        if self.states is not None:
-            # Restore the state first: `allocate` may evict a block, and its snapshots with it.
-            reach = [num_cached, num_cached + (run[1] if run else 0)]
-            self.states.start(seq, plan.snapshot, plan.num_in_snapshot, reach)
-            if plan.num_in_snapshot <= num_cached:  # the run is computed in any case
-                run = None
         blocks.share(plan.shared)
         seq.block_table = cached + blocks.allocate(plan.num_new)
         # The source may be a block that `allocate` has just evicted and given away. That is right,
         # because a step copies blocks before it writes any.
-        if run is not None:
-            source, length = run
-            self.copies.append((source, seq.block_table[len(cached)]))
-            num_cached += length
+        if plan.num_cached > len(cached) * self.block_size:
+            self.copies.append((plan.source, seq.block_table[len(cached)]))
         seq.capacity = len(seq.block_table) * self.block_size
-        return num_cached if self.states is None else plan.num_in_snapshot
+        return plan.num_cached
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or all free blocks if there are too few."""
@@ -135,8 +110,8 @@ class BlockTables:
     def make_room(self, seq: Sequence, length: int) -> int:
         """Make room for the first `length` tokens of a prompt, as far as there are free blocks.
 
-        The sequence first gives back the blocks that its window has passed. Returns how many of the
-        tokens have room.
+        The sequence first gives back the blocks that its window has passed. Returns how many tokens
+        have room: the next chunk ends there.
         """
         if length > seq.capacity:
             self.give_back(seq)
@@ -187,8 +162,6 @@ class BlockTables:
         """
         # The last token has K and V if the sequence ran one step too far.
         self.register(seq, min(seq.num_computed, len(seq.token_ids)))
-        if self.states is not None:
-            self.states.release(seq)
         self.blocks.release(seq.block_table[seq.num_given_back :])
 
     def discard(self, seq: Sequence) -> None:
@@ -199,3 +172,21 @@ class BlockTables:
         for block in [*self.blocks.match(seq.token_ids, seq.request.root), *held]:
             self.blocks.forget(block)
         self.blocks.release(held)
+
+    # StatefulBlockTables overrides these methods for models with recurrent layers.
+
+    def count_cached(self, seq: Sequence, cached: list[int], run: int) -> int:
+        """Count the leading tokens that need not be computed if `cached` holds whole blocks of
+        them, and another block the next `run` tokens.
+        """
+        return len(cached) * self.block_size + run
+
+    def sequence_queued(self, seq: Sequence) -> None:
+        """Hear that a sequence waits from now on."""
+
+    def sequence_unqueued(self, seq: Sequence) -> None:
+        """Hear that a sequence waits no more."""
+
+    def take_state_copies(self) -> tuple[tuple[int, int], ...]:
+        """Return the `state_copies` of the planned step."""
+        return ()

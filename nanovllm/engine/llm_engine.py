@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.errors import explain, warn
 from nanovllm.engine.interfaces import Constraints, Detokenizer
 from nanovllm.engine.listener import EngineListener, Listeners
@@ -23,6 +24,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.snapshots import Snapshots, StateRows
+from nanovllm.engine.stateful_blocks import StatefulBlockManager, StatefulBlockTables
 from nanovllm.models import find_model
 from nanovllm.models.model_config import ModelConfig
 from nanovllm.outputs import StepRecord
@@ -84,6 +86,7 @@ class LLMEngine:
         self.metrics = EngineMetrics()
         self.listeners = (self.metrics, *listeners)
         self._listener = Listeners(*self.listeners)
+        self.snapshots: Snapshots | None = None  # of a model with recurrent layers
         self.scheduler = self._make_scheduler()
         self.num_prefill_tokens = 0  # prompt tokens computed so far
         self.num_steps = 0
@@ -95,19 +98,19 @@ class LLMEngine:
 
     def _make_scheduler(self) -> Scheduler:
         config, info = self._config, self.runner.info
-        max_num_seqs, snapshots = config.num_batch_slots, None
-        if info.num_state_slots:
+        max_num_seqs = config.num_batch_slots
+        sizes = self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        blocks = BlockManager(*sizes, self._listener)
+        make_tables: type[BlockTables] = BlockTables
+        if info.num_state_slots:  # some layers are recurrent
             max_num_seqs = min(max_num_seqs, info.num_state_slots)
-            snapshots = Snapshots(StateRows(info.num_state_slots, info.num_snapshots))
+            self.snapshots = Snapshots(StateRows(info.num_state_slots, info.num_snapshots))
+            blocks = StatefulBlockManager(*sizes, self._listener, snapshots=self.snapshots)
+            make_tables = StatefulBlockTables
         return Scheduler(
-            BlockManager(
-                self.runner.num_blocks,
-                config.kvcache_block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
-                listener=self._listener,
-                snapshots=snapshots,
-            ),
+            blocks,
             self.policy,
+            make_tables=make_tables,
             listener=self._listener,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=info.max_num_batched_tokens or config.max_num_batched_tokens,

@@ -18,7 +18,6 @@ from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.state_tables import StateTables
 from nanovllm.sampling_params import INVALID_TOKEN
 
 
@@ -44,6 +43,7 @@ class Scheduler:
         window: int | None = None,
         enough_seqs: int | None = None,
         listener: EngineListener = NOBODY,
+        make_tables: type[BlockTables] = BlockTables,
     ) -> None:
         """Build a scheduler without sequences.
 
@@ -51,9 +51,10 @@ class Scheduler:
             window: The sliding window; see BlockTables.
             enough_seqs: Beyond this many running sequences, more of them hardly raise the
                 throughput. None: `max_num_seqs`.
+            make_tables: The class of the block tables. `blocks` must suit it.
         """
         self.blocks = blocks
-        self.tables = BlockTables(blocks, window, max_num_batched_tokens, listener)
+        self.tables = make_tables(blocks, window, max_num_batched_tokens, listener)
         self.listener = listener
         self.policy = policy
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -65,8 +66,7 @@ class Scheduler:
         # running sequences would soon need more blocks than there are, and one would be preempted.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
-        self.states = self.tables.states
-        self.waiting = WaitingQueue(self.states)
+        self.waiting = WaitingQueue(self.tables)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
         # Decoding sequences, without those whose last token is in flight. `num_running` and
         # Status.RUNNING also count the sequences in `prefilling`.
@@ -128,7 +128,7 @@ class Scheduler:
             shared_blocks,
             tuple(chunks),
             block_copies=tuple(self.tables.copies),
-            state_copies=() if self.states is None else self.states.snapshots.take_copies(),
+            state_copies=self.tables.take_state_copies(),
         )
 
     def _make_room(self) -> bool:
@@ -199,8 +199,7 @@ class Scheduler:
         """
         chunks: list[PrefillChunk] = []
         prefilled: list[Sequence] = []
-        # Sequences whose chunk ended early, at a snapshot. They go on in the next step.
-        at_snapshot: list[Sequence] = []
+        unfinished: list[Sequence] = []  # their prompts go on in the next step
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         # Completions that can start in the next step, because this one computes their prompts.
         # `_start` keeps slots and blocks free for them, so that they can share these prompts.
@@ -214,23 +213,21 @@ class Scheduler:
                     self._start(seq, num_following)
             if not self.prefilling:
                 break
-            seq = self.prefilling[0]
+            seq = self.prefilling.pop(0)
             chunk = self._next_chunk(seq, budget)
-            if not chunk.token_ids:  # no block is free
-                break
-            budget -= len(chunk.token_ids)
-            chunks.append(chunk)
-            if self.states is not None and self.states.chunk_planned(seq):
-                at_snapshot.append(self.prefilling.pop(0))
-                continue
-            if not chunk.is_last:
-                break
-            self.prefilling.pop(0)
-            prefilled.append(seq)
-            seq.num_tokens += 1
-            if seq.num_tokens < seq.max_len:
-                self.running.append(seq)
-        self.prefilling[:0] = at_snapshot
+            if chunk.token_ids:
+                budget -= len(chunk.token_ids)
+                chunks.append(chunk)
+            if chunk.is_last:
+                prefilled.append(seq)
+                seq.num_tokens += 1
+                if seq.num_tokens < seq.max_len:
+                    self.running.append(seq)
+            else:
+                unfinished.append(seq)
+                if seq.num_computed == seq.capacity:  # no block is free
+                    break
+        self.prefilling[:0] = unfinished
         if prefilled:
             self.policy.order_decodes(self.running)
         # The other completions of these prompts start in the next step at the earliest: they copy
@@ -253,7 +250,7 @@ class Scheduler:
                 break
             if not self._preempt_paused():
                 return
-        if plan.waits_for_snapshot:
+        if plan.must_wait:
             return
         seq.batch_slot = self._free_slots.pop()
         seq.status = Status.RUNNING
@@ -286,8 +283,6 @@ class Scheduler:
         """
         start = seq.num_computed
         end = min(start + budget, seq.num_tokens)
-        if self.states is not None:
-            end = self.states.end_of_chunk(seq, end)
         end = self.tables.make_room(seq, end)
         # Blocks that are already registered are shared, or an earlier chunk has written them.
         write_from = seq.num_registered_blocks * self.blocks.block_size
@@ -429,9 +424,9 @@ class WaitingQueue:
     prompt that is not computed yet are not in the order: `followers` keeps them until `release`.
     """
 
-    def __init__(self, states: StateTables | None = None) -> None:
-        """Build an empty queue. `states` hears which sequences wait, if it is not None."""
-        self.states = states
+    def __init__(self, tables: BlockTables) -> None:
+        """Build an empty queue. `tables` hears which sequences wait."""
+        self.tables = tables
         self._sequences: list[Sequence] = []
         self.followers: set[Sequence] = set()
         self.num_tokens_left = 0  # tokens that all waiting sequences may still generate
@@ -442,8 +437,7 @@ class WaitingQueue:
 
     def add(self, seq: Sequence) -> None:
         self.num_tokens_left += seq.num_tokens_left
-        if self.states is not None:
-            self.states.add(seq)
+        self.tables.sequence_queued(seq)
         if seq.waits_for_prompt:
             self.followers.add(seq)
         else:
@@ -469,8 +463,7 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         self.num_tokens_left -= seq.num_tokens_left
-        if self.states is not None:
-            self.states.remove(seq)
+        self.tables.sequence_unqueued(seq)
         if seq in self.followers:
             self.followers.remove(seq)
         else:

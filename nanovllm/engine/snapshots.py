@@ -13,9 +13,7 @@ from array import array
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
-from nanovllm.engine.block_manager import TOKEN, TOKEN_BYTES, Prefix
-
-Key = tuple[int, bytes]  # the prefix id of the last block, the ids of the tokens after it
+from nanovllm.engine.block_manager import TOKEN, TOKEN_BYTES, Key, Prefix, make_key
 
 
 class StateRows(NamedTuple):
@@ -137,7 +135,7 @@ class Snapshots:
                 holds the state before that step.
             num_waiting: the number of waiting prompts that need the snapshot.
         """
-        key = prefix.id, array(TOKEN, tail).tobytes()
+        key = make_key(prefix, tail)
         if key in self._rows:
             self._rows.move_to_end(key)
             return
@@ -161,15 +159,11 @@ class Snapshots:
         tails = [tokens[:size] for size in sizes if size <= len(tokens)]
         return [tail for tail in tails if (prefix_id, tail) in self._rows]
 
-    def drop(self, prefix_id: int, tail: bytes) -> None:
-        """Drop the snapshot after a prefix id and a tail."""
-        self._drop((prefix_id, tail))
-
     def drop_prefix(self, prefix_id: int) -> None:
         """Drop all snapshots after a prefix id, which no prompt can match any more."""
         if prefix_id in self._lengths:
             for key in [key for key in self._rows if key[0] == prefix_id]:
-                self._drop(key)
+                self.drop(key)
 
     def _make_room(self, is_needed: bool) -> bool:
         """Evict a snapshot; one that waiting prompts need only if the new one is needed, too.
@@ -180,11 +174,12 @@ class Snapshots:
         key = next(unneeded, next(iter(self._rows), None) if is_needed else None)
         if key is None:
             return False
-        self._drop(key)
+        self.drop(key)
         self.num_evicted += 1
         return True
 
-    def _drop(self, key: Key) -> None:
+    def drop(self, key: Key) -> None:
+        """Drop a snapshot."""
         # A copy to the row may still be planned. It takes effect before a copy to the row's next
         # snapshot, so it does no harm.
         self._free.append(self._rows.pop(key))

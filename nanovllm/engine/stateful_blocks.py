@@ -1,0 +1,181 @@
+"""The KV blocks of a model with recurrent layers, which go with snapshots of the layers' state.
+
+A prompt begins after a prefix that has both its K and V and a snapshot. So this module changes two
+things of engine/block_manager.py and engine/block_tables.py: what a sequence starts with, and what
+a block takes with it when it is forgotten. A model of attention alone has nothing of this.
+
+A snapshot is kept where a sequence ends or is preempted. Besides, a prompt leaves snapshots on its
+way, where other prompts will begin alike: where waiting prompts part from it, and where known K and
+V end if they reach further than the snapshot that the prompt starts with. There, a chunk of the
+prompt ends, since the state is known only at the end of a chunk.
+"""
+
+from bisect import insort
+from typing import Any
+
+from nanovllm.engine.block_manager import TOKEN_BYTES, BlockManager, Key, make_key
+from nanovllm.engine.block_tables import BlockTables, Start
+from nanovllm.engine.branches import Branches
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.snapshots import Snapshots
+
+MIN_GAIN = 16  # tokens: a state that saves a prompt fewer of them is not worth a row
+
+
+class StatefulBlockManager(BlockManager):
+    """A block manager that drops snapshots together with the blocks of their tokens."""
+
+    def __init__(self, *sizes: Any, snapshots: Snapshots, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.snapshots = snapshots
+        # A state is kept for an exact number of tokens. So a run of any length may be needed.
+        self.min_run = 1
+        # Blocks that were registered again since `begin_step`, with the key of what earlier steps
+        # have computed. This key is still in `_ordered`, because a snapshot may end there.
+        self._outgrown: dict[int, Key] = {}
+
+    def begin_step(self) -> None:
+        for block, key in self._outgrown.items():
+            self._remove_key(key, block)
+        self._outgrown.clear()
+        super().begin_step()
+
+    def _unregister(self, block: int) -> None:
+        key, is_new = self._known_key(block), block in self._new
+        super()._unregister(block)
+        if not is_new:
+            self._outgrown[block] = key
+            insort(self._ordered, (key, block))
+
+    def forget(self, block: int) -> None:
+        prefix, key = self._prefixes[block], self._keys[block]
+        super().forget(block)
+        if block in self._outgrown:
+            self._remove_key(self._outgrown.pop(block), block)
+        if key is None:
+            return
+        self.snapshots.drop_prefix(prefix.id)
+        # States within the block, unless another block holds their tokens, too.
+        for tail in self.snapshots.tails(*key):
+            if self._longest_run((key[0], tail))[0] * TOKEN_BYTES < len(tail):
+                self.snapshots.drop((key[0], tail))
+
+
+class StatefulBlockTables(BlockTables):
+    """Block tables of sequences that begin with a snapshot, and leave snapshots."""
+
+    blocks: StatefulBlockManager
+
+    def __init__(self, blocks: StatefulBlockManager, *sizes: Any) -> None:
+        super().__init__(blocks, *sizes)
+        self.snapshots = blocks.snapshots
+        self.branches = Branches(blocks.block_size)
+        self.min_gain = MIN_GAIN
+        # Waiting sequence -> the snapshot that it would have begun with when it came.
+        self._needs: dict[int, Key] = {}
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.snapshots.begin_step()
+
+    def take_state_copies(self) -> tuple[tuple[int, int], ...]:
+        return self.snapshots.take_copies()
+
+    def sequence_queued(self, seq: Sequence) -> None:
+        self.branches.add(seq, seq.request.root)
+        cached = self.blocks.match(seq.token_ids[: seq.num_reusable], seq.request.root)
+        key = self._snapshot(seq, cached, self.count_cached(seq, cached, 0))
+        if key is not None:
+            self._needs[seq.id] = key
+            self.snapshots.need(key)
+
+    def sequence_unqueued(self, seq: Sequence) -> None:
+        self.branches.remove(seq)
+        key = self._needs.pop(seq.id, None)
+        if key is not None:
+            self.snapshots.need(key, -1)
+
+    def plan(self, seq: Sequence) -> Start:
+        plan = super().plan(seq)
+        key = self._snapshot(seq, plan.cached, plan.num_cached)
+        return plan._replace(must_wait=key is not None and self.snapshots.is_new(key))
+
+    def count_cached(self, seq: Sequence, cached: list[int], run: int) -> int:
+        """Count the tokens of the snapshot after the most leading tokens, without the last token.
+
+        The K and V of these tokens are known, too, or will be when the snapshot is.
+        """
+        root = seq.request.root
+        if root is None:
+            return 0
+        size, last = self.block_size, seq.num_reusable - 1
+        for depth in range(min(len(cached), last // size), -1, -1):
+            prefix = self.blocks.prefix(cached[depth - 1]) if depth else root
+            start = depth * size
+            following = seq.token_ids[start : min(start + size - 1, last)]
+            key = self.snapshots.find(prefix, following)
+            if key is not None and depth == len(cached) and not self.snapshots.is_new(key):
+                # Beyond the cached blocks, another block must hold the tokens of the snapshot.
+                _, run = self.blocks.match_run(prefix, following) or (-1, 0)
+                key = self.snapshots.find(prefix, following[:run])
+            if key is not None:
+                return start + len(key[1]) // TOKEN_BYTES
+        return 0
+
+    def _snapshot(self, seq: Sequence, cached: list[int], num_tokens: int) -> Key | None:
+        """Return the snapshot that `count_cached` found after `num_tokens` tokens, if any."""
+        if not num_tokens:
+            return None
+        depth = num_tokens // self.block_size
+        prefix = self.blocks.prefix(cached[depth - 1]) if depth else seq.request.root
+        assert prefix is not None, "a snapshot belongs to a prefix"
+        return make_key(prefix, seq.token_ids[depth * self.block_size : num_tokens])
+
+    def start(self, seq: Sequence, plan: Start) -> int:
+        # Restore the state first: `allocate` may evict a block, and its snapshots with it.
+        key = self._snapshot(seq, plan.cached, plan.num_cached)
+        self.snapshots.restore(key, seq.batch_slot)
+        if key is not None and key != self._needs.get(seq.id):
+            self.snapshots.need(key, -1)
+        seq.num_in_snapshot = plan.num_cached
+        # Choose where the prompt leaves snapshots. K and V are known up to the end of the run.
+        branches = self.branches.find(seq, plan.num_cached)
+        num_whole = len(plan.cached) * self.block_size
+        last, limit = plan.num_cached, seq.num_reusable - 1
+        for length in sorted({*branches, num_whole, num_whole + plan.run}):
+            if last + self.min_gain <= length <= limit:
+                seq.snapshots_at.append((length, branches.get(length, 0)))
+                last = length
+        return super().start(seq, plan)
+
+    def make_room(self, seq: Sequence, length: int) -> int:
+        # A chunk also ends where a snapshot is to be kept.
+        if seq.snapshots_at:
+            length = min(length, seq.snapshots_at[0][0])
+        return super().make_room(seq, length)
+
+    def register(self, seq: Sequence, length: int) -> None:
+        super().register(seq, length)
+        if seq.snapshots_at and seq.snapshots_at[0][0] == length:
+            _, num_waiting = seq.snapshots_at.pop(0)
+            self._save(seq, after_step=True, num_waiting=num_waiting)
+
+    def release(self, seq: Sequence) -> None:
+        super().release(seq)
+        if seq.num_computed - seq.num_in_snapshot >= self.min_gain:
+            self._save(seq, after_step=False)
+
+    def _save(self, seq: Sequence, *, after_step: bool, num_waiting: int = 0) -> None:
+        """Keep the state after the computed tokens of a sequence, whose K and V are registered."""
+        depth = seq.num_computed // self.block_size
+        prefix = seq.prefix
+        if depth < seq.num_registered_blocks:  # the blocks from here on were known before
+            prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else seq.request.root
+        if prefix is None:
+            return
+        tail = seq.token_ids[depth * self.block_size : seq.num_computed]
+        self.snapshots.save(
+            seq.batch_slot, prefix, tail, after_step=after_step, num_waiting=num_waiting
+        )
+        seq.num_in_snapshot = seq.num_computed
+        self.listener.snapshot_saved(seq, seq.num_computed)
