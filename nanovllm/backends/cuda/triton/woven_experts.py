@@ -339,6 +339,7 @@ def _gated(gate, up, alpha, limit, dtype: gl.constexpr):
 def _store(
     acc,
     bias,
+    expert,
     order,
     out,
     first,
@@ -364,7 +365,7 @@ def _store(
             own = gl.minimum(block * 8 + r // 16 * 8 + r % 8, RESULTS - 1) + r // 8 % 2 * RESULTS
         else:
             own = gl.minimum(block * 16 + r, RESULTS - 1)
-        added = gl.load(bias + own).to(gl.float32)
+        added = gl.load(bias + expert * OUT + own).to(gl.float32)
         if SPLITS > 1:  # one of the programs adds it
             added = gl.where(split == 0, added, 0.0)
         acc += gl.expand_dims(added, 1)
@@ -505,16 +506,7 @@ def _woven_experts_kernel(
         for u in gl.static_range(UNITS):
             for p in gl.static_range(len(x_at)):
                 _store(
-                    *(sums[u * len(x_at) + p], bias_of(bias, expert, OUT), order, out),
+                    *(sums[u * len(x_at) + p], bias, expert, order, out),
                     *(first + p * BLOCK_M, end, block + u * WARPS, split, alpha, limit),
                     *(OUT, GATED, SPLITS),
                 )
-
-
-@gluon.jit
-def bias_of(bias, expert, OUT: gl.constexpr):
-    """Return where an expert's bias begins."""
-    if bias is None:
-        return None
-    else:
-        return bias + expert * OUT
