@@ -286,6 +286,33 @@ def test_what_many_chunks_hold_is_found_by_a_sample(monkeypatch):
     assert torch.equal(found, expected)
 
 
+def test_a_row_writes_no_more_records_than_it_has_room_for(monkeypatch):
+    """A batch slot keeps the number of likeliest tokens that an earlier sequence asked for."""
+    logits = make_logits("sharp", 3, 300, torch.float32)
+    earlier = [SamplingParams(logprobs=5), SamplingParams(logprobs=1), SamplingParams(logprobs=5)]
+    draws = kernel_draws(logits, earlier)
+    runner = draws.resampler
+    made = []
+
+    def empty(*shape, **options):
+        made.append(torch.full((math.prod(shape) + 40,), -7, **options))
+        return made[-1][: math.prod(shape)].view(shape)
+
+    tokens = torch.tensor([1, 2, 3], device=DEVICE)
+    step = StepOutput(tokens, logits, positions=tokens.int(), slots=draws.slots_d)
+    monkeypatch.setattr(kernels.torch, "empty", empty)
+    records = kernels.logprobs(
+        logits,
+        torch.arange(3, device=DEVICE),
+        step,
+        slot_params=runner.slot_params,
+        most=1,
+        workspace=runner._workspace,
+    )
+    assert records[:, 0, 0].tolist() == [1, 2, 3]
+    assert (made[0][records.numel() :] == -7).all()
+
+
 def test_warmup_launches_every_kernel_that_a_step_may_launch(monkeypatch):
     launch, launched = kernels.launch, set()
 

@@ -357,7 +357,8 @@ def _logprobs_kernel(
     norm = peak + tl.log2(total) * LN_2
     _store_record(records, token.to(tl.int32), logits, norm)
 
-    count = tl.minimum(count, vocab)
+    # A plain row's slot may still hold the count of an earlier sequence.
+    count = tl.minimum(count, tl.minimum(most, vocab))
     least = LOWEST
     if (count > 0) & (count <= chunks):
         least = _kth_key(_key(maximum), count)
