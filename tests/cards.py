@@ -70,7 +70,7 @@ CARDS = {
 # The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
 MAX_SPILLS = 32
 # On Hopper, these kernels keep the tiles that were chosen on an H200 or an H100, and spill up to so
-# many bytes (Triton 3.6; with 3.9 the resampler spills 220, and some other kernels spill, too).
+# many bytes (Triton 3.6; with 3.9 the resampler spills 220, and three other kernels spill, too).
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
@@ -131,18 +131,6 @@ def new_cache(page: int, groups: int, head_dim: int, dtype: torch.dtype, fp8: bo
     return KVCache(k, v, new(2, dtype=torch.float32) if fp8 else None)
 
 
-def fp8_matrix(outputs: int, inputs: int, group: int | None, how: str | None = "group"):
-    """Make a weight in FP8, of blocks of 128 rows and `group` columns or with a scale a row."""
-    groups = inputs // group if group else 1
-    return fp8_inputs.Fp8Matrix(
-        new(outputs, inputs, dtype=torch.float8_e4m3fn),
-        new(outputs, groups, dtype=torch.float32),
-        group=group or inputs,
-        block_rows=128 if group else 1,
-        activations=how,
-    )
-
-
 def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Callable]]:
     """Yield cases of attention: their names, and functions that launch their kernels."""
     heads, groups = {64: (16, 2), 128: (32, 8), 256: (8, 4)}[head_dim]
@@ -154,14 +142,13 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
         tables, lens = (new(*shape, dtype=torch.int32) for shape in ((rows, 4096 // page), (rows,)))
         return PagedKV(cache, tables, lens)
 
-    def decode(rows, options, page=256, shared=False, fp8=False, quantised=False):
-        width = heads * head_dim
+    def decode(rows, options, page=256, shared=False, fp8=False):
+        prefix = new(1, dtype=torch.int32) if shared else None
         decode_attention.decode_attention(
             new(rows, heads, head_dim, dtype=dtype),
             paged(rows, page, fp8),
             options,
-            shared_prefix_len=new(1, dtype=torch.int32) if shared else None,
-            reader=fp8_matrix(64, width, min(head_dim, 128)) if quantised else None,
+            shared_prefix_len=prefix,
         )
 
     def prefill(tokens, options, kv, tiled=False):
@@ -182,8 +169,6 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
         yield f"decode {rows}", partial(decode, rows, plain)
     yield "decode 64 all options", partial(decode, 64, full)
     yield "decode 1 page 16", partial(decode, 1, plain, page=16)
-    for rows in (16, 256):
-        yield f"decode {rows} quantised", partial(decode, rows, plain, quantised=True)
     for rows in (16, 256):
         yield f"decode {rows} shared prefix", partial(decode, rows, plain, shared=True)
     yield "prefill short", partial(prefill, 32, plain, packed(32))
@@ -271,7 +256,15 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of linear layers in FP8, by blocks, by rows, and with weights alone."""
 
     def run(rows, outputs, inputs, how, gated):
-        matrix = fp8_matrix(outputs, inputs, 128 if how == "group" else None, how)
+        is_grouped = how == "group"
+        groups = inputs // 128 if is_grouped else 1
+        matrix = fp8_inputs.Fp8Matrix(
+            new(outputs, inputs, dtype=torch.float8_e4m3fn),
+            new(outputs, groups, dtype=torch.float32),
+            group=128 if is_grouped else inputs,
+            block_rows=128 if is_grouped else 1,
+            activations=how,
+        )
         x = new(rows, inputs, dtype=dtype)
         if gated:
             fp8_linear.gated_linear(x, matrix, dtype)
@@ -284,7 +277,7 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             fp8_linear.linear(x, matrix, new(outputs, dtype=dtype), dtype)
 
     for how in ("group", "token", None):
-        for rows in (1, 16, 64, 128, 256, 8192):
+        for rows in (1, 16, 64, 256, 8192):
             kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
             name = f"{kind} FP8 {rows} {how}"
             yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, how, False)

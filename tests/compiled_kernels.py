@@ -80,13 +80,10 @@ def report_to(found: list) -> Callable[..., None]:
         compiled = kernel.run(*args, grid=grid, warmup=True, **options)
         bound = inspect.signature(kernel.fn).bind_partial(*args)
         constants = {p.name for p in kernel.params if p.is_constexpr}
-        variables = {p.name for p in kernel.params if p.do_not_specialize}
         names = []
         for name, value in bound.arguments.items():
-            # None and constants are no arguments of the compiled kernel; nor is 1, unless the
-            # kernel says that it is not to be a constant.
-            is_one = type(value) in (int, bool) and value == 1 and name not in variables
-            if name in constants or value is None or is_one:
+            # None and constants are no arguments of the compiled kernel; nor is 1, a constant.
+            if name in constants or value is None or type(value) in (int, bool) and value == 1:
                 continue
             if hasattr(value, "block_shape"):
                 names += [name] + [
@@ -124,7 +121,6 @@ def run_all() -> None:
     chosen = fp8_linear.Tiling(64, 64, 2, warps=4, stages=3)
     inputs = fp8_inputs.quantise(many, matrix)
     fp8_linear.multiply(inputs, matrix, new(64), x.dtype, chosen)
-    fp8_linear.linear(inputs, matrix, new(64), x.dtype)
     one = fp8_inputs.quantise(new(1, HIDDEN), matrix)
     fp8_linear.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))

@@ -10,25 +10,17 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 from effort import spread
-from test_kernels import DEVICE, DTYPES, SCALED, assert_close, paged_cache
+from test_kernels import DEVICE, DTYPES, assert_close
 
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_copies, use_packed_kernels
-from nanovllm.backends.cuda.triton import (
-    decode_attention,
-    fp8_gemv,
-    fp8_hopper,
-    fp8_inputs,
-    fp8_linear,
-)
-from nanovllm.backends.cuda.triton.dispatch import arrivals
+from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.fp8_linear import Tiling
 from nanovllm.backends.quantised.config import Fp8
 from nanovllm.backends.quantised.fp8 import Fp8Weight, rounded, scale_for
-from nanovllm.layers.attention import PagedKV
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -44,9 +36,6 @@ FORMATS = {
     "weights alone, rows": (None, None, 1),
 }
 OUTPUTS = 272  # the last tile and the last block of scales are short
-NEEDS_HOPPER = pytest.mark.skipif(
-    DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +119,9 @@ def test_products_of_any_tiling_equal_the_plain_layers(name, splits, swap):
 
 
 @pytest.mark.gpu
-@NEEDS_HOPPER
+@pytest.mark.skipif(
+    DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 @pytest.mark.parametrize("how, group, block", [("group", 128, 128), ("token", None, 1)])
 def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, block):
     matrix = make_matrix(how, group, block, inputs=1024, outputs=384)
@@ -139,74 +130,6 @@ def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, bloc
     assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
     out = fp8_linear.linear(rows, matrix, bias, torch.bfloat16)
     assert_close(out, expected(x, matrix, bias).bfloat16())
-
-
-@pytest.mark.gpu
-@NEEDS_HOPPER
-@pytest.mark.parametrize(
-    "how, group, block, inputs, outputs, dtype",
-    [
-        ("group", 128, 128, 288, 272, torch.float16),  # three columns of units, the last short
-        ("group", 128, 128, 4096, 576, torch.bfloat16),  # several programs share each tile
-        ("group", 128, 128, 512, 40000, torch.bfloat16),  # a program has several tiles
-        ("group", 256, 256, 12304, 1040, torch.bfloat16),  # units share scales
-        ("group", 128, 128, 16384, 128, torch.float32),  # 128 programs share the only tile
-        ("token", None, 1, 4112, 1040, torch.float16),
-        ("tensor", None, 1, 16, 40, torch.bfloat16),  # a part of a unit
-    ],
-)
-def test_products_of_few_rows_on_hopper_equal_the_plain_layers(
-    how, group, block, inputs, outputs, dtype
-):
-    matrix = make_matrix(how, group, block, inputs, outputs)
-    bias = torch.randn(outputs, device=DEVICE).to(dtype)
-    for rows in (2, 7, 16, 17, 33, 64, 100, 128):
-        x = make_inputs(rows, inputs, dtype)
-        quantised = fp8_inputs.quantise(x, matrix)
-        assert fp8_hopper.suits(quantised, matrix)
-        out = fp8_linear.linear(quantised, matrix, bias, dtype)
-        want = expected(x, matrix, bias)
-        if dtype == torch.float32:  # Hopper's sums of products have about 14 bits
-            assert (out - want).norm() < 1e-3 * want.norm()
-        else:
-            assert_close(out, want.to(dtype))
-        for _ in range(3):
-            assert torch.equal(fp8_hopper.linear(quantised, matrix, bias, dtype), out)
-        assert not arrivals(out.device).any()
-
-
-@pytest.mark.gpu
-@NEEDS_HOPPER
-def test_more_programs_than_multiprocessors_share_a_large_product(monkeypatch):
-    matrix = make_matrix("group", 128, 128, inputs=2048, outputs=4112)
-    x = make_inputs(60, 2048, torch.bfloat16)
-    rows = fp8_inputs.quantise(x, matrix)
-    monkeypatch.setattr(fp8_hopper, "MOST_UNITS", 2)
-    assert fp8_hopper.waves(matrix) > 1 and fp8_hopper.suits(rows, matrix)
-    out = fp8_hopper.linear(rows, matrix, None, torch.bfloat16)
-    assert_close(out, expected(x, matrix).bfloat16())
-    assert not arrivals(out.device).any()
-
-
-def test_the_kernel_for_hopper_is_told_what_it_does_not_know(monkeypatch):
-    monkeypatch.setattr(fp8_hopper, "is_hopper", lambda device: True)
-
-    def suits(matrix, rows=128):
-        x = torch.randn(rows, matrix.codes.shape[1], device=DEVICE)
-        return fp8_hopper.suits(fp8_inputs.as_rows(x, matrix), matrix)
-
-    for name in ("blocks", "rows and tokens", "static"):
-        assert suits(make_matrix(*FORMATS[name]))
-    assert not suits(make_matrix(*FORMATS["blocks"]), rows=129)
-    for name in ("rows and groups", "weights alone, blocks", "weights alone, rows"):
-        assert not suits(make_matrix(*FORMATS[name]))
-    assert not suits(make_matrix("group", 128, 1))  # neighbouring rows have scales of their own
-    assert not suits(make_matrix("token", 128, 128))  # inputs share scales that weights do not
-    matrix = make_matrix(*FORMATS["blocks"])
-    assert not suits(matrix._replace(codes=matrix.codes[:, :280].contiguous()))
-    assert not suits(matrix._replace(codes=matrix.codes[:, :272]))
-    monkeypatch.setattr(fp8_hopper, "MOST_WAVES", 0)
-    assert not suits(matrix)
 
 
 @torch.inference_mode()
@@ -287,19 +210,3 @@ def test_a_row_of_several_parts_equals_the_plain_layers_product(name):
     assert fp8_gemv.suits(rows, matrix)
     out = fp8_gemv.linear(rows, matrix, None, torch.float32)
     assert_close(out, expected(x, matrix).float())
-
-
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("group", [32, 64])
-def test_attention_quantises_its_result_as_a_kernel_of_its_own_does(group, splits, monkeypatch):
-    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
-    lens = torch.tensor([300, 5, 129], dtype=torch.int32, device=DEVICE)
-    cache, tables = paged_cache(3, 300, 2, 64, 16, torch.bfloat16)
-    q, kv = torch.randn(3, 6, 64, device=DEVICE).bfloat16(), PagedKV(cache, tables, lens)
-    matrix = make_matrix("group", group, 1, inputs=6 * 64)
-    assert decode_attention.can_quantise(q, matrix)
-    mine = decode_attention.decode_attention(q, kv, SCALED, reader=matrix)
-    out = decode_attention.decode_attention(q, kv, SCALED)
-    rows = fp8_inputs.quantise(out.flatten(1), matrix)
-    assert torch.equal(mine.codes[:3].float(), rows.codes[:3].float())
-    assert torch.equal(mine.scales[:, :3], rows.scales[:, :3])

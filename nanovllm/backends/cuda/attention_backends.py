@@ -5,8 +5,7 @@ ValueError.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,15 +25,13 @@ class AttentionBackend:
 
     Both take the arguments of their namesakes in layers/attention.py, and a keyword `out`: the
     tensor that receives the result. They return the result. `decode` also takes the metadata's
-    shared_prefix_len by keyword, and where `quantises(q, reader)` holds, the `reader` that its
-    result is quantised for.
+    shared_prefix_len by keyword.
     """
 
     name: str
     prefill: Callable[..., Tensor]
-    decode: Callable[..., Any]
+    decode: Callable[..., Tensor]
     takes_tiles: bool = False  # whether `prefill` also takes a TiledPrefill
-    quantises: Callable[[Tensor, Any], bool] = lambda q, reader: False
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
@@ -98,7 +95,7 @@ def select_attention_backend(
     if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
         prefill = _large_by_v4(backend.prefill, fp8_kv)
         name = f"flash-attn 4 for long prefills, else {backend.name}"
-        return replace(backend, name=name, prefill=prefill)
+        return AttentionBackend(name, prefill, backend.decode, backend.takes_tiles)
     if (
         name == "auto"
         and torch.cuda.get_device_capability(device)[0] < 9
@@ -107,8 +104,7 @@ def select_attention_backend(
         prefill = _flash_attn_2_backend().prefill
         if fp8_kv:
             prefill = _packed_by(prefill, backend.prefill)
-        name = "flash-attn 2 prefill, Triton decode"
-        return replace(backend, name=name, prefill=prefill, takes_tiles=False)
+        return AttentionBackend("flash-attn 2 prefill, Triton decode", prefill, backend.decode)
     return backend
 
 
@@ -159,10 +155,10 @@ def _flash_attn_2_backend() -> AttentionBackend:
 
 def _triton_backend() -> AttentionBackend:
     try:
-        from nanovllm.backends.cuda.triton.decode_attention import can_quantise, decode_attention
+        from nanovllm.backends.cuda.triton.decode_attention import decode_attention
         from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
     except ImportError as error:
         raise ValueError(
             f"attention on a GPU needs Triton ({error}): pip install triton"
         ) from error
-    return AttentionBackend("Triton", prefill_attention, decode_attention, True, can_quantise)
+    return AttentionBackend("Triton", prefill_attention, decode_attention, takes_tiles=True)

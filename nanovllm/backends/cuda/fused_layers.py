@@ -236,15 +236,12 @@ class FusedSelfAttention(SelfAttention):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         return (self.qkv_proj(x),)
 
-    def mix(self, projected: tuple[Tensor, ...], positions: Tensor) -> Any:
+    def mix(self, projected: tuple[Tensor, ...], positions: Tensor) -> Tensor:
         (qkv,) = projected
-        return self.heads(qkv, positions, self.o_proj)
+        return self.heads(qkv, positions)
 
-    def heads(self, qkv: Tensor, positions: Tensor, reader: nn.Module | None = None) -> Any:
-        """Compute the heads' results from qkv, overwriting it: [T, (H + 2G) D] -> [T, H D].
-
-        reader: the layer that takes the results, which may be quantised for it.
-        """
+    def heads(self, qkv: Tensor, positions: Tensor) -> Tensor:
+        """Compute the heads' results from qkv, overwriting it: [T, (H + 2G) D] -> [T, H D]."""
         metadata = current_metadata()
         q_weight, k_weight, eps, zero_centered = None, None, 0.0, False
         q_norm, k_norm = self.q_norm, self.k_norm
@@ -269,17 +266,6 @@ class FusedSelfAttention(SelfAttention):
             interleaved=isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
         q = self.rotary.scale_queries(q, positions)
-        # In a decode step, nothing but the reader takes the results.
-        if metadata.prefill is None and metadata.logits_indices is None:
-            matrix = matrix_of(reader, q.flatten(1))
-            if matrix is not None and self.backend.quantises(q, matrix):
-                return self.backend.decode(
-                    q,
-                    self.decode_kv(metadata),
-                    self.options,
-                    shared_prefix_len=metadata.shared_prefix_len,
-                    reader=matrix,
-                )
         return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:

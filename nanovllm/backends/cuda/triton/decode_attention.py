@@ -21,7 +21,6 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
     with_sink,
 )
 from nanovllm.backends.cuda.triton.dispatch import (
-    MAX_ROWS,
     arrivals,
     has_large_shared_memory,
     is_hopper,
@@ -31,15 +30,6 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.e4m3 import PLAIN, how_to_decode
-from nanovllm.backends.cuda.triton.fp8_inputs import (
-    Fp8Matrix,
-    Rows,
-    empty_rows,
-    encoded,
-    padded_rows,
-    quotient,
-    scale_for,
-)
 from nanovllm.backends.cuda.triton.prefix_attention import cut_prefix, prefix_kernel
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
@@ -53,15 +43,13 @@ def decode_attention(
     *,
     shared_prefix_len: Tensor | None = None,
     out: Tensor | None = None,
-    reader: Fp8Matrix | None = None,
-) -> Tensor | Rows:
+) -> Tensor:
     """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
 
     Args:
         shared_prefix_len: [1] int32, the number of tokens in the leading blocks that all sequences
             share. These tokens are read once for all sequences.
         out: receives the result, if given. The row of a sequence of length 0 is not written.
-        reader: the matrix that the result [B, H D] is quantised for, where `can_quantise` holds.
     """
     k_cache, v_cache, scales = kv.cache.k, kv.cache.v, kv.cache.scales
     lens, tables = kv.context_lens, kv.block_tables
@@ -71,12 +59,7 @@ def decode_attention(
     batch, num_heads, head_dim = q.shape
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
-    quantised = None
-    if reader is not None:
-        quantised = empty_rows(batch, num_heads * head_dim, reader.sharing, q.device)
-        out = quantised.codes
-    elif out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, kv.cache, longest, shared is not None)
     factors = score_factors(options)
@@ -118,8 +101,7 @@ def decode_attention(
     launch(
         _decode_kernel,
         (groups, splits, batch),
-        *(q, k_cache, v_cache, scales, lens, shared, tables, out),
-        *(None if quantised is None else quantised.scales, options.sinks),
+        *(q, k_cache, v_cache, scales, lens, shared, tables, out, options.sinks),
         *(parts, part_lse, counters),
         *(*factors, *strides, window or 0),
         *(
@@ -130,23 +112,12 @@ def decode_attention(
             splits,
             prefix_splits,
             how,
-            0 if reader is None else reader.sharing,
         ),
         num_warps=warps,
         num_stages=stages,
         **overlap(q),
     )
-    return out if quantised is None else quantised
-
-
-def can_quantise(q: Tensor, reader: Fp8Matrix) -> bool:
-    """Tell whether results of few queries [B, H, D] can be quantised: no group has parts of heads.
-
-    With one query, a kernel of its own took less time (H100, torch 2.11, Triton 3.6).
-    """
-    head_dim, sharing = q.shape[2], reader.sharing
-    is_whole = sharing > 0 and head_dim % sharing == 0 and padded_head_dim(head_dim) == head_dim
-    return is_whole and 1 < len(q) <= MAX_ROWS
+    return out
 
 
 def _cut_contexts(
@@ -186,7 +157,6 @@ def _decode_kernel(
     shared,
     tables,
     out,
-    out_scales,
     sinks,
     parts,
     part_lse,
@@ -208,7 +178,6 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
     HOW: tl.constexpr,
-    SHARING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend with one sequence's queries to one split of its tokens.
@@ -270,8 +239,7 @@ def _decode_kernel(
             tl.store(part_lse + first + row, peak + tl.log2(total), mask=row < GROUP)
         else:
             total = with_sink(total, peak, sinks, group * GROUP + row, row < GROUP)
-            result = (acc / total[:, None]).to(query.dtype)
-            _store(result, out, out_scales, group * GROUP, row, dim, inside, GROUP, D, SHARING)
+            tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
     elif PARTS > 1:
         tl.store(part_lse + first + row, EMPTY, mask=row < GROUP)
     if PARTS > 1:
@@ -288,36 +256,20 @@ def _decode_kernel(
             if length > 0:
                 parts += pair * PARTS * GROUP * D
                 part_lse += pair * PARTS * GROUP
-                _merge(
-                    out,
-                    out_scales,
-                    sinks,
-                    group * GROUP,
-                    parts,
-                    part_lse,
-                    q.dtype.element_ty,
-                    GROUP,
-                    D,
-                    BLOCK_D,
-                    PARTS,
-                    SHARING,
-                )
+                _merge(out, sinks, group * GROUP, parts, part_lse, GROUP, D, BLOCK_D, PARTS)
 
 
 @triton.jit
 def _merge(
     out,
-    out_scales,
     sinks,
     first_head,
     parts,
     part_lse,
-    dtype: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
-    SHARING: tl.constexpr,
 ):
     """Merge a row's parts, each weighted by its share of the softmax's denominator."""
     head = tl.arange(0, triton.next_power_of_2(GROUP))
@@ -340,35 +292,5 @@ def _merge(
         acc = acc * rescale[:, None] + value * weight[:, None]
         peak = new_peak
     total = with_sink(total, peak, sinks, first_head + head, head < GROUP)
-    result = (acc / total[:, None]).to(dtype)
-    _store(result, out, out_scales, first_head, head, dim, inside, GROUP, D, SHARING)
-
-
-@triton.jit
-def _store(
-    result,
-    out,
-    out_scales,
-    first_head,
-    head,
-    dim,
-    inside,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    SHARING: tl.constexpr,
-):
-    """Store results [heads, D] of one sequence from `out` on, or quantise them by groups."""
-    at = head[:, None] * D + dim[None, :]
-    if SHARING:
-        EACH: tl.constexpr = D // SHARING  # groups of a head
-        value = result.to(tl.float32).reshape(head.shape[0], EACH, SHARING)
-        scale = scale_for(tl.max(tl.abs(value), axis=2))
-        numbers = quotient(value, scale[:, :, None]).reshape(head.shape[0], D)
-        numbers = encoded(numbers, out.dtype.element_ty == tl.float8e4nv)
-        tl.store(out + at, numbers.to(out.dtype.element_ty), mask=inside)
-        rows = padded_rows(tl.num_programs(2))
-        group = (first_head + head)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-        at = group * rows + tl.program_id(2)
-        tl.store(out_scales + at, scale, mask=(head < GROUP)[:, None])
-    else:
-        tl.store(out + at, result, mask=inside)
+    result = (acc / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + head[:, None] * D + dim[None, :], result, mask=inside)

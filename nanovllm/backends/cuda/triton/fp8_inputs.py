@@ -139,7 +139,7 @@ def _quantise(
     gelu: bool = False,
 ) -> Rows:
     rows, sharing = x.shape[0], matrix.sharing
-    result = empty_rows(rows, inputs, sharing, x.device)
+    result = _empty_rows(rows, inputs, sharing, x.device)
     whole = triton.next_power_of_2(inputs)
     block = whole if sharing == inputs else min(whole, 1024)
     if rows:
@@ -154,7 +154,7 @@ def _quantise(
     return result
 
 
-def empty_rows(rows: int, inputs: int, sharing: int, device: torch.device) -> Rows:
+def _empty_rows(rows: int, inputs: int, sharing: int, device: torch.device) -> Rows:
     """Make room for inputs. cuBLASLt wants scales of a multiple of 4 rows."""
     dtype = torch.float8_e4m3fn if has_fp8(device) else torch.float16
     groups = triton.cdiv(inputs, sharing) if sharing > 0 else 1
@@ -264,7 +264,7 @@ def norm_and_quantise(
     weight: that of the norm.
     """
     rows, inputs = x.shape
-    result = empty_rows(rows, inputs, matrix.sharing, x.device)
+    result = _empty_rows(rows, inputs, matrix.sharing, x.device)
     block = triton.next_power_of_2(inputs)
     if rows:
         launch(

@@ -1,15 +1,15 @@
 """Linear layers whose weights, and often inputs, are in FP8 (e4m3).
 
 Their twin is `Fp8Weight`, whose docstring says what is computed. `_linear_kernel` multiplies codes
-on tensor cores; a single row is left to fp8_gemv.py, and on Hopper a few rows to fp8_hopper.py.
-fp8_inputs.py has quantised the inputs before. Hopper's tensor cores add up products of FP8 in few
-bits, so the sum of each BLOCK_K columns is added to a total in float32. For prompts, kernels of
-cuBLASLt and CUTLASS, which do the same, are faster on Hopper.
+on tensor cores; a single row is left to fp8_gemv.py. fp8_inputs.py has quantised the inputs before.
+Hopper's tensor cores add up products of FP8 in few bits, so the sum of each BLOCK_K columns is
+added to a total in float32. For prompts, kernels of cuBLASLt and CUTLASS, which do the same, are
+faster on Hopper.
 
 Shapes: M rows, K inputs, N outputs, G groups of inputs.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,12 +39,6 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
     decoded,
     typed,
 )
-
-fp8_hopper: Any
-try:
-    from nanovllm.backends.cuda.triton import fp8_hopper
-except ImportError:  # older releases of Triton lack Gluon, or parts of it
-    fp8_hopper = None
 
 CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
 COLUMN = tl.constexpr(8)  # tiles below each other that are computed before those beside them
@@ -78,8 +72,6 @@ def linear(
     x = as_rows(x, matrix, largest)
     if fp8_gemv.suits(x, matrix):
         return fp8_gemv.linear(x, matrix, bias, dtype)
-    if fp8_hopper is not None and fp8_hopper.suits(x, matrix):
-        return fp8_hopper.linear(x, matrix, bias, dtype)
     if suits_cublas(x, matrix, dtype):
         return multiply_by_cublas(x, matrix, bias)
     return multiply(x, matrix, bias, dtype, tiling(x, matrix))
