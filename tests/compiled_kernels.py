@@ -125,9 +125,7 @@ def run_all() -> None:
     fp8_linear.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
-    in_parts = (new(*shape, dtype=torch.int32) for shape in ((64, 1024), (64, 64)))
-    wide = packed_linear.PackedTensors(*in_parts, 4, 128, 8192)
-    packed_linear.few_rows_linear(new(rows, 8192), wide, new(64))
+    packed_linear.few_rows_linear(x, packed, new(64))
     packed_linear.tiled_linear(many, packed, new(64), packed_linear.Tiling(32, 64, 16, 2, 2, 4))
     for more in (0, 32):
         woven = woven_linear.Tiling(block_m=64, more=more, warps=4, splits=2, stages=2)

@@ -213,20 +213,11 @@ def _few_rows_kernel(
     chunk = tl.arange(0, CHUNKS)
     # Ask for the words of the first part, if not for all, before the inputs are ready.
     words, scale, zero = _chunks(codes, factors, n, 0, chunk, TIMES * N, W, GROUP, BITS, x)
-    PARTS: tl.constexpr = (W + 4 * CHUNKS - 1) // (4 * CHUNKS)
-    if PDL:
-        # Registers would not hold the next parts, but the cache does.
-        row_factors = factors + tl.program_id(0) * OWN + tl.arange(0, TIMES) * N
-        for part in tl.static_range(1, min(PARTS, 1 + PREFETCH // (4 * CHUNKS))):
-            at = tl.minimum(part * 4 * CHUNKS + tl.arange(0, CHUNKS // 8) * 32, W - 1)
-            _prefetch(codes + n.to(tl.int64)[:, None] * W + at[None, :])
-            group = tl.minimum(part * CHUNKS + chunk, (W - 1) // 4) * (128 // BITS) // GROUP
-            _prefetch(row_factors[:, None] + group[None, :] * (TIMES * N))
     wait_for_inputs(PDL)
     dtype = out.dtype.element_ty
     for row in tl.static_range(ROWS):
         total = _product(x + row * K, words, scale, zero, chunk, W, BITS, WOVEN, ASM)
-        for part in tl.static_range(1, PARTS):
+        for part in tl.static_range(1, (W + 4 * CHUNKS - 1) // (4 * CHUNKS)):
             at = part * CHUNKS
             more, more_scale, more_zero = _chunks(
                 codes, factors, n, at, chunk, TIMES * N, W, GROUP, BITS, x
@@ -243,19 +234,6 @@ def _few_rows_kernel(
             gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
             result = activated(gate, GELU).to(dtype).to(tl.float32) * up
         tl.store(out + row * N + own, result.to(dtype), mask=own < N)
-
-
-@triton.jit
-def _prefetch(addresses):
-    """Ask for lines of 128 bytes, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [addresses],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -530,7 +508,14 @@ def _tiled_linear_kernel(
     if PDL and tl.program_id(0) == 0:
         line = tl.arange(0, 4)[None, :] * 32
         for w in range(begin, tl.minimum(end, begin + PREFETCH), 128):
-            _prefetch(row_words + tl.minimum(w + line, W - 1))
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+                "=r,l",
+                [row_words + tl.minimum(w + line, W - 1)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     column = tl.arange(0, BLOCK_W * PER_WORD)
