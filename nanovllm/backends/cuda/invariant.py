@@ -4,7 +4,7 @@
 
 - products of linear layers that sum in the order of inputs, whatever the number of rows:
   triton/invariant_linear.py;
-- products of packed weights, and those of packed experts, in tiles that sum in one order;
+- products of linear layers in FP8, and of packed experts, in tiles that sum in one order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
 - sums over ranks that round once, as the sum of two numbers does, whatever kernel computes it: so
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
-from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import (
     ROTARIES,
     FusedConvolutionLayer,
@@ -116,6 +115,7 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
             if isinstance(module, Quantised):
                 weight: Any = next(iter(module.packed.values()))
                 kind += f" ({weight.scheme.description})"
+                remedy = "use weights in bfloat16, or leave the option out"
             raise ValueError(
                 f"batch_invariant is True, but layer {name} is of class {kind}, whose results "
                 f"may depend on the batch: {remedy}"
@@ -137,16 +137,29 @@ def is_known(module: nn.Module) -> bool:
     """
     if isinstance(module, FusedQuantised):
         weight = module.packed["weight"]
-        if isinstance(weight, FusedFp8Weight):
-            return all(fp8_linear.is_known(matrix) for matrix in weight.matrices(None))
-        return isinstance(weight, FusedIntegerWeight)
+        # The kernels for integers sum in an order that depends on the number of rows.
+        return isinstance(weight, FusedFp8Weight) and all(
+            fp8_linear.is_known(matrix) for matrix in weight.matrices(None)
+        )
     if isinstance(module, QuantisedExperts):
-        # Woven experts are multiplied by other tiles for other numbers of tokens.
-        weights = module.packed.values()
-        return all(isinstance(packed_experts(weight), PackedExperts) for weight in weights)
+        return all(are_known(packed_experts(weight)) for weight in module.packed.values())
     if isinstance(module, FusedShardedRMSNorm):
         return module.group.size == 1
     return type(module) in BY_ROW or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
+
+
+def are_known(experts: Any) -> bool:
+    """Tell whether tiles of any size compute the same bits of a product with packed experts.
+
+    Woven experts are multiplied by other tiles for other numbers of tokens. Inputs in FP8 are
+    multiplied in FP8 by tiles of 64 outputs or more, whose sums have fewer bits than those of
+    smaller tiles, which convert to float16. Nobody has shown that sums with a scale for each block
+    are alike.
+    """
+    if not isinstance(experts, PackedExperts):
+        return False
+    has_blocks = experts.scales.shape[-1] > 1
+    return experts.kind != "e4m3" or experts.sharing is None and not has_blocks
 
 
 def warmup_products(model: CausalLM) -> None:

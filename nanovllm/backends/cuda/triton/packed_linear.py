@@ -366,25 +366,6 @@ def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
     return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4)
 
 
-def invariant_linear(
-    x: Tensor,
-    weight: PackedTensors,
-    bias: Tensor | None = None,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-) -> Tensor:
-    """Compute what `linear` or `gated_linear` computes, of codes that are not woven.
-
-    A row's result does not depend on the number of rows: the tensor cores take the inputs of a sum
-    in the same steps, and no programs share it.
-    """
-    assert not weight.woven
-    block_m = min(max(8, triton.next_power_of_2(len(x))), 128)
-    t = Tiling(BLOCK_N, block_m, RUN, 1, 3, 4)
-    return tiled_linear(x.contiguous(), weight, bias, t, gated=gated, gelu=gelu)
-
-
 def weave(x: Tensor, bits: int) -> Tensor:
     """Return inputs in the order of the kernel for decode steps: x [M, K] -> [M, K'].
 
