@@ -70,6 +70,7 @@ def moe(
     renormalize,
     clamped=None,
     added=None,
+    is_invariant=False,
 ):
     experts, width, hidden = gate_up.shape
     layer = MixtureOfExperts(

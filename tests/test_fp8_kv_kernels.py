@@ -84,7 +84,7 @@ def test_decoding_equals_its_twin(heads, kv_heads, head_dim, block_size, dtype):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window, softcap, has_sinks", [(40, 1.5, True), (None, 0.7, True)])
 def test_windows_caps_and_sinks_equal_their_twin(window, softcap, has_sinks, splits, monkeypatch):
-    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
     lens = [1, 41, 260, 64, 128]
     begins = [max(0, n - (window or 1000)) // 16 * 16 for n in lens]
     cache, tables = paged_cache(lens, 2, 32, 16, begins)

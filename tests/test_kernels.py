@@ -751,7 +751,7 @@ def behind(lens, window, block_size=1):
 def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
     head_dim, block_size, window, softcap, sinks, splits, monkeypatch
 ):
-    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
     lens = torch.tensor([1, 41, 260, 64, 128], dtype=torch.int32, device=DEVICE)
     cache, tables = paged_cache(5, 300, 2, head_dim, block_size, torch.float32)
     q = randn(5, 6, head_dim)
@@ -770,7 +770,7 @@ def test_decode_attention_in_windows_under_caps_and_with_sinks_equals_its_twin(
 def test_decode_attention_that_shares_a_prefix_caps_scores_there_and_counts_sinks_once(
     softcap, sinks, splits, monkeypatch
 ):
-    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
     lens = torch.tensor([40, 33, 64], dtype=torch.int32, device=DEVICE)
     cache, tables = paged_cache(3, 64, 2, 32, 16, torch.float32)
     tables[:, :2] = tables[0, :2]
@@ -841,7 +841,7 @@ def test_decode_attention_of_any_tile_and_any_number_of_splits_equals_its_twin(
             decode_attention, "has_large_shared_memory", lambda device, large=large_tiles: large
         )
         for splits in (1, 4, 32):
-            monkeypatch.setattr(decode_attention, "_num_splits", lambda *_, splits=splits: splits)
+            monkeypatch.setattr(decode_attention, "num_splits", lambda *_, splits=splits: splits)
             assert_close(decode_attention.decode_attention(q, kv, SCALED), expected)
 
 
@@ -863,7 +863,7 @@ def test_rows_that_programs_share_have_a_counter_each():
     counters = len(arrivals(torch.device(DEVICE)))
     for rows in range(1, 4 * counters):
         assert (
-            rows <= counters or decode_attention._num_splits(rows, 1000, torch.device(DEVICE)) == 1
+            rows <= counters or decode_attention.num_splits(rows, 1000, torch.device(DEVICE)) == 1
         )
 
 
@@ -948,7 +948,7 @@ def test_attention_of_a_padded_step_equals_its_twin_and_writes_no_padding(
     """Two decoding sequences of room for 5, then three chunks of room for 6, in 200 rows. Heads of
     128 come by tiles, where a device or the interpreter knows them.
     """
-    monkeypatch.setattr(decode_attention, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
     if not HAS_GPU:
         for module in (decode_attention, prefill_attention):
             monkeypatch.setattr(module, "has_large_shared_memory", lambda device: True)

@@ -93,6 +93,7 @@ def test_a_start_runs_what_mlps_launch_for_prompts_once_for_each_size(monkeypatc
     monkeypatch.setattr(FusedGatedMLP, "warmup", lambda mlp: warmed_up.append(mlp))
     runner = MagicMock(model=model, max_num_seqs=1, resampler=None)
     runner.decode_sizes = runner.attention_layers = ()
+    runner.config.batch_invariant = False
     CUDAModelRunner._run_small_steps(runner)
     sizes = [mlp.down_proj.weight.shape[1] for mlp in warmed_up]
     assert sorted(sizes) == [16, 24]
