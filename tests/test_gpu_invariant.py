@@ -1,14 +1,13 @@
 """batch_invariant=True on CUDA: bits do not depend on what runs beside a request."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
 from quantised_helpers import change_config, fp8_blocks, make_pair
-from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3Config
 
 from nanovllm import LLM, SamplingParams
 
@@ -270,11 +269,3 @@ def test_experts_in_mxfp4_give_the_same_bits_whatever_runs_beside_a_request(tmp_
     change_config(tmp_path, quantization_config=dict(quant_method="mxfp4"))
     others = [{}, dict(max_num_batched_tokens=70, enforce_eager=True)]
     check_bits_of(str(tmp_path), others, load_format="dummy")
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("config", [Qwen3Config, partial(Qwen3MoeConfig, **MIXTURE)])
-def test_two_ranks_give_the_same_bits_whatever_runs_beside_a_request(config, tmp_path):
-    make_checkpoint(tmp_path, config(**SHAPE | WIDE))
-    others = [{}, dict(max_num_batched_tokens=70, enforce_eager=True)]
-    check_bits_of(str(tmp_path), others, tensor_parallel_size=2)

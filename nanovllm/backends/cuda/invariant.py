@@ -7,8 +7,6 @@
 - products of linear layers in FP8, and of packed experts, in tiles that sum in one order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
-- sums over ranks that round once, as the sum of two numbers does, whatever kernel computes it: so
-  there may be one rank or two;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
 
 Norms, rotary embeddings, activations, embeddings and the sampler compute each row by itself in any
@@ -143,8 +141,6 @@ def is_known(module: nn.Module) -> bool:
         )
     if isinstance(module, QuantisedExperts):
         return all(are_known(packed_experts(weight)) for weight in module.packed.values())
-    if isinstance(module, FusedShardedRMSNorm):
-        return module.group.size == 1
     return type(module) in BY_ROW or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
 
 
