@@ -77,7 +77,8 @@ def test_a_row_of_a_packed_fp8_product_does_not_depend_on_the_number_of_rows(
     matrix = make_matrix(how, group, block, inputs, outputs)
     x, dtype = torch.randn(1100, inputs, **BF16), torch.bfloat16
     check_rows_alike(lambda x: fp8_linear.invariant_linear(x, matrix, None, dtype), x)
-    check_rows_alike(lambda x: fp8_linear.invariant_gated(x, matrix, dtype), x)
+    linear = fp8_linear.invariant_linear
+    check_rows_alike(lambda x: fp8_linear.gated_linear(x, matrix, dtype, linear=linear), x)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int4-zeros", "fp8-rows"])

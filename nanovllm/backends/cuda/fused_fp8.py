@@ -1,5 +1,7 @@
 """Packed weights in FP8 whose products are computed by Triton kernels."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -21,8 +23,7 @@ class FusedFp8Weight(Fp8Weight):
     def forward(
         self, x: Tensor | Rows, bias: Tensor | None = None, expert: int | None = None
     ) -> Tensor:
-        matrices, dtype = self.matrices(expert), self.plain.dtype
-        linear = fp8_linear.invariant_linear if self.is_invariant else fp8_linear.linear
+        matrices, dtype, linear = self.matrices(expert), self.plain.dtype, self.linear
         if isinstance(x, Rows):
             return linear(x, matrices[0], bias, dtype)
         if not all(fp8_linear.suits(x, matrix) for matrix in matrices):
@@ -35,6 +36,11 @@ class FusedFp8Weight(Fp8Weight):
         parts = [linear(x, matrix, part, dtype, largest) for matrix, part in zip(matrices, biases)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
+    @property
+    def linear(self) -> Callable[..., Tensor]:
+        """The function that multiplies by a matrix."""
+        return fp8_linear.invariant_linear if self.is_invariant else fp8_linear.linear
+
     def gated(
         self, x: Tensor | Rows, bias: Tensor | None, gelu: bool, reader: Fp8Matrix | None
     ) -> Tensor | Rows:
@@ -44,8 +50,8 @@ class FusedFp8Weight(Fp8Weight):
         """
         matrix = self.matrices(None)[0]
         if bias is None and (isinstance(x, Rows) or self.reads(x) is not None):
-            gated = fp8_linear.invariant_gated if self.is_invariant else fp8_linear.gated_linear
-            return gated(x, matrix, self.plain.dtype, gelu, reader)
+            dtype = self.plain.dtype
+            return fp8_linear.gated_linear(x, matrix, dtype, gelu, reader, self.linear)
         return activate_and_mul(self(x, bias), gelu)
 
     def reads(self, x: Tensor) -> Fp8Matrix | None:

@@ -9,6 +9,7 @@ faster on Hopper.
 Shapes: M rows, K inputs, N outputs, G groups of inputs.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -83,11 +84,14 @@ def gated_linear(
     dtype: torch.dtype,
     gelu: bool = False,
     reader: Fp8Matrix | None = None,
+    linear: Callable[..., Tensor] = linear,
 ) -> Tensor | Rows:
     """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
 
     The weight [2 N, K] yields gates first, then ups. If the result is for a matrix `reader`, it may
     be quantised already.
+
+    linear: `linear` or `invariant_linear`.
     """
     product = linear(x, matrix, None, dtype)
     if reader is None:
@@ -168,20 +172,6 @@ def invariant_linear(
     else:
         t = Tiling(64, 128 if len(x) > 128 and shares_alike else 64, 1, 4, 3)
     return multiply(x, matrix, bias, dtype, t)
-
-
-def invariant_gated(
-    x: Tensor | Rows,
-    matrix: Fp8Matrix,
-    dtype: torch.dtype,
-    gelu: bool = False,
-    reader: Fp8Matrix | None = None,
-) -> Tensor | Rows:
-    """Compute what `gated_linear` computes. A row's result does not depend on the rows' number."""
-    product = invariant_linear(x, matrix, None, dtype)
-    if reader is None:
-        return activate_and_mul(product, gelu)
-    return activate_and_quantise(product, reader, gelu)
 
 
 def multiply(

@@ -197,7 +197,7 @@ def gated_norm(o, gate, weight, eps, square_sum, D: tl.constexpr):
 
 
 class Solution(NamedTuple):
-    """What each block of a head contributes by itself, whatever the state before it is."""
+    """The part of each block of a head that does not depend on the state before the block."""
 
     inverse: Tensor  # [T, H, TOKENS], rows of each block's inverse; with inverse_low, or in float32
     inverse_low: Tensor | None  # [T, H, TOKENS]

@@ -159,7 +159,7 @@ SortedPairs = Sequence[Any]
 
 
 class Tile(NamedTuple):
-    """How a product is cut into programs."""
+    """The tiling of a product: how it is cut into programs."""
 
     rows: int  # pairs of token and expert
     outputs: int

@@ -59,7 +59,7 @@ class WovenExperts(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is cut into programs."""
+    """The tiling of a product: how it is cut into programs."""
 
     rows: int  # pairs of token and expert: a power of 2, or the sum of two
     warps: int
