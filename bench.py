@@ -14,9 +14,10 @@
     python bench.py --host                          host time per step, without a device
 
 A model is a folder, a hub id, "tiny" (the trained model in the package), or a shape: qwen3-0.6b,
-qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-0.8b, qwen3.5-9b or
-qwen3.5-35b-a3b. A shape gets random weights and needs no download. The reported times are the first
-and the best of --repeat runs. Options of the LLM that no flag sets keep their defaults.
+qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-0.8b, qwen3.5-9b,
+qwen3.5-35b-a3b or gpt-oss-20b, whose experts are in MXFP4. A shape gets random weights and needs no
+download. The reported times are the first and the best of --repeat runs. Options of the LLM that no
+flag sets keep their defaults.
 """
 
 import argparse

@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import math
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +18,8 @@ from nanovllm.apps.bench import checks, engines, host, policies, report
 from nanovllm.apps.bench.roofline import bytes_of_states, parameters_beside_experts, roofline
 from nanovllm.apps.bench.shapes import SHAPES, VOCAB, model_folder
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
+from nanovllm.backends.quantised.config import read_quantization
+from nanovllm.backends.quantised.layers import use_quantised_layers
 from nanovllm.config import Config
 from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.engine.policy import SchedulingPolicy
@@ -64,6 +68,7 @@ LIMITS = {
     "qwen3.5-0.8b": dict(bench=2.10, latency=0.185, prefill=0.357, shared=0.404),
     "qwen3.5-9b": dict(bench=10.4, latency=1.91, prefill=4.66, shared=1.91),
     "qwen3.5-35b-a3b": dict(bench=19.9, latency=0.719, prefill=1.71, shared=3.26),
+    "gpt-oss-20b": dict(bench=4.81, latency=0.444, prefill=2.09, shared=0.703, long=3.60),
 }
 
 
@@ -168,6 +173,7 @@ def test_a_model_of_unknown_shape_has_no_roofline(work):
         ("qwen3.5-0.8b", 0.752e9),
         ("qwen3.5-9b", 8.95e9),
         ("qwen3.5-35b-a3b", 34.66e9),
+        ("gpt-oss-20b", 20.9e9),
     ],
 )
 def test_a_shape_is_the_model_of_its_name_and_the_roofline_counts_its_parameters(name, total):
@@ -179,7 +185,8 @@ def test_a_shape_is_the_model_of_its_name_and_the_roofline_counts_its_parameters
     shape = SHAPES[name]
     counted = parameters_beside_experts(shape) + (2 - shape.tied) * shape.vocab * shape.hidden
     counted += shape.layers * 3 * shape.hidden * shape.intermediate * shape.experts
-    assert counted == pytest.approx(count, rel=1e-3)  # without norms and the gates' parameters
+    # Without norms, biases and the gates' parameters.
+    assert counted == pytest.approx(count, rel=1e-3)
     layers = [layer for layer in model.modules() if isinstance(layer, RecurrentLayer)]
     assert sum(layer.state_bytes for layer in layers) == bytes_of_states(shape)
 
@@ -411,6 +418,39 @@ def test_rooflines_count_the_bytes_of_quantised_weights(work):
         saved = (2 - bytes_) / (2 + 2 * head / layers)
         assert seconds(quantization) == pytest.approx(seconds(None) * (1 - saved), rel=0.02)
     assert roofline("qwen3-8b", work["latency"], "latency", 1.0, 1.0, "mxfp4") is None
+
+
+def bytes_read(model: str, work: Work, **options) -> float | None:
+    """Count what a roofline without operations reads: at a byte a second."""
+    return roofline(model, work, "latency", 1.0, math.inf, **options)
+
+
+def test_rooflines_count_the_bytes_of_experts_in_mxfp4():
+    """A step with many sequences reads all weights but the embedding."""
+    config = load_model_config(model_folder("gpt-oss-20b")[0])
+    formats = read_quantization(config.quantization_config, None, keeps_mxfp4=True)
+    exchange = partial(use_quantised_layers, quantization=formats)
+    with tensors_default_to(torch.bfloat16, torch.device("meta")):
+        model = build_model(config, ParallelGroup(), 4096, exchange)
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    work = [([1], 1)] * 512
+    read = bytes_read("gpt-oss-20b", work)
+    embedding = model.model.embed_tokens.weight.nbytes
+    assert read == pytest.approx(held - embedding, rel=2e-3)  # without biases
+    assert read == bytes_read("gpt-oss-20b", work, quantization="mxfp4")
+
+
+def test_rooflines_count_windows_in_every_second_layer():
+    """A token has 8 heads x 64 elements of K, and as many of V, in each of 24 layers."""
+    short, long = (bytes_read("gpt-oss-20b", [([1] * n, 3)]) for n in (10, 1000))
+    tokens = 1001 + 1002 + 128 + 128 - 2 * (11 + 12)
+    assert long - short == 12 * tokens * 2 * 8 * 64 * 2
+
+
+def test_a_shape_in_mxfp4_takes_no_other_format():
+    folder, _ = model_folder("gpt-oss-20b", "gptq")
+    with pytest.raises(ValueError, match="quantization is 'gptq', but the checkpoint is in mxfp4"):
+        LLM(folder, load_format="dummy", quantization="gptq")
 
 
 def test_rooflines_count_the_bytes_of_an_fp8_kv_cache(work):

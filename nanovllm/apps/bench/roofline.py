@@ -10,6 +10,8 @@ BF16 = 2  # bytes per element of what is not quantised
 STATE_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # per element of Gated DeltaNet's states
 # Bytes per weight of layers; in 4 bits, each group of 128 has a scale of 2 bytes and a zero point.
 BYTES = {None: BF16, "fp8": 1.0, "gptq": 0.5 + 2.5 / 128, "awq": 0.5 + 2.5 / 128}
+# Of experts in a format of their own; in MXFP4, each group of 32 has a scale of a byte.
+EXPERT_BYTES: dict[str | None, float] = {"mxfp4": 0.5 + 1 / 32}
 KV_BYTES = {"auto": BF16, "fp8": 1}  # per element of keys and values
 
 
@@ -29,8 +31,9 @@ def roofline(
 
     - Bytes of decode steps, plus operations of prompts: each step reads the weights once and the K
       and V of each running sequence once; it reads the K and V of a common prefix once for all
-      sequences. It reads and writes the state of each sequence. Each prompt token takes two
-      operations per parameter, and six per element of a state (see state_ops).
+      sequences. A layer with a window reads no K and V before it. A step reads and writes the state
+      of each sequence. Each prompt token takes two operations per parameter, and six per element of
+      a state (see state_ops).
     - All operations: two per parameter for prompt tokens and for generated tokens, plus the head,
       the attention within prompts, and the states.
 
@@ -40,16 +43,20 @@ def roofline(
     Args:
         bandwidth: bytes per second.
         flops: operations per second of products in bfloat16. Those in FP8 count as twice as fast.
-        quantization: the format of the layers' weights; embedding and head are in bfloat16.
+        quantization: the format of the layers' weights; embedding and head are in bfloat16. Experts
+            have that of the shape if it names one.
         kv_cache_dtype: the format of the KV cache.
         mamba_ssm_cache_dtype: the dtype of Gated DeltaNet's states.
     """
     workload = WORKLOADS[name]
-    if model not in SHAPES or workload.rounds > 1 or quantization not in BYTES:
-        return None
-    if kv_cache_dtype not in KV_BYTES:
+    if model not in SHAPES or workload.rounds > 1 or kv_cache_dtype not in KV_BYTES:
         return None
     shape = SHAPES[model]
+    if quantization == shape.expert_format:
+        quantization = None  # the experts have this format in any case
+    if quantization not in BYTES:
+        return None
+    expert_bytes = EXPERT_BYTES.get(shape.expert_format, BYTES[quantization])
 
     expert = shape.layers * 3 * shape.hidden * shape.intermediate
     others = parameters_beside_experts(shape)
@@ -61,18 +68,18 @@ def roofline(
     prompts = [len(prompt) for prompt, _ in work]
     outputs = [n for _, n in work]
     prompt_tokens = sum(prompts) - spared * (len(work) - 1)
-    pairs = (
-        sum(n**2 for n in prompts) - spared**2 * (len(work) - 1)
-    ) / 2  # pairs of a query and a key
 
     weights_read = 0.0  # bytes
     for rows in rows_of_steps(outputs):
         missed = (1 - shape.experts_per_token / shape.experts) ** rows
-        layers = others + expert * shape.experts * (1 - missed)
-        weights_read += layers * BYTES[quantization] + head * BF16
-    kv_read = sum(sum(range(prompt + 1, prompt + n)) for prompt, n in zip(prompts, outputs))
-    kv_read -= spared * sum(n - 1 for n in outputs[1:])
-    kv_size = shape.attention_layers * shape.kv_heads * shape.head_dim * 2  # of one token
+        experts = expert * shape.experts * (1 - missed)
+        weights_read += others * BYTES[quantization] + experts * expert_bytes + head * BF16
+    kv_read, pairs = 0.0, 0.0  # tokens whose K and V steps read; queries x keys within prompts
+    for span, layers in shape.attention_spans.items():
+        kv_read += layers * tokens_read(prompts, outputs, spared, span)
+        of_prompts = sum(pairs_within(n, span) for n in prompts)
+        pairs += layers * (of_prompts - pairs_within(spared, span) * (len(work) - 1))
+    kv_size = shape.kv_heads * shape.head_dim * 2  # of one token in one layer
     states_moved = 2 * sum(n - 1 for n in outputs)
 
     if quantization == "fp8":
@@ -80,11 +87,29 @@ def roofline(
     # A token decays a state, compares it with k, adds k u^T to it, and multiplies it by q.
     state_ops = 6 * shape.recurrent_layers * shape.state_size
     prompt_ops = (2 * body + state_ops) * prompt_tokens
-    attention_ops = 4 * shape.attention_layers * shape.heads * shape.head_dim * pairs
+    attention_ops = 4 * shape.heads * shape.head_dim * pairs
     all_ops = prompt_ops + (2 * (body + head) + state_ops) * sum(outputs) + attention_ops
     bytes_read = kv_read * kv_size * KV_BYTES[kv_cache_dtype] + weights_read
     bytes_moved = bytes_read + states_moved * bytes_of_states(shape, mamba_ssm_cache_dtype)
     return max(bytes_moved / bandwidth + prompt_ops / flops, all_ops / flops)
+
+
+def tokens_read(prompts: list[int], outputs: list[int], prefix: int, span: float) -> float:
+    """Count the tokens whose K and V all decode steps read, in a layer that sees `span` tokens.
+
+    The first sequence reads the common prefix, of `prefix` tokens, for all sequences.
+    """
+    total = 0.0
+    for i, (prompt, n) in enumerate(zip(prompts, outputs)):
+        spared = prefix if i else 0
+        total += sum(min(context - spared, span) for context in range(prompt + 1, prompt + n))
+    return total
+
+
+def pairs_within(n: int, span: float) -> float:
+    """Count the pairs of a query and a key in n tokens, each of which sees the last `span`."""
+    seen = min(n, span)
+    return seen * (n - seen / 2)
 
 
 def parameters_beside_experts(shape: Shape) -> int:

@@ -1,6 +1,7 @@
 """The shapes of known models, which are measured with random weights and without a download."""
 
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ VOCAB, VOCAB_3_5 = 151936, 248320
 
 
 class Shape(NamedTuple):
-    """The sizes of a Qwen3; with `value_heads`, of a Qwen3.5."""
+    """The sizes of a Qwen3; with `value_heads`, of a Qwen3.5; with `window`, of a gpt-oss."""
 
     hidden: int
     layers: int
@@ -25,14 +26,21 @@ class Shape(NamedTuple):
     tied: bool = False  # whether the head shares the weights of the embedding
     # Of Gated DeltaNet, which three of four layers have instead of attention; 0: none has it.
     value_heads: int = 0
-
-    @property
-    def vocab(self) -> int:
-        return VOCAB_3_5 if self.value_heads else VOCAB
+    # How many tokens attention sees in every second layer; 0: every layer sees all of them.
+    window: int = 0
+    expert_format: str | None = None  # of the experts' weights in the published checkpoint
+    vocab: int = VOCAB
 
     @property
     def attention_layers(self) -> int:
         return self.layers // 4 if self.value_heads else self.layers
+
+    @property
+    def attention_spans(self) -> dict[float, int]:
+        """The number of layers whose attention sees at most so many tokens; inf: all tokens."""
+        if self.window:
+            return {math.inf: self.layers // 2, self.window: self.layers // 2}
+        return {math.inf: self.attention_layers}
 
     @property
     def recurrent_layers(self) -> int:
@@ -60,10 +68,32 @@ SHAPES = {
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288),
     "qwen3-32b": Shape(5120, 64, 64, 8, 128, 25600),
     "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, experts=128, experts_per_token=8),
-    "qwen3.5-0.8b": Shape(1024, 24, 8, 2, 256, 3584, tied=True, value_heads=16),
-    "qwen3.5-9b": Shape(4096, 32, 16, 4, 256, 12288, value_heads=32),
+    "qwen3.5-0.8b": Shape(1024, 24, 8, 2, 256, 3584, tied=True, value_heads=16, vocab=VOCAB_3_5),
+    "qwen3.5-9b": Shape(4096, 32, 16, 4, 256, 12288, value_heads=32, vocab=VOCAB_3_5),
     "qwen3.5-35b-a3b": Shape(
-        2048, 40, 16, 2, 256, 512, experts=256, experts_per_token=8, value_heads=32
+        hidden=2048,
+        layers=40,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        intermediate=512,
+        experts=256,
+        experts_per_token=8,
+        value_heads=32,
+        vocab=VOCAB_3_5,
+    ),
+    "gpt-oss-20b": Shape(
+        hidden=2880,
+        layers=24,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        intermediate=2880,
+        experts=32,
+        experts_per_token=4,
+        window=128,
+        expert_format="mxfp4",
+        vocab=201088,
     ),
 }
 
@@ -86,7 +116,8 @@ def model_folder(name: str, quantization: str | None = None) -> tuple[str, bool]
     if name not in SHAPES:
         return name, False
     config = model_config(SHAPES[name])
-    if quantization in QUANTIZED:
+    # A shape that is quantised keeps its format: engines refuse another one.
+    if quantization in QUANTIZED and "quantization_config" not in config:
         config["quantization_config"] = QUANTIZED[quantization]
         name = f"{name}-{quantization}"
     folder = Path(tempfile.gettempdir()) / f"nanovllm-bench-{os.getuid()}" / name
@@ -97,17 +128,11 @@ def model_folder(name: str, quantization: str | None = None) -> tuple[str, bool]
 
 def model_config(shape: Shape) -> dict:
     """Return the content of the config.json of a model with this shape."""
-    config = dict(
+    if shape.window:
+        return gpt_oss_config(shape)
+    config = sizes(shape) | dict(
         architectures=["Qwen3ForCausalLM"],
         model_type="qwen3",
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        tie_word_embeddings=shape.tied,
         hidden_act="silu",
         rms_norm_eps=1e-6,
         rope_theta=1000000,
@@ -132,6 +157,20 @@ def model_config(shape: Shape) -> dict:
             mlp_only_layers=[],
         )
     return qwen3_5_config(shape, config) if shape.value_heads else config
+
+
+def sizes(shape: Shape) -> dict:
+    """Return the sizes in a config.json, which have the same names in Qwen3 and in gpt-oss."""
+    return dict(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        tie_word_embeddings=shape.tied,
+    )
 
 
 def qwen3_5_config(shape: Shape, config: dict) -> dict:
@@ -198,3 +237,47 @@ def qwen3_5_config(shape: Shape, config: dict) -> dict:
         vision_start_token_id=248053,
         vision_end_token_id=248054,
     )
+
+
+def gpt_oss_config(shape: Shape) -> dict:
+    """Return the content of the config.json of a gpt-oss with this shape."""
+    config = sizes(shape) | dict(
+        architectures=["GptOssForCausalLM"],
+        model_type="gpt_oss",
+        num_local_experts=shape.experts,
+        num_experts_per_tok=shape.experts_per_token,
+        experts_per_token=shape.experts_per_token,
+        layer_types=["sliding_attention", "full_attention"] * (shape.layers // 2),
+        sliding_window=shape.window,
+        attention_bias=True,
+        attention_dropout=0.0,
+        hidden_act="silu",
+        swiglu_limit=7.0,
+        rms_norm_eps=1e-5,
+        rope_theta=150000,
+        rope_scaling=dict(
+            rope_type="yarn",
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            original_max_position_embeddings=4096,
+            truncate=False,
+        ),
+        initial_context_length=4096,
+        max_position_embeddings=131072,
+        initializer_range=0.02,
+        torch_dtype="bfloat16",
+        pad_token_id=199999,
+        eos_token_id=200002,
+    )
+    if shape.expert_format:
+        config["quantization_config"] = dict(
+            quant_method=shape.expert_format,
+            modules_to_not_convert=[
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        )
+    return config
