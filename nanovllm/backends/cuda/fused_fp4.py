@@ -55,9 +55,11 @@ class FusedFp4Weight(Fp4Weight):
             self.has_woven_codes = True
 
     def restore(self) -> None:
-        """Nothing is kept beside the weights."""
+        """Arrange weights that were updated in the CPU's memory during sleep."""
+        self.arrange()
 
-    drop = restore
+    def drop(self) -> None:
+        """Do nothing, because nothing is kept beside the weights."""
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:
