@@ -62,7 +62,7 @@ class FusedIntegerWeight(IntegerWeight):
 
     @property
     def shall_weave(self) -> bool:
-        """Tell whether the kernels want the codes woven."""
+        """Whether the kernels want the codes woven."""
         # Kernels for experts know no other order.
         return not self.lead and packed_linear.takes_woven(
             self.codes.device, self.scheme.bits, self.group, self.width
