@@ -156,6 +156,9 @@ def test_scales_for_cublas_follow_an_update():
     drop_copies(weight)
     assert weight.block_scales is None
     assert torch.equal(weight.matrices(None)[0].block_scales, source.scales[::128])
+    drop_copies(weight)
+    weight.take_weights(source)  # during sleep, in the CPU's memory, where no kernel reads them
+    assert weight.block_scales is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -138,6 +138,27 @@ def test_codes_are_woven_once_after_each_load(folder, monkeypatch):
         assert torch.equal(plain.codes, before)
 
 
+@torch.inference_mode()
+def test_an_update_during_sleep_is_arranged_when_the_model_wakes_up(folder, monkeypatch):
+    """During sleep at level 1, weights are in the CPU's memory, which no kernel reads."""
+    is_awake = True
+    monkeypatch.setattr(packed_linear, "is_hopper", lambda device: is_awake)
+    scheme = SCHEMES["symmetric"]
+    weight, plain = (load(folder, scheme, torch.float16)[0] for _ in range(2))
+    use_packed_kernels(weight)
+    arrange_weights(weight)
+    drop_copies(weight)
+    is_awake = False
+    plain.scales.mul_(2)
+    weight.take_weights(plain)
+    assert weight.factors is None
+    is_awake = True
+    restore_copies(weight)
+    assert weight.is_woven and not torch.equal(weight.codes, plain.codes)
+    x = torch.randn(1, weight.width, device=DEVICE).half()
+    assert_close(weight(x), plain(x))
+
+
 def test_weights_that_no_kernel_suits_stay_plain(folder):
     ordered = replace(SCHEMES["gptq"], has_order=True)
     for scheme, dtype in ((ordered, torch.float16), (SCHEMES["awq"], torch.float32)):

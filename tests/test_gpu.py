@@ -518,6 +518,10 @@ def test_experts_in_mxfp4_choose_the_tokens_of_their_numbers_after_every_load(tm
             assert run() == first, f"sleep at level {level}"
         llm.update_weights(reference.state_dict().items())
         assert run() == first, "an update with the same numbers"
+        llm.sleep()
+        llm.update_weights(reference.state_dict().items())
+        llm.wake_up()
+        assert run() == first, "an update during sleep"
     found = [
         regret(logits_of(reference, prompt, output), output)
         for prompt, output in zip([*prompts, [7, 8]], first)

@@ -27,6 +27,7 @@ from nanovllm.backends.cuda.fused_quantised import (
     arrange_weights,
     await_weights,
     packed_experts,
+    restore_copies,
     use_packed_kernels,
 )
 from nanovllm.backends.cuda.triton import moe as triton_moe
@@ -238,6 +239,24 @@ def test_experts_are_woven_once_after_each_load_and_keep_their_numbers(monkeypat
                 for mine, expected in zip(numbers_of(weight), numbers_of(source), strict=True):
                     assert torch.equal(mine, expected)
             assert address == (weight.codes.data_ptr(), weight.scales.data_ptr())
+
+
+@needs_gluon
+def test_experts_that_were_updated_during_sleep_are_woven_when_the_model_wakes_up(monkeypatch):
+    """During sleep at level 1, weights are in the CPU's memory, and no Hopper GPU has them."""
+    is_awake = True
+    monkeypatch.setattr(woven_experts, "is_hopper", lambda device: is_awake)
+    plain = mxfp4_mixture()
+    mixture = woven(plain)
+    is_awake = False
+    for weight, source in zip(mixture.experts.packed.values(), plain.experts.packed.values()):
+        weight.take_weights(source)
+    is_awake = True
+    restore_copies(mixture)
+    for weight, source in zip(mixture.experts.packed.values(), plain.experts.packed.values()):
+        assert weight.is_woven and not torch.equal(weight.codes, source.codes)
+        for mine, expected in zip(numbers_of(weight), numbers_of(source), strict=True):
+            assert torch.equal(mine, expected)
 
 
 @needs_gluon

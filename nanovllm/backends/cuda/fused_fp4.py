@@ -12,8 +12,7 @@ from nanovllm.backends.quantised.fp4 import Fp4Weight
 class FusedFp4Weight(Fp4Weight):
     """The weights of experts in MXFP4, woven where the kernel of woven_experts.py takes them.
 
-    Elsewhere they stay as they are, and so do they until `arrange`: another kernel multiplies by
-    them then.
+    Elsewhere they stay as they were read, and the kernels of moe_packed.py multiply by them.
     """
 
     is_woven = False  # whether the kernels take the codes woven
@@ -31,7 +30,7 @@ class FusedFp4Weight(Fp4Weight):
 
     @property
     def shall_weave(self) -> bool:
-        """Tell whether the kernel takes the weights woven. Both of a mixture give one answer."""
+        """Whether the kernel takes the weights woven: both of a mixture, or neither."""
         if woven_experts is None or self.is_invariant:  # its sums depend on the number of rows
             return False
         rows = self.height // 2 if self.is_gated else self.height
@@ -55,9 +54,11 @@ class FusedFp4Weight(Fp4Weight):
             self.has_woven_codes = True
 
     def restore(self) -> None:
-        """Nothing is kept beside the weights."""
+        """Arrange weights that were updated in the CPU's memory during sleep."""
+        self.arrange()
 
-    drop = restore
+    def drop(self) -> None:
+        """Do nothing, because nothing is kept beside the weights."""
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:

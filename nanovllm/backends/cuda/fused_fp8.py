@@ -114,4 +114,5 @@ class FusedFp8Weight(Fp8Weight):
         """Take the weights of a plain packed weight."""
         for name, parameter in plain.named_parameters(recurse=False):
             self.get_parameter(name).copy_(parameter)
-        self.arrange()
+        if self.block_scales is not None:  # otherwise `restore` follows, if there are any
+            self.arrange()

@@ -62,7 +62,7 @@ class FusedIntegerWeight(IntegerWeight):
 
     @property
     def shall_weave(self) -> bool:
-        """Tell whether the kernels want the codes woven."""
+        """Whether the kernels want the codes woven."""
         # Kernels for experts know no other order.
         return not self.lead and packed_linear.takes_woven(
             self.codes.device, self.scheme.bits, self.group, self.width
@@ -82,9 +82,12 @@ class FusedIntegerWeight(IntegerWeight):
         self.is_woven = self.shall_weave
 
     def restore(self) -> None:
-        """Make the factors again if they were dropped; a graph's capture could not."""
+        """Make the factors again if they were dropped; a graph's capture could not.
+
+        During sleep, the weights may have been updated in the CPU's memory: see `take_weights`.
+        """
         if self.factors is None:
-            self.refresh()
+            self.arrange()
 
     def drop(self) -> None:
         """Free the memory of the factors until `restore`."""
@@ -110,4 +113,5 @@ class FusedIntegerWeight(IntegerWeight):
         for name, parameter in plain.named_parameters(recurse=False):
             self.get_parameter(name).copy_(parameter)
         self.has_woven_codes = False
-        self.arrange()
+        if self.factors is not None:  # otherwise `restore` follows, on the device of the kernels
+            self.arrange()

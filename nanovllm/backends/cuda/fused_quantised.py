@@ -64,7 +64,10 @@ def arrange_weights(model: nn.Module) -> None:
 
 
 def restore_copies(model: nn.Module) -> None:
-    """Make what kernels read beside the weights and was dropped; a graph's capture could not."""
+    """Make what kernels read beside the weights and was dropped; a graph's capture could not.
+
+    Weights that were updated during sleep, in the CPU's memory, get the form of the kernels, too.
+    """
     for weight in fused_weights(model):
         weight.restore()
 

@@ -236,7 +236,7 @@ def decoding() -> str:
 
 
 ASM = gl.constexpr(decoding())
-UNIT = gl.constexpr(2.0**32)
+UNIT = gl.constexpr(2.0**32)  # sums are multiplied by it, because the factors have 2^-32
 
 
 @gluon.jit
@@ -303,7 +303,8 @@ def _wait(sums, weights):
 
 @gluon.jit
 def _begin(weights, inputs, acc):
-    # The same registers, but of another type.
+    """Begin to add weights [16 W, 64] times inputs [M, 64] to sums [16 W, M]."""
+    # The registers stay the same, but their type depends on that of the sums.
     A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     weights = gl.convert_layout(weights, A, assert_trivial=True)
     return warpgroup_mma(weights, inputs.permute((1, 0)), acc, is_async=True)
