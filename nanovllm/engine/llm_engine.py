@@ -100,13 +100,15 @@ class LLMEngine:
         config, info = self._config, self.runner.info
         max_num_seqs = config.num_batch_slots
         sizes = self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        blocks = BlockManager(*sizes, self._listener)
-        make_tables: type[BlockTables] = BlockTables
+        blocks: BlockManager
+        make_tables: type[BlockTables]
         if info.num_state_slots:  # some layers are recurrent
             max_num_seqs = min(max_num_seqs, info.num_state_slots)
             self.snapshots = Snapshots(StateRows(info.num_state_slots, info.num_snapshots))
             blocks = StatefulBlockManager(*sizes, self._listener, snapshots=self.snapshots)
             make_tables = StatefulBlockTables
+        else:
+            blocks, make_tables = BlockManager(*sizes, self._listener), BlockTables
         return Scheduler(
             blocks,
             self.policy,
