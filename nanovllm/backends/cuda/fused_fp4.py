@@ -25,12 +25,12 @@ class FusedFp4Weight(Fp4Weight):
 
     @property
     def is_gated(self) -> bool:
-        """Whether the weights are of gates and ups."""
+        """True if the rows are those of gates and ups."""
         return len(self.starts) == 2
 
     @property
     def shall_weave(self) -> bool:
-        """Whether the kernel takes the weights woven: both of a mixture, or neither."""
+        """True if the kernel takes the weights woven: both of a mixture, or neither."""
         if woven_experts is None or self.is_invariant:  # its sums depend on the number of rows
             return False
         rows = self.height // 2 if self.is_gated else self.height
@@ -70,7 +70,6 @@ class FusedFp4Weight(Fp4Weight):
 
     def take_weights(self, plain: nn.Module) -> None:
         """Take the weights of a plain packed weight."""
-        for name, parameter in plain.named_parameters(recurse=False):
-            self.get_parameter(name).copy_(parameter)
+        self.copy_parameters(plain)
         self.has_woven_codes = False
         self.arrange()

@@ -112,7 +112,6 @@ class FusedFp8Weight(Fp8Weight):
 
     def take_weights(self, plain: nn.Module) -> None:
         """Take the weights of a plain packed weight."""
-        for name, parameter in plain.named_parameters(recurse=False):
-            self.get_parameter(name).copy_(parameter)
+        self.copy_parameters(plain)
         if self.block_scales is not None:  # otherwise `restore` follows, if there are any
             self.arrange()

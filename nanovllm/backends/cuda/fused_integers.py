@@ -62,7 +62,7 @@ class FusedIntegerWeight(IntegerWeight):
 
     @property
     def shall_weave(self) -> bool:
-        """Whether the kernels want the codes woven."""
+        """True if the kernels want the codes woven."""
         # Kernels for experts know no other order.
         return not self.lead and packed_linear.takes_woven(
             self.codes.device, self.scheme.bits, self.group, self.width
@@ -110,8 +110,7 @@ class FusedIntegerWeight(IntegerWeight):
 
     def take_weights(self, plain: nn.Module) -> None:
         """Take the weights of a plain packed weight."""
-        for name, parameter in plain.named_parameters(recurse=False):
-            self.get_parameter(name).copy_(parameter)
+        self.copy_parameters(plain)
         self.has_woven_codes = False
         if self.factors is not None:  # otherwise `restore` follows, on the device of the kernels
             self.arrange()

@@ -161,7 +161,9 @@ def are_known(experts: Any) -> bool:
 def warmup_products(model: CausalLM) -> None:
     """Launch the kernels that multiply the rows of prompts."""
     like = model.model.embed_tokens.weight
-    layers: list[Any] = [x for x in model.modules() if isinstance(x, LINEAR[:2])]
+    layers: list[Any] = [
+        x for x in model.modules() if isinstance(x, (FusedLinear, FusedRowParallelLinear))
+    ]
     for layer in {(type(layer), layer.weight.shape): layer for layer in layers}.values():
         for rows in (MAX_ROWS + 1, 8192):
             layer.product(like.new_zeros(rows, layer.weight.shape[1]), layer.bias)

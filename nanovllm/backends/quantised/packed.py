@@ -109,6 +109,11 @@ class PackedWeight(nn.Module):
         self.num_groups = self.groups.stop - self.groups.start
         self.starts = sorted({piece.here.start for piece in pieces})
 
+    def copy_parameters(self, source: nn.Module) -> None:
+        """Copy the parameters of another packed weight of the same format and sizes."""
+        for name, parameter in source.named_parameters(recurse=False):
+            self.get_parameter(name).copy_(parameter)
+
     def check_groups_of_inputs(self, name: str, group: int) -> None:
         """Raise ValueError if ranks split the columns inside a group of quantised inputs."""
         begin, end = self.columns.start, self.columns.stop
