@@ -5,6 +5,7 @@ The kernels run in Triton's interpreter. tests/test_gpu_invariant.py compares bi
 
 import copy
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,10 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+import batch_invariance
 import plain_layers as plain
+from batch_invariance import Request
+from call_helpers import make_folder, make_llm
 from effort import spread
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
@@ -228,3 +232,14 @@ def test_quantised_weights_are_known_or_refused_by_name(scheme, part, tmp_path):
             ValueError, match=f"{name} is of class .* {kind}, whose .*: use weights in bfloat16, or"
         ):
             check_model(model, torch.bfloat16)
+
+
+def test_the_script_of_trials_counts_requests_that_differ(tmp_path):
+    """A request with another seed stands for one whose tokens depend on its batch."""
+    with make_llm(make_folder(tmp_path), max_model_len=512) as llm:
+        requests, alone = batch_invariance.requests_alone(llm, 4)
+        found = list(batch_invariance.trials(llm, requests, alone, 6, seed=1))
+        assert len(found) == 6 and all(same_tokens for _, same_tokens in found)
+        other = [Request(one.prompt, replace(one.params, seed=1)) for one in requests]
+        found = list(batch_invariance.trials(llm, other, alone, 6, seed=1))
+        assert not all(same_tokens for _, same_tokens in found)
