@@ -156,7 +156,7 @@ class LLMEngine:
         self._next_id += params.n
         if params.max_tokens:
             for seq in request.completions:
-                self._follow(seq, streams)
+                self._prepare(seq, streams)
         self._listener.request_added(request)
         self.scheduler.add(request)
         return request
@@ -167,7 +167,7 @@ class LLMEngine:
             return self._seeds.getrandbits(63)
         return (params.seed + completion) % 2**63
 
-    def _follow(self, seq: Sequence, streams: bool) -> None:
+    def _prepare(self, seq: Sequence, streams: bool) -> None:
         """Give a sequence its constraint and have its text read, where it needs these."""
         params = seq.params
         if self.constraints is not None and not params.samples_plainly:

@@ -284,7 +284,7 @@ class Scheduler:
         """
         start = seq.num_computed
         end = min(start + budget, seq.num_tokens)
-        end = self.tables.make_room(seq, end)
+        end = self.tables.extend_for_chunk(seq, end)
         # Blocks that are already registered are shared, or an earlier chunk has written them.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
