@@ -32,7 +32,7 @@ from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import read_quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
 from nanovllm.engine.dtype import tensors_default_to
-from nanovllm.engine.kv_cache import GIB, block_bytes
+from nanovllm.engine.kv_cache import GIB, bytes_per_block
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
@@ -101,7 +101,7 @@ class Model:
         assert type(self.model.model) is FusedDecoder
         self.model.model.dry_run = True  # a layer drops its tensors before the next begins
         self.attention = [x for x in self.model.modules() if isinstance(x, SelfAttention)]
-        self.block = block_bytes(self.attention, BLOCK, torch.bfloat16)
+        self.block = bytes_per_block(self.attention, BLOCK, torch.bfloat16)
         for layer in self.attention:
             shape = 1, BLOCK, layer.num_kv_heads, layer.head_dim
             kv = [torch.empty(shape, dtype=torch.bfloat16, device=META) for _ in range(2)]
