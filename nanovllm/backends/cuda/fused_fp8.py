@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda import products
 from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
@@ -12,7 +13,7 @@ from nanovllm.backends.quantised.fp8 import Fp8Weight
 
 
 class FusedFp8Weight(Fp8Weight):
-    """A weight in FP8 that is multiplied by the kernels of triton/fp8_linear.py.
+    """A weight in FP8 that is multiplied by the kernels that products.py chooses.
 
     cuBLAS reads the scales of blocks from a tensor of its own. It is made when it is first needed,
     and whenever weights have changed.
@@ -39,7 +40,7 @@ class FusedFp8Weight(Fp8Weight):
     @property
     def linear(self) -> Callable[..., Tensor]:
         """The function that multiplies by a matrix."""
-        return fp8_linear.invariant_linear if self.is_invariant else fp8_linear.linear
+        return fp8_linear.invariant_linear if self.is_invariant else products.linear_fp8
 
     def gated(
         self, x: Tensor | Rows, bias: Tensor | None, gelu: bool, reader: Fp8Matrix | None
@@ -51,7 +52,7 @@ class FusedFp8Weight(Fp8Weight):
         matrix = self.matrices(None)[0]
         if bias is None and (isinstance(x, Rows) or self.reads(x) is not None):
             dtype = self.plain.dtype
-            return fp8_linear.gated_linear(x, matrix, dtype, gelu, reader, self.linear)
+            return products.gated_linear_fp8(x, matrix, dtype, gelu, reader, self.linear)
         return activate_and_mul(self(x, bias), gelu)
 
     def reads(self, x: Tensor) -> Fp8Matrix | None:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda import products
 from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
 from nanovllm.backends.quantised.integers import IntegerWeight
@@ -36,15 +37,15 @@ class FusedIntegerWeight(IntegerWeight):
         )
 
     def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
-        return packed_linear.linear(x, self.tensors(expert), bias)
+        return products.linear_int(x, self.tensors(expert), bias)
 
     def gated(self, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
-        return packed_linear.gated_linear(x, self.tensors(), bias, gelu)
+        return products.gated_linear_int(x, self.tensors(), bias, gelu)
 
     def warmup_gated(self, bias: Tensor | None, gelu: bool) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
-        packed_linear.warmup_gated_linear(self.tensors(), self.scales.dtype, bias, gelu)
+        products.warmup_gated_linear_int(self.tensors(), self.scales.dtype, bias, gelu)
 
     def tensors(self, expert: int | None = None) -> PackedTensors:
         """Return what the kernels read, of an expert if there are any."""

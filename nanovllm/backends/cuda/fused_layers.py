@@ -28,6 +28,7 @@ from nanovllm.backends.cuda.fused_recurrent import (
     FusedGatedConvolution,
     FusedGatedDeltaNet,
 )
+from nanovllm.backends.cuda.products import FASTEST, Products
 from nanovllm.backends.cuda.triton import moe
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
 from nanovllm.backends.cuda.triton.elementwise import (
@@ -38,7 +39,6 @@ from nanovllm.backends.cuda.triton.elementwise import (
     rms_norm,
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import norm_and_quantise
-from nanovllm.backends.cuda.triton.linear import FASTEST, Products
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
 from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
 from nanovllm.layers.attention import SelfAttention

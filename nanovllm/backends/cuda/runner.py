@@ -52,9 +52,9 @@ from nanovllm.backends.cuda.overlapped_decoder import (
 )
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
+from nanovllm.backends.cuda.products import INVARIANT
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
 from nanovllm.backends.cuda.triton import elementwise, sampler
-from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
@@ -125,7 +125,7 @@ class CUDAModelRunner(ModelRunner):
             return model
         if config.batch_invariant:
             self._backend = invariant_attention()
-            fuse(model, self._backend, INVARIANT_PRODUCTS)
+            fuse(model, self._backend, INVARIANT)
             check_model(model, self.dtype)
             if self.score_prompts is not None:
                 self.score_prompts = partial(self.score_prompts, make=make_prompt_records)

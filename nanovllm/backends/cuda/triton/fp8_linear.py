@@ -9,7 +9,6 @@ faster on Hopper.
 Shapes: M rows, K inputs, N outputs, G groups of inputs.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton import fp8_gemv
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
@@ -31,11 +29,9 @@ from nanovllm.backends.cuda.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
-from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import (
     Fp8Matrix,
     Rows,
-    activate_and_quantise,
     as_rows,
     decoded,
     typed,
@@ -56,47 +52,6 @@ class Tiling(NamedTuple):
     registers: int | None = None  # of a thread; None: as many as the compiler likes
     swap: bool = False  # whether the tensor cores compute the transposed product
     prefetch: int = 1024  # inputs whose weights each program asks for before its inputs are ready
-
-
-def linear(
-    x: Tensor | Rows,
-    matrix: Fp8Matrix,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    largest: Tensor | None = None,
-) -> Tensor:
-    """Compute x @ weight.T + bias, where `suits` holds: x [M, K], bias [N] -> [M, N].
-
-    largest: [M], the largest |x| of each token, where other ranks have some of its inputs.
-    No running kernel may write to the weight: kernels read it before others have ended.
-    """
-    x = as_rows(x, matrix, largest)
-    if fp8_gemv.suits(x, matrix):
-        return fp8_gemv.linear(x, matrix, bias, dtype)
-    if suits_cublas(x, matrix, dtype):
-        return multiply_by_cublas(x, matrix, bias)
-    return multiply(x, matrix, bias, dtype, tiling(x, matrix))
-
-
-def gated_linear(
-    x: Tensor | Rows,
-    matrix: Fp8Matrix,
-    dtype: torch.dtype,
-    gelu: bool = False,
-    reader: Fp8Matrix | None = None,
-    linear: Callable[..., Tensor] = linear,
-) -> Tensor | Rows:
-    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
-
-    The weight [2 N, K] yields gates first, then ups. If the result is for a matrix `reader`, it may
-    be quantised already.
-
-    linear: `linear` or `invariant_linear`.
-    """
-    product = linear(x, matrix, None, dtype)
-    if reader is None:
-        return activate_and_mul(product, gelu)
-    return activate_and_quantise(product, reader, gelu)
 
 
 def suits(x: Tensor, matrix: Fp8Matrix) -> bool:
@@ -160,7 +115,7 @@ def invariant_linear(
     dtype: torch.dtype,
     largest: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `linear` computes. A row's result does not depend on the number of rows.
+    """Compute what products.linear_fp8 does. A row's result does not depend on the number of rows.
 
     Tensor cores compute the same part of a sum in tiles of any size. The tile of the weight decides
     whether its rows share scales, and so the order in which a part is multiplied by scales.

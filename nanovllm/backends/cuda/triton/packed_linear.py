@@ -25,9 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton import linear as dense
 from nanovllm.backends.cuda.triton.dispatch import (
-    MAX_ROWS,
     arrivals,
     is_hopper,
     num_processors,
@@ -84,40 +82,6 @@ class Tiling(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
 
-def linear(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> Tensor:
-    """Compute x @ weight.T + bias: x [M, K], bias [N] -> [M, N].
-
-    No running kernel may write to the weights.
-    """
-    x = x.contiguous()
-    if not len(x):  # an expert may have none
-        return x.new_empty(0, weight.outputs)
-    if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
-        return few_rows_linear(x, weight, bias)
-    if len(x) <= MAX_ROWS:
-        if weight.woven:
-            return woven_product(x, weight, bias)
-        return tiled_linear(x, weight, bias, tiling(x, weight))
-    return dense.linear(x, dequantise(weight, x.dtype), bias)
-
-
-def gated_linear(
-    x: Tensor, weight: PackedTensors, bias: Tensor | None = None, gelu: bool = False
-) -> Tensor:
-    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
-
-    The weight [2 N, K] and bias [2 N] yield gates first, then ups.
-    """
-    x = x.contiguous()
-    if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
-        return few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
-    if len(x) <= MAX_ROWS:
-        if weight.woven:
-            return woven_product(x, weight, bias, gated=True, gelu=gelu)
-        return tiled_linear(x, weight, bias, tiling(x, weight), gated=True, gelu=gelu)
-    return dense.gated_linear(x, dequantise(weight, x.dtype), bias, gelu)
-
-
 def takes_woven(device: torch.device, bits: int, group: int, inputs: int) -> bool:
     """Tell whether a weight's codes shall be woven: for the kernel of woven_linear.py."""
     in_runs = group % 128 == 0 or group >= inputs
@@ -136,19 +100,12 @@ def woven_product(
     gated: bool = False,
     gelu: bool = False,
 ) -> Tensor:
-    """Compute `linear`, or with `gated` `gated_linear`, of woven codes."""
+    """Compute x @ weight.T + bias, or with `gated` the activated product, of woven codes."""
     outputs = weight.outputs // 2 if gated else weight.outputs
     tiling = woven_linear.tiling(x, outputs, gated=gated)
     codes, factors = weight.codes, weight.factors
     group = min(weight.group, weight.inputs)
     return woven_linear.linear(x, codes, factors, bias, tiling, group=group, gated=gated, gelu=gelu)
-
-
-def warmup_gated_linear(
-    weight: PackedTensors, dtype: torch.dtype, bias: Tensor | None = None, gelu: bool = False
-) -> None:
-    """Launch the kernels that `gated_linear` uses only for more rows than a decode step has."""
-    dense.warmup_gated_linear(dequantise(weight, dtype), bias, gelu)
 
 
 def few_rows_linear(
