@@ -13,7 +13,7 @@ from effort import spread
 from test_kernels import DEVICE, DTYPES, assert_close
 
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
-from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_copies, use_packed_kernels
+from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_weights, use_packed_kernels
 from nanovllm.backends.cuda.products import gated_linear_fp8, linear_fp8
 from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
@@ -148,7 +148,7 @@ def test_scales_for_cublas_follow_an_update():
     weight, source = make_weight(), make_weight()
     use_packed_kernels(weight)
     assert type(weight) is FusedFp8Weight
-    restore_copies(weight)
+    restore_weights(weight)
     (matrix,) = weight.matrices(None)
     assert torch.equal(matrix.block_scales, weight.scales[::128])
     weight.take_weights(source)

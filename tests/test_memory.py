@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from nanovllm.apps.bench.shapes import QUANTIZED, SHAPES, model_config
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse
-from nanovllm.backends.cuda.fused_quantised import fused_weights, restore_copies
+from nanovllm.backends.cuda.fused_quantised import fused_weights, restore_weights
 from nanovllm.backends.cuda.memory_budget import Room
 from nanovllm.backends.cuda.padded_forward import num_weights, sizes_for
 from nanovllm.backends.cuda.runner import GRAPH_BYTES, CUDAModelRunner
@@ -107,7 +107,7 @@ class Model:
             kv = [torch.empty(shape, dtype=torch.bfloat16, device=META) for _ in range(2)]
             layer.kv_cache = KVCache(*kv)
         self.held = [*self.model.parameters(), *self.model.buffers()]
-        restore_copies(self.model)
+        restore_weights(self.model)
         for weight in fused_weights(self.model):
             copies = (getattr(weight, name, None) for name in ("factors", "block_scales"))
             self.held += [copy for copy in copies if copy is not None]

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.cuda import products
+from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 
 
-class FusedFp8Weight(Fp8Weight):
+class FusedFp8Weight(FusedWeight, Fp8Weight):
     """A weight in FP8 that is multiplied by the kernels that products.py chooses.
 
-    cuBLAS reads the scales of blocks from a tensor of its own. It is made when it is first needed,
-    and whenever weights have changed.
+    cuBLAS reads the scales of blocks from a copy. It is made when it is first needed, and whenever
+    weights have changed.
     """
 
     block_scales: Tensor | None = None  # [N / 128, G]
@@ -89,12 +90,8 @@ class FusedFp8Weight(Fp8Weight):
             for number, (begin, end) in enumerate(zip(self.starts, ends))
         ]
 
-    def await_weights(self) -> None:
-        """Let kernels be compiled before the weights are read; `arrange` must follow."""
-
     @torch.inference_mode()
     def arrange(self) -> None:
-        """Make the scales of blocks; a graph may hold the address of older ones."""
         is_for_cublas = not (self.lead or self.is_invariant)
         if self.block_rows == fp8_linear.CUBLAS_BLOCK and is_for_cublas:
             blocks = self.scales[:: self.block_rows]
@@ -103,16 +100,13 @@ class FusedFp8Weight(Fp8Weight):
             self.block_scales.copy_(blocks)
 
     def restore(self) -> None:
-        """Make the scales of blocks again if they were dropped; a graph's capture could not."""
         if self.block_scales is None:
             self.arrange()
 
     def drop(self) -> None:
-        """Free the memory of the scales of blocks until `restore`."""
         self.block_scales = None
 
     def take_weights(self, plain: nn.Module) -> None:
-        """Take the weights of a plain packed weight."""
         self.copy_parameters(plain)
         if self.block_scales is not None:  # otherwise `restore` follows, if there are any
             self.arrange()

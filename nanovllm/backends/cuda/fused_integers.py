@@ -4,16 +4,17 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.cuda import products
+from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
 from nanovllm.backends.quantised.integers import IntegerWeight
 
 
-class FusedIntegerWeight(IntegerWeight):
+class FusedIntegerWeight(FusedWeight, IntegerWeight):
     """An integer weight that kernels multiply by.
 
-    The kernels read scales and zeros from another tensor, the factors: see PackedTensors. It is
-    made of them when it is first needed, and whenever weights have changed.
+    The kernels read scales and zeros from a copy, the factors: see PackedTensors. It is made when
+    it is first needed, and whenever weights have changed.
     """
 
     factors: Tensor | None = None  # int32 [..., G, N]
@@ -71,7 +72,6 @@ class FusedIntegerWeight(IntegerWeight):
 
     @torch.inference_mode()
     def arrange(self) -> None:
-        """Bring weights that were just read into the form that the kernels read."""
         self.is_woven = self.shall_weave
         if self.is_woven and not self.has_woven_codes:
             packed_linear.woven_linear.weave(self.codes)
@@ -79,19 +79,13 @@ class FusedIntegerWeight(IntegerWeight):
         self.refresh()
 
     def await_weights(self) -> None:
-        """Let kernels be compiled before the weights are read; `arrange` must follow."""
         self.is_woven = self.shall_weave
 
     def restore(self) -> None:
-        """Make the factors again if they were dropped; a graph's capture could not.
-
-        During sleep, the weights may have been updated in the CPU's memory: see `take_weights`.
-        """
         if self.factors is None:
             self.arrange()
 
     def drop(self) -> None:
-        """Free the memory of the factors until `restore`."""
         self.factors = None
 
     def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
@@ -110,7 +104,6 @@ class FusedIntegerWeight(IntegerWeight):
         self.factors.copy_(bits << 16 | zeros)
 
     def take_weights(self, plain: nn.Module) -> None:
-        """Take the weights of a plain packed weight."""
         self.copy_parameters(plain)
         self.has_woven_codes = False
         if self.factors is not None:  # otherwise `restore` follows, on the device of the kernels

@@ -34,7 +34,7 @@ from nanovllm.backends.cuda.fused_quantised import (
     arrange_weights,
     await_weights,
     drop_copies,
-    restore_copies,
+    restore_weights,
 )
 from nanovllm.backends.cuda.fused_recurrent import FUSED_RECURRENT, warmup_recurrent
 from nanovllm.backends.cuda.invariant import (
@@ -240,7 +240,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            restore_copies(self.model)
+            restore_weights(self.model)
             if self.config.batch_invariant:
                 approve_products(self.model, {*SIZES, *self.decode_sizes})
             # Plain attention, plain experts and plain recurrent layers wait for the device, which a
