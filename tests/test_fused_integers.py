@@ -160,7 +160,7 @@ def test_an_update_during_sleep_is_arranged_when_the_model_wakes_up(folder, monk
 
 
 def test_weights_that_no_kernel_suits_stay_plain(folder):
-    ordered = replace(SCHEMES["gptq"], has_order=True)
+    ordered = replace(SCHEMES["gptq"], has_g_idx=True)
     for scheme, dtype in ((ordered, torch.float16), (SCHEMES["awq"], torch.float32)):
         for weight in load(folder, scheme, dtype):
             use_packed_kernels(weight)

@@ -69,7 +69,7 @@ WITH_INPUTS = {
 UNKNOWN = {
     "nvfp4": Fp4(is_nvidia=True),
     "int8": Integers("gptq", 8, 32, has_zeros=True),
-    "desc-act": Integers("gptq", 4, 32, has_zeros=True, has_order=True),
+    "desc-act": Integers("gptq", 4, 32, has_zeros=True, has_g_idx=True),
     "fp8-static": Fp8(0, 0, "tensor"),
     "fp8-odd-blocks": Fp8(16, 24, "group"),
 }

@@ -52,9 +52,9 @@ class FusedFp4Weight(FusedWeight, Fp4Weight):
             woven_experts.weave(self.codes, self.scales, gated=self.is_gated)
             self.has_woven_codes = True
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:
-            return super().dequantise(rows, number, expert)
+            return super().dequantise(rows, index, expert)
         codes, scales = woven_experts.unweave(
             self.codes[expert], self.scales[expert], gated=self.is_gated
         )

@@ -25,12 +25,12 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
     def suits(plain: IntegerWeight) -> bool:
         """Tell whether the kernels can multiply by the weight.
 
-        With an `order`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
+        With a `g_idx`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
         rank's share begins inside a group, no kernel was written. Both stay plain.
         """
         scheme = plain.scheme
         return (
-            not scheme.has_order
+            not scheme.has_g_idx
             and plain.scales.dtype in (torch.bfloat16, torch.float16)
             and plain.width % (32 // scheme.bits) == 0
             and (plain.num_groups == 1 or plain.group % 32 == 0)
@@ -88,9 +88,9 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
     def drop(self) -> None:
         self.factors = None
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:
-            return super().dequantise(rows, number, expert)
+            return super().dequantise(rows, index, expert)
         return packed_linear.dequantise(self.tensors(), self.scales.dtype)[rows]
 
     @torch.inference_mode()

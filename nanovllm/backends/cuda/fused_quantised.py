@@ -134,7 +134,7 @@ def packed_experts(weight: nn.Module) -> Any:
         return PackedExperts("e2m1", weight.codes, weight.scales, group) if is_known else None
     if isinstance(weight, IntegerWeight):
         scheme = weight.scheme
-        if scheme.bits != 4 or scheme.has_order or weight.width % 8 or not is_divisible:
+        if scheme.bits != 4 or scheme.has_g_idx or weight.width % 8 or not is_divisible:
             return None
         zeros = weight.zeros if scheme.has_zeros else None
         return PackedExperts("int4", weight.codes, weight.scales, group, zeros=zeros)
