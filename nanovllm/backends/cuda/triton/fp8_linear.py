@@ -36,9 +36,11 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
     decoded,
     typed,
 )
+from nanovllm.backends.cuda.triton.prefill_gemm import place
 
+PREFETCH = 1024  # inputs whose weights each program asks for before its inputs are ready
 CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
-COLUMN = tl.constexpr(8)  # tiles below each other that are computed before those beside them
+COLUMN = tl.constexpr(8)  # of tiles: see `place`
 
 
 class Tiling(NamedTuple):
@@ -49,9 +51,7 @@ class Tiling(NamedTuple):
     splits: int  # programs that share a tile
     warps: int
     stages: int  # steps whose tiles are in shared memory or on their way
-    registers: int | None = None  # of a thread; None: as many as the compiler likes
     swap: bool = False  # whether the tensor cores compute the transposed product
-    prefetch: int = 1024  # inputs whose weights each program asks for before its inputs are ready
 
 
 def suits(x: Tensor, matrix: Fp8Matrix) -> bool:
@@ -163,12 +163,11 @@ def multiply(
         matrix.scales.shape[1] > 1,
         x.scales is not None and x.scales.shape[0] > 1,
         is_uniform,
-        *(t.block_m, t.block_n, block_k, t.splits, t.swap, t.prefetch),
+        *(t.block_m, t.block_n, block_k, t.splits, t.swap, PREFETCH),
         # Others lack the tensor memory accelerator, or spill where they use it.
         has_large_shared_memory(out.device) and gpu(out.device).capability >= (9, 0),
         num_warps=t.warps,
         num_stages=t.stages,
-        maxnreg=t.registers,
         **overlap(out),
     )
     return out[: len(x)]
@@ -235,7 +234,7 @@ def _linear_kernel(
     M = x_tiles.shape[0]
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, split = tl.program_id(0), tl.program_id(1)
-    m, n = place(tile, tiles_m, tl.cdiv(N, BLOCK_N))
+    m, n = place(tile, tiles_m, tl.cdiv(N, BLOCK_N), COLUMN)
     row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
     begin = split * steps * BLOCK_K
@@ -384,17 +383,3 @@ def prefetch(weight, first_row, N, K, begin, end, ROWS: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def place(tile, tiles_m, tiles_n):
-    """Return the row and column of a tile, by its number.
-
-    Numbers go down a column of COLUMN tiles, then down the next column of the same rows, so that
-    programs that run at the same time share inputs and weights in the L2 cache.
-    """
-    band = tile // (COLUMN * tiles_n)
-    first = band * COLUMN
-    height = tl.minimum(tiles_m - first, COLUMN)
-    inside = tile % (COLUMN * tiles_n)
-    return first + inside % height, inside // height
