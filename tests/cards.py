@@ -49,7 +49,7 @@ from nanovllm.backends.cuda.triton import (
     woven_experts,
 )
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
-from nanovllm.backends.cuda.triton.short_conv import Blocks
+from nanovllm.backends.cuda.triton.short_conv import ChunkBlocks
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.engine.model_runner import StepOutput
 from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
@@ -371,7 +371,7 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of layers with a state: Gated DeltaNet, and the convolutions of LFM2."""
     ints = new(4, dtype=torch.int64)
     ends, tiles = new(5, dtype=torch.int32), new(8, 2, dtype=torch.int32)
-    in_graph = Blocks(ends, tiles, 8, 1)
+    in_graph = ChunkBlocks(ends, tiles, 8, 1)
 
     def delta(tokens, key_heads, heads, size, blocks=None, state_dtype=torch.float32):
         norm = dict(z=new(tokens, heads * size, dtype=dtype), norm_weight=new(size, dtype=dtype))

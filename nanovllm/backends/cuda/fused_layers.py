@@ -348,9 +348,9 @@ class FusedMixtureOfExperts(MixtureOfExperts):
 
     def partial(self, x: Tensor) -> Tensor:
         """Compute this rank's part of the sum. The result does not take the memory of x."""
-        return self.mix(x)
+        return self.sum_experts(x)
 
-    def mix(self, x: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def sum_experts(self, x: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute this rank's part of the experts' sum.
 
         added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
@@ -402,7 +402,8 @@ class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):
     def partial(self, x: Tensor) -> Tensor:
         shared = self.shared_expert
         hidden = shared.gate_up_proj.gated(x, shared.activation is gelu_tanh)
-        return self.mix(x, added=(self.shared_expert_gate(x), shared.down_proj.partial(hidden)))
+        added = self.shared_expert_gate(x), shared.down_proj.partial(hidden)
+        return self.sum_experts(x, added)
 
 
 class FusedLayer(nn.Module):
