@@ -413,10 +413,12 @@ class LLM:
             with progress(len(added), unfinished, session.observe, use_tqdm):
                 while unfinished:
                     # A step may also finish requests of other calls, such as `add_request`.
-                    if ours := {one.id: one for one in session.step() if one.id in unfinished}:
-                        unfinished.difference_update(ours)
+                    ended = [one for one in session.step() if one.id in unfinished]
+                    if ended:
+                        unfinished.difference_update([request.id for request in ended])
                         # With overlap, the device already runs the next step while text is made.
-                        outputs |= zip(ours, self._outputs([*ours.values()]))
+                        for request, output in zip(ended, self._outputs(ended)):
+                            outputs[request.id] = output
         check_any_succeeded(added)
         return [
             with_attributes(outputs[request.id], request, self._token_texts) for request in added
