@@ -51,12 +51,12 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
         reader: the matrix that the result will be multiplied by, if it may be quantised for it.
         """
         matrix = self.matrices(None)[0]
-        if bias is None and (isinstance(x, Rows) or self.reads(x) is not None):
+        if bias is None and (isinstance(x, Rows) or self.matrix_for(x) is not None):
             dtype = self.plain.dtype
             return products.gated_linear_fp8(x, matrix, dtype, gelu, reader, self.linear)
         return activate_and_mul(self(x, bias), gelu)
 
-    def reads(self, x: Tensor) -> Fp8Matrix | None:
+    def matrix_for(self, x: Tensor) -> Fp8Matrix | None:
         """Return the matrix that inputs can be quantised for before `forward`; None: none."""
         matrices = self.matrices(None)
         needs_ranks = self.is_split and self.scheme.activations == "token"

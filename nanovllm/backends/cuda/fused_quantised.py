@@ -79,7 +79,7 @@ def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
     if isinstance(reader, FusedQuantised):
         weight = reader.packed["weight"]
         if isinstance(weight, FusedFp8Weight):
-            return weight.reads(x)
+            return weight.matrix_for(x)
     return None
 
 
