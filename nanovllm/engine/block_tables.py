@@ -108,8 +108,7 @@ class BlockTables:
         seq.capacity += count * self.block_size
 
     def extend_for_chunk(self, seq: Sequence, length: int) -> int:
-        """Give a sequence blocks for the first `length` tokens of its prompt, as far as there are
-        free blocks.
+        """Give a sequence blocks for `length` tokens of its prompt, as far as blocks are free.
 
         The sequence first gives back the blocks that its window has passed. Returns how many tokens
         have room: the next chunk ends there.

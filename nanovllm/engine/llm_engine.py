@@ -237,11 +237,10 @@ class LLMEngine:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
             self._stop(self.detokenizer.update(sampled), ended)
-        for seq in ended:  # the caller may keep it for long, and what holds it to a form is large
-            seq.constraint = None
         if launched.has_prefills or ended:
             self._record_times(sampled if launched.has_prefills else [], ended)
         for seq in ended:
+            seq.constraint = None  # it is large, and the caller may keep the sequence for long
             self._listener.sequence_finished(seq)
         self._drop_surplus_step()
         return ended

@@ -160,8 +160,8 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.nbytes,
             weight_format=self.model.weight_format,
             kv_format=self.model.kv_format,
-            state_bytes=self.recurrent.nbytes if self.has_recurrent_layers else 0,
-            num_state_slots=self.state_rows.num_slots if self.has_recurrent_layers else 0,
+            state_bytes=self.recurrent.nbytes if self.is_recurrent else 0,
+            num_state_slots=self.state_rows.num_slots if self.is_recurrent else 0,
             num_snapshots=self.state_rows.num_snapshots,
         )
 
@@ -183,7 +183,7 @@ class ModelRunner:
         layers = [module for module in self.model.modules() if isinstance(module, RecurrentLayer)]
         self.recurrent = RecurrentState(layers, self.device)
         self.recurrent.allocate(StateRows(0, 0))  # the row of padding, for dry runs
-        self.has_recurrent_layers = bool(layers)
+        self.is_recurrent = bool(layers)
         self._fill(fill)
 
     @torch.inference_mode()
@@ -249,9 +249,8 @@ class ModelRunner:
     def launch(self, batch: Batch) -> SampledTokens:
         """Launch a step. `wait` on the returned object gives the sampled tokens in batch order."""
         if batch.new_blocks:
-            self.batch_state.grow(
-                *self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy())
-            )
+            columns = np.array(batch.new_blocks, dtype=np.int64).T.copy()
+            self.batch_state.grow(*self._upload(columns))
         slots = self._upload_decode_slots(batch.decode_slots)
         if batch.block_copies:
             self._copy_blocks(batch)
@@ -289,7 +288,7 @@ class ModelRunner:
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
             shared_prefix_len=shared_prefix_len,
-            state_rows=self.recurrent.rows_of(slots) if self.has_recurrent_layers else None,
+            state_rows=self.recurrent.rows_of(slots) if self.is_recurrent else None,
         )
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
@@ -313,7 +312,7 @@ class ModelRunner:
         indices, ending = self._upload_all(np.int64, wanted, places.chunks)
         some_scored = any([chunk.scored for chunk in chunks])
         state_rows = None
-        if self.has_recurrent_layers:
+        if self.is_recurrent:
             state_rows = self.recurrent.rows_of(torch.cat((slots, prefill.batch_slots)))
         metadata = AttentionMetadata(
             slot_mapping,

@@ -94,9 +94,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """The number of sequences that hold a batch slot and are not paused: those that decode,
-        those that prefill, and those whose last token is in flight.
-        """
+        """The number of sequences that hold a batch slot and are not paused."""
         num_paused = sum([seq.status is Status.RUNNING for seq in self.paused])
         return self.max_num_seqs - len(self._free_slots) - num_paused
 

@@ -282,7 +282,7 @@ class CUDAModelRunner(ModelRunner):
         if isinstance(decoder, OverlappedDecoder):
             most = min(most, MIN_ROWS - 1)  # steps with overlapped all-reduces are no graphs
         sizes = sizes_for(decoder.layers[0], most)
-        recurrent = self.recurrent if self.has_recurrent_layers else None
+        recurrent = self.recurrent if self.is_recurrent else None
         return PaddedInputs(self.batch_state, self._slots, sizes, recurrent) if sizes else None
 
     def _count_bytes(self, block_bytes: int, least: int) -> int:
