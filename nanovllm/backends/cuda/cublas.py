@@ -37,4 +37,5 @@ def suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
 
 @lru_cache
 def zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a bias that adds nothing: with a bias, PyTorch uses cuBLASLt."""
     return torch.zeros(outputs, dtype=dtype, device=device)
