@@ -405,22 +405,22 @@ class LLM:
 
     def _complete(self, inputs: list[CheckedInput], use_tqdm: Shown) -> list[RequestOutput]:
         """Run requests to their end. Returns their outputs in order."""
-        session = self._session
-        with session.call() as engine:
+        with self._session.call() as engine:
             added = [engine.add(*one) for one in inputs]
             unfinished = {request.id for request in added}
-            outputs: dict[int, dict[str, Any]] = {}
-            with progress(len(added), unfinished, session.observe, use_tqdm):
+            outputs: dict[int, RequestOutput] = {}
+            with progress(len(added), unfinished, self._session.observe, use_tqdm):
                 while unfinished:
                     # A step may also finish requests of other calls, such as `add_request`.
-                    if ours := {one.id: one for one in session.step() if one.id in unfinished}:
-                        unfinished.difference_update(ours)
+                    ended = [one for one in self._session.step() if one.id in unfinished]
+                    if ended:
+                        unfinished.difference_update([request.id for request in ended])
                         # With overlap, the device already runs the next step while text is made.
-                        outputs |= zip(ours, self._outputs([*ours.values()]))
+                        for request, output in zip(ended, self._outputs(ended)):
+                            output = with_attributes(output, request, self._token_texts)
+                            outputs[request.id] = output
         check_any_succeeded(added)
-        return [
-            with_attributes(outputs[request.id], request, self._token_texts) for request in added
-        ]
+        return [outputs[request.id] for request in added]
 
     def _outputs(self, requests: list[Request]) -> list[dict[str, Any]]:
         return make_outputs(requests, self._tokenizer.decode if self._tokenizer else None)

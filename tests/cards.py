@@ -28,6 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from nanovllm.backends.cuda import products
 from nanovllm.backends.cuda.triton import (
     allreduce_norm,
     decode_attention,
@@ -38,7 +39,6 @@ from nanovllm.backends.cuda.triton import (
     gated_delta,
     invariant_attention,
     invariant_linear,
-    linear,
     moe,
     moe_packed,
     packed_linear,
@@ -49,7 +49,7 @@ from nanovllm.backends.cuda.triton import (
     woven_experts,
 )
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
-from nanovllm.backends.cuda.triton.short_conv import Blocks
+from nanovllm.backends.cuda.triton.short_conv import ChunkBlocks
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.engine.model_runner import StepOutput
 from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
@@ -191,9 +191,9 @@ def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     def run(rows, outputs, inputs, gated, gelu=False):
         x, weight = new(rows, inputs, dtype=dtype), new(outputs, inputs, dtype=dtype)
         if gated:
-            linear.gated_linear(x, weight, None, gelu)
+            products.gated_linear(x, weight, None, gelu)
         else:
-            linear.linear(x, weight, new(outputs, dtype=dtype))
+            products.linear(x, weight, new(outputs, dtype=dtype))
 
     skinny = (1, 4096, 1024), (1, 4096, 4096), (1, 4096, 16384), (2, 4096, 4096), (4, 1024, 1024)
     for rows, outputs, inputs in (*skinny, (4, 512, 12288)):
@@ -261,14 +261,14 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         )
         x = new(rows, inputs, dtype=dtype)
         if gated:
-            fp8_linear.gated_linear(x, matrix, dtype)
+            products.gated_linear_fp8(x, matrix, dtype)
             if how:
                 weight = new(inputs, dtype=dtype)
                 fp8_inputs.norm_and_quantise(x, x, matrix, weight=weight, eps=1e-6)
                 product = new(rows, 2 * inputs, dtype=dtype)
                 fp8_inputs.activate_and_quantise(product, matrix)
         else:
-            fp8_linear.linear(x, matrix, new(outputs, dtype=dtype), dtype)
+            products.linear_fp8(x, matrix, new(outputs, dtype=dtype), dtype)
 
     for how in ("group", "token", None):
         for rows in (1, 16, 64, 256, 8192):
@@ -288,9 +288,9 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs, woven)
         x = new(rows, inputs, dtype=dtype)
         if gated:
-            packed_linear.gated_linear(x, weight)
+            products.gated_linear_int(x, weight)
         else:
-            packed_linear.linear(x, weight, new(outputs, dtype=dtype))
+            products.linear_int(x, weight, new(outputs, dtype=dtype))
 
     for rows in (1, 16, 64, 160, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
@@ -371,7 +371,7 @@ def recurrent_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of layers with a state: Gated DeltaNet, and the convolutions of LFM2."""
     ints = new(4, dtype=torch.int64)
     ends, tiles = new(5, dtype=torch.int32), new(8, 2, dtype=torch.int32)
-    in_graph = Blocks(ends, tiles, 8, 1)
+    in_graph = ChunkBlocks(ends, tiles, 8, 1)
 
     def delta(tokens, key_heads, heads, size, blocks=None, state_dtype=torch.float32):
         norm = dict(z=new(tokens, heads * size, dtype=dtype), norm_weight=new(size, dtype=dtype))

@@ -21,6 +21,7 @@ from nanovllm.backends.cuda.triton import (
     decode_attention,
     decode_gemm,
     elementwise,
+    fp8_gemv,
     fp8_inputs,
     fp8_linear,
     gated_delta,
@@ -122,7 +123,7 @@ def run_all() -> None:
     inputs = fp8_inputs.quantise(many, matrix)
     fp8_linear.multiply(inputs, matrix, new(64), x.dtype, chosen)
     one = fp8_inputs.quantise(new(1, HIDDEN), matrix)
-    fp8_linear.linear(one, matrix, new(64), x.dtype)
+    fp8_gemv.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))
     packed = packed_linear.PackedTensors(codes, factors, 4, 128, HIDDEN)
     packed_linear.few_rows_linear(x, packed, new(64))

@@ -253,7 +253,7 @@ def assert_greedy(
 def assert_empty(llm: LLM) -> None:
     """No request is left and no block is referenced."""
     scheduler = llm.engine.scheduler
-    assert not llm.engine.has_unfinished() and not scheduler.waiting and not scheduler.running
+    assert not llm.engine.has_unfinished() and not scheduler.waiting and not scheduler.decoding
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks and not any(
         scheduler.blocks.ref_counts
     )

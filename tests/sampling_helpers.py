@@ -84,7 +84,7 @@ class Draws:
             last_tokens=torch.full((rows,), -7, device=device),
         )
         runner = SimpleNamespace(
-            state=self.state,
+            batch_state=self.state,
             vocab_size=vocab_size or logits.shape[1],
             group=group,
             max_num_seqs=rows,

@@ -70,7 +70,7 @@ def check_places(scheduler: Scheduler) -> None:
     followers = scheduler.waiting.followers
     assert all(seq.waits_for_prompt for seq in followers)
     assert not any(seq.waits_for_prompt for seq in scheduler.waiting)
-    places = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running, *scheduler.paused]
+    places = [*scheduler.waiting, *scheduler.prefilling, *scheduler.decoding, *scheduler.paused]
     places += followers
     assert len(set(places)) == len(places) and {*places} <= {*scheduler.sequences.values()}
     for seq in scheduler.sequences.values():
@@ -80,7 +80,7 @@ def check_places(scheduler: Scheduler) -> None:
 def check_empty(scheduler: Scheduler) -> None:
     """Nothing is left, and nothing has leaked."""
     assert not scheduler.has_unfinished()
-    assert not scheduler.running and not scheduler.waiting and not scheduler.prefilling
+    assert not scheduler.decoding and not scheduler.waiting and not scheduler.prefilling
     assert not scheduler.paused
     assert scheduler.waiting.num_tokens_left == 0
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks

@@ -13,7 +13,8 @@ from effort import spread
 from test_kernels import DEVICE, DTYPES, assert_close
 
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
-from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_copies, use_packed_kernels
+from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_weights, use_packed_kernels
+from nanovllm.backends.cuda.products import gated_linear_fp8, linear_fp8
 from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
@@ -86,7 +87,7 @@ def test_linear_equals_the_plain_layers_product(name, dtype):
         x = make_inputs(rows, 288, dtype)
         assert fp8_linear.suits(x, matrix)
         want = expected(x, matrix, bias).to(dtype)
-        assert_close(fp8_linear.linear(x, matrix, bias, dtype), want)
+        assert_close(linear_fp8(x, matrix, bias, dtype), want)
 
 
 @spread({"name": list(FORMATS), "dtype": DTYPES[::-1], "gelu": [False, True]})
@@ -97,7 +98,7 @@ def test_gated_linear_equals_the_plain_layers_product(name, gelu, dtype):
         gates, ups = expected(x, matrix).to(dtype).float().chunk(2, dim=1)
         active = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
         want = (active.to(dtype).float() * ups).to(dtype)
-        assert_close(fp8_linear.gated_linear(x, matrix, dtype, gelu), want)
+        assert_close(gated_linear_fp8(x, matrix, dtype, gelu), want)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -128,7 +129,7 @@ def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, bloc
     bias, x = torch.randn(384, device=DEVICE).bfloat16(), make_inputs(300, 1024, torch.bfloat16)
     rows = fp8_inputs.quantise(x, matrix)
     assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
-    out = fp8_linear.linear(rows, matrix, bias, torch.bfloat16)
+    out = linear_fp8(rows, matrix, bias, torch.bfloat16)
     assert_close(out, expected(x, matrix, bias).bfloat16())
 
 
@@ -147,7 +148,7 @@ def test_scales_for_cublas_follow_an_update():
     weight, source = make_weight(), make_weight()
     use_packed_kernels(weight)
     assert type(weight) is FusedFp8Weight
-    restore_copies(weight)
+    restore_weights(weight)
     (matrix,) = weight.matrices(None)
     assert torch.equal(matrix.block_scales, weight.scales[::128])
     weight.take_weights(source)
@@ -191,7 +192,7 @@ def test_a_token_whose_inputs_lie_on_several_ranks_has_one_scale():
     scale = largest[:, None] / 448
     weight = matrix.codes.double() * matrix.scales.double()
     want = rounded(x, scale).double() @ weight.T
-    assert_close(fp8_linear.linear(x, matrix, None, x.dtype, largest), want.float())
+    assert_close(linear_fp8(x, matrix, None, x.dtype, largest), want.float())
 
 
 def test_formats_that_no_kernel_knows_are_told():

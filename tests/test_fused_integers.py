@@ -18,7 +18,7 @@ from nanovllm.backends.cuda.fused_quantised import (
     arrange_weights,
     await_weights,
     drop_copies,
-    restore_copies,
+    restore_weights,
     use_packed_kernels,
 )
 from nanovllm.backends.cuda.triton import packed_linear
@@ -113,7 +113,7 @@ def test_all_weights_have_factors_before_graphs_are_captured(folder):
     weights = torch.nn.ModuleList(load(folder, SCHEMES["gptq"], torch.float16))
     for weight in weights:
         use_packed_kernels(weight)
-    restore_copies(weights)
+    restore_weights(weights)
     assert all(weight.factors is not None for weight in weights)
 
 
@@ -153,14 +153,14 @@ def test_an_update_during_sleep_is_arranged_when_the_model_wakes_up(folder, monk
     weight.take_weights(plain)
     assert weight.factors is None
     is_awake = True
-    restore_copies(weight)
+    restore_weights(weight)
     assert weight.is_woven and not torch.equal(weight.codes, plain.codes)
     x = torch.randn(1, weight.width, device=DEVICE).half()
     assert_close(weight(x), plain(x))
 
 
 def test_weights_that_no_kernel_suits_stay_plain(folder):
-    ordered = replace(SCHEMES["gptq"], has_order=True)
+    ordered = replace(SCHEMES["gptq"], has_g_idx=True)
     for scheme, dtype in ((ordered, torch.float16), (SCHEMES["awq"], torch.float32)):
         for weight in load(folder, scheme, dtype):
             use_packed_kernels(weight)

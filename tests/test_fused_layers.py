@@ -43,9 +43,9 @@ from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, FusedGatedMLP, fuse
+from nanovllm.backends.cuda.products import FASTEST
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
-from nanovllm.backends.cuda.triton.linear import FASTEST
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import Fp8, Integers, Quantization
 from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers

@@ -71,6 +71,7 @@ def test_a_row_of_a_packed_fp8_product_does_not_depend_on_the_number_of_rows(
 ):
     from test_fp8_kernels import make_matrix
 
+    from nanovllm.backends.cuda.products import gated_linear_fp8
     from nanovllm.backends.cuda.triton import fp8_linear
 
     torch.manual_seed(0)
@@ -78,7 +79,7 @@ def test_a_row_of_a_packed_fp8_product_does_not_depend_on_the_number_of_rows(
     x, dtype = torch.randn(1100, inputs, **BF16), torch.bfloat16
     check_rows_alike(lambda x: fp8_linear.invariant_linear(x, matrix, None, dtype), x)
     linear = fp8_linear.invariant_linear
-    check_rows_alike(lambda x: fp8_linear.gated_linear(x, matrix, dtype, linear=linear), x)
+    check_rows_alike(lambda x: gated_linear_fp8(x, matrix, dtype, linear=linear), x)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int4-zeros", "fp8-rows"])
@@ -87,11 +88,11 @@ def test_a_token_of_packed_experts_gets_the_same_bits_among_any_others(scheme):
 
     from nanovllm.backends.cuda.fused_layers import fuse
     from nanovllm.backends.cuda.invariant import invariant_attention
-    from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
+    from nanovllm.backends.cuda.products import INVARIANT
 
     sizes = 512, 768, 8, 3
     mixture = mixture_of(ALONE[scheme], torch.bfloat16, sizes=sizes)
-    fuse(mixture, invariant_attention(), INVARIANT_PRODUCTS)
+    fuse(mixture, invariant_attention(), INVARIANT)
     torch.manual_seed(0)
     with torch.inference_mode():
         check_rows_alike(mixture, torch.randn(1100, 512, **BF16))

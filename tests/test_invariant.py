@@ -35,9 +35,9 @@ from nanovllm.backends.cuda.invariant import (
 from nanovllm.backends.cuda.invariant import (
     invariant_attention as invariant_backend,
 )
+from nanovllm.backends.cuda.products import INVARIANT
 from nanovllm.backends.cuda.triton import invariant_attention, invariant_linear
 from nanovllm.backends.cuda.triton.invariant_attention import decode_attention, prefill_attention
-from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
 from nanovllm.backends.quantised.config import Fp4, Fp8, Integers, Quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
 from nanovllm.backends.quantised.packed import PackedWeight
@@ -89,7 +89,7 @@ def test_packed_experts_equal_the_plain_ones(name, tokens):
     mixture = mixture_of(ALONE[name], torch.float16)
     x = randn(tokens, 64, dtype=torch.float16)
     expected = mixture(x)
-    fuse(mixture, invariant_backend(), INVARIANT_PRODUCTS)
+    fuse(mixture, invariant_backend(), INVARIANT)
     assert_close(mixture(x), expected)
 
 
@@ -98,7 +98,7 @@ def test_a_norm_over_all_heads_equals_its_twin():
     norm.weight.copy_(randn(48))
     heads = randn(5, 9, 8)[:, :6]  # not contiguous
     expected = norm(heads)
-    fuse(nn.ModuleList([norm]), invariant_backend(), INVARIANT_PRODUCTS)
+    fuse(nn.ModuleList([norm]), invariant_backend(), INVARIANT)
     assert type(norm) is FusedShardedRMSNorm
     assert_close(norm(heads), expected)
 
@@ -182,7 +182,7 @@ def test_layers_that_were_not_shown_are_refused_by_name(name, layer, tmp_path):
     config = copy.deepcopy((MODELS | FAMILIES)[name])
     make_checkpoint(tmp_path, config)
     model = build_model(load_model_config(tmp_path), ParallelGroup())
-    fuse(model, invariant_backend(), INVARIANT_PRODUCTS)
+    fuse(model, invariant_backend(), INVARIANT)
     if layer is None:
         check_model(model, torch.bfloat16)
     else:
@@ -203,7 +203,7 @@ QUANTISED = {  # each format, and the layers that may have it
     Fp8(0, 0, "tensor"): {"self_attn"},
     Fp8(0, 0, None): BOTH,
     Integers("gptq", 4, 32, has_zeros=True): {"mlp.experts"},
-    Integers("gptq", 4, 32, has_zeros=True, has_order=True): set(),
+    Integers("gptq", 4, 32, has_zeros=True, has_g_idx=True): set(),
     Integers("gptq", 8, 32, has_zeros=True): set(),
     Fp4(is_nvidia=False): {"mlp.experts"},
     Fp4(is_nvidia=True): set(),
@@ -221,7 +221,7 @@ def test_quantised_weights_are_known_or_refused_by_name(scheme, part, tmp_path):
     exchange = partial(use_quantised_layers, quantization=quantization)
     with tensors_default_to(torch.bfloat16, torch.device(DEVICE)):
         model = build_model(load_model_config(tmp_path), ParallelGroup(), exchange_layers=exchange)
-    fuse(model, invariant_backend(), INVARIANT_PRODUCTS)
+    fuse(model, invariant_backend(), INVARIANT)
     packed = [module for module in model.modules() if isinstance(module, PackedWeight)]
     assert packed and all(weight.is_invariant for weight in packed)
     if part in QUANTISED[scheme]:

@@ -13,6 +13,7 @@ from effort import spread
 
 from nanovllm.backends.cuda import attention_backends, flash_attention
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
+from nanovllm.backends.cuda.products import gated_linear, linear, warmup_gated_linear
 from nanovllm.backends.cuda.triton import (
     decode_attention,
     decode_gemm,
@@ -28,7 +29,6 @@ from nanovllm.backends.cuda.triton.dispatch import (
     arrivals,
     has_large_shared_memory,
 )
-from nanovllm.backends.cuda.triton.linear import gated_linear, linear, warmup_gated_linear
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers import sampler
 from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
@@ -483,7 +483,7 @@ def test_linear_equals_its_twin(rows, inputs, outputs, bias, dtype):
     x, weight = randn(rows, inputs, dtype=dtype), randn(outputs, inputs, dtype=dtype)
     b = randn(outputs, dtype=dtype) if bias else None
     expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
-    assert_close(gemv.linear(x, weight, b), expected)
+    assert_close(linear(x, weight, b), expected)
 
 
 @spread(

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from nanovllm.apps.bench.shapes import QUANTIZED, SHAPES, model_config
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse
-from nanovllm.backends.cuda.fused_quantised import fused_weights, restore_copies
+from nanovllm.backends.cuda.fused_quantised import fused_weights, restore_weights
 from nanovllm.backends.cuda.memory_budget import Room
 from nanovllm.backends.cuda.padded_forward import num_weights, sizes_for
 from nanovllm.backends.cuda.runner import GRAPH_BYTES, CUDAModelRunner
@@ -32,7 +32,7 @@ from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import read_quantization
 from nanovllm.backends.quantised.layers import use_quantised_layers
 from nanovllm.engine.dtype import tensors_default_to
-from nanovllm.engine.kv_cache import GIB, block_bytes
+from nanovllm.engine.kv_cache import GIB, bytes_per_block
 from nanovllm.layers.attention import KVCache, SelfAttention
 from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.parallel import ParallelGroup
@@ -101,13 +101,13 @@ class Model:
         assert type(self.model.model) is FusedDecoder
         self.model.model.dry_run = True  # a layer drops its tensors before the next begins
         self.attention = [x for x in self.model.modules() if isinstance(x, SelfAttention)]
-        self.block = block_bytes(self.attention, BLOCK, torch.bfloat16)
+        self.block = bytes_per_block(self.attention, BLOCK, torch.bfloat16)
         for layer in self.attention:
             shape = 1, BLOCK, layer.num_kv_heads, layer.head_dim
             kv = [torch.empty(shape, dtype=torch.bfloat16, device=META) for _ in range(2)]
             layer.kv_cache = KVCache(*kv)
         self.held = [*self.model.parameters(), *self.model.buffers()]
-        restore_copies(self.model)
+        restore_weights(self.model)
         for weight in fused_weights(self.model):
             copies = (getattr(weight, name, None) for name in ("factors", "block_scales"))
             self.held += [copy for copy in copies if copy is not None]

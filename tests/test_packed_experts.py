@@ -27,7 +27,7 @@ from nanovllm.backends.cuda.fused_quantised import (
     arrange_weights,
     await_weights,
     packed_experts,
-    restore_copies,
+    restore_weights,
     use_packed_kernels,
 )
 from nanovllm.backends.cuda.triton import moe as triton_moe
@@ -69,7 +69,7 @@ WITH_INPUTS = {
 UNKNOWN = {
     "nvfp4": Fp4(is_nvidia=True),
     "int8": Integers("gptq", 8, 32, has_zeros=True),
-    "desc-act": Integers("gptq", 4, 32, has_zeros=True, has_order=True),
+    "desc-act": Integers("gptq", 4, 32, has_zeros=True, has_g_idx=True),
     "fp8-static": Fp8(0, 0, "tensor"),
     "fp8-odd-blocks": Fp8(16, 24, "group"),
 }
@@ -252,7 +252,7 @@ def test_experts_that_were_updated_during_sleep_are_woven_when_the_model_wakes_u
     for weight, source in zip(mixture.experts.packed.values(), plain.experts.packed.values()):
         weight.take_weights(source)
     is_awake = True
-    restore_copies(mixture)
+    restore_weights(mixture)
     for weight, source in zip(mixture.experts.packed.values(), plain.experts.packed.values()):
         assert weight.is_woven and not torch.equal(weight.codes, source.codes)
         for mine, expected in zip(numbers_of(weight), numbers_of(source), strict=True):

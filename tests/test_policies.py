@@ -40,13 +40,13 @@ def test_decoding_sequences_run_longest_first():
     for id, length in enumerate([3, 30, 7, 1, 50]):
         server.add(id, [id] * length, 12 - id)
     server.step()
-    longest = server.scheduler.running[0]
+    longest = server.scheduler.decoding[0]
     server.scheduler.pause(longest)
     server.step()
     server.scheduler.resume(longest)
     while server.scheduler.has_unfinished():
         server.step()
-        lengths = [seq.num_tokens for seq in server.scheduler.running]
+        lengths = [seq.num_tokens for seq in server.scheduler.decoding]
         assert lengths == sorted(lengths, reverse=True)
 
 
@@ -58,7 +58,7 @@ def test_starting_beside_running_sequences_waits_for_a_group_of_free_slots():
         server.add(id, [id], 3, interactive=True)
     for _ in range(4):
         server.step()
-    assert len(server.scheduler.running) == 31, "one free slot is no group"
+    assert len(server.scheduler.decoding) == 31, "one free slot is no group"
     assert len(server.scheduler.waiting) == 4
     server.run()
 
@@ -275,8 +275,8 @@ class NoSubclass:
     def started(self, seq):
         pass
 
-    def order_decodes(self, running):
-        running.reverse()
+    def order_decodes(self, decoding):
+        decoding.reverse()
 
     def shared_prefix_blocks(self, decoding):
         return 0

@@ -85,7 +85,7 @@ def test_modules_may_have_formats_of_their_own():
     four = Integers("gptq", 4, 32, has_zeros=True, zeros_less_one=True)
     assert gptq.scheme_of(Q) == four
     assert gptq.scheme_of(DOWN) == Integers("gptq", 8, 0, has_zeros=True, zeros_less_one=True)
-    assert gptq.scheme_of("model.layers.0.self_attn.o_proj").has_order
+    assert gptq.scheme_of("model.layers.0.self_attn.o_proj").has_g_idx
     # A name counts before the class that all linear layers have.
     mixed = read_quantization(groups(LINEAR, (["re:.*down_proj"], BY_ROWS)), None)
     assert mixed.scheme_of(Q).group == 32 and mixed.scheme_of(DOWN).group == 0

@@ -272,7 +272,7 @@ def test_states_of_a_9b_are_divided_by_the_memory_of_a_gpu(monkeypatch, total, s
     runner._run_largest_step, runner._graph_bytes = lambda: None, lambda: graphs
     runner._budget = memory_budget.MemoryBudget(torch.device("cuda"), 0.9)
     reserved = int(weights)
-    num_blocks, rows = runner._count_memory()
+    num_blocks, rows = runner._count_blocks_and_rows()
     row = runner.recurrent.row_bytes
     assert 512 * row == pytest.approx(26.4e9, rel=0.01)  # 25.8 GB of S alone
     assert rows.num_slots in slots and rows.num_snapshots > 0 and num_blocks >= 16
@@ -282,19 +282,19 @@ def test_states_of_a_9b_are_divided_by_the_memory_of_a_gpu(monkeypatch, total, s
 
 def test_fewer_sequences_run_where_their_states_do_not_fit():
     # Qwen3.5-9B: a row of 50 MB, blocks of 256 tokens of 32 KB.
-    sizes = dict(block=2**23, least=16 * 2**23, row=50 * 2**20, max_num_seqs=512)
+    sizes = dict(block_bytes=2**23, least_kv=16 * 2**23, row_bytes=50 * 2**20, max_num_seqs=512)
     for gib in (1, 2, 8, 24, 100):
         for share in (0.0, 0.25, 0.9):
             room = gib * 2**30
             num_blocks, rows = divide_memory(room, **sizes, snapshot_share=share)
-            taken = num_blocks * sizes["block"] + rows.total * sizes["row"]
+            taken = num_blocks * sizes["block_bytes"] + rows.total * sizes["row_bytes"]
             assert room - 2**23 < taken <= room
             assert num_blocks >= 16 and 1 <= rows.num_slots <= 512
             if gib >= 8 and share < 0.9:
-                assert rows.num_snapshots == int(share * room) // sizes["row"]
+                assert rows.num_snapshots == int(share * room) // sizes["row_bytes"]
     assert rows.num_slots == 512 or share == 0.9
     assert divide_memory(
-        2**30, block=2**20, least=0, row=0, max_num_seqs=7, snapshot_share=0.5
+        2**30, block_bytes=2**20, least_kv=0, row_bytes=0, max_num_seqs=7, snapshot_share=0.5
     ) == (
         1024,
         StateRows(7, 0),

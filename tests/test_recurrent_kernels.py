@@ -17,7 +17,7 @@ from nanovllm.backends.cuda.fused_recurrent import FusedGatedDeltaNet, warmup_re
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
-from nanovllm.backends.cuda.triton.short_conv import Blocks
+from nanovllm.backends.cuda.triton.short_conv import ChunkBlocks
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.parallel import ParallelGroup
@@ -80,10 +80,10 @@ def step_of(lengths, rows, tiled):
     ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
     rows = torch.tensor(rows, device=DEVICE)
     if not tiled:
-        return DECODES, rows, Blocks.of(PrefillMetadata(ends, ends, max(lengths), 0, None))
+        return DECODES, rows, ChunkBlocks.of(PrefillMetadata(ends, ends, max(lengths), 0, None))
     ends = F.pad(ends + DECODES, (0, 2), value=sum(lengths) + DECODES)
     tiles = tile_queries(ends, sum(lengths) // 64 + len(lengths) + 3)
-    blocks = Blocks.of(TiledPrefill(ends, ends, 0, 0, None, tiles))
+    blocks = ChunkBlocks.of(TiledPrefill(ends, ends, 0, 0, None, tiles))
     return 0, F.pad(rows, (0, 2), value=PADDING), blocks
 
 

@@ -559,7 +559,7 @@ def test_a_long_prompt_delays_each_token_of_the_others_by_one_chunk_at_most(poli
             server.add(i, [i % VOCABULARY, i // VOCABULARY % VOCABULARY, 3], 20)
         for _ in range(5):
             server.step(delay)
-        decoding = server.scheduler.running.copy()
+        decoding = server.scheduler.decoding.copy()
         assert len(decoding) >= 160
         if with_long:
             long = server.add(200, long_prompt, 5, interactive=True)
@@ -589,7 +589,7 @@ def test_the_youngest_is_preempted_though_it_is_the_longest():
     server.add(0, [1, 2], 8)
     server.add(1, [1, 3, 4, 5, 6, 7], 4)
     server.run_until_preemption()
-    assert [seq.id for seq in server.scheduler.running] == [0]
+    assert [seq.id for seq in server.scheduler.decoding] == [0]
     assert [seq.id for seq in server.scheduler.waiting] == [1]
     server.run()
 
@@ -599,7 +599,7 @@ def test_the_youngest_sequence_is_preempted_and_goes_first_in_line():
     for id in range(4):
         server.add(id, [id, id], 8)
     server.run_until_preemption()
-    assert [seq.id for seq in server.scheduler.running] == [0, 1]
+    assert [seq.id for seq in server.scheduler.decoding] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2, 3]
 
 
@@ -616,7 +616,7 @@ def test_a_prompt_computed_in_part_is_preempted_before_those_that_decode(complet
     assert server.scheduler.prefilling == [third]
     assert server.scheduler.blocks.num_free == completions - 1, "one for each that follows"
     server.run_until_preemption()
-    assert [seq.id for seq in server.scheduler.running] == [0, 1]
+    assert [seq.id for seq in server.scheduler.decoding] == [0, 1]
     assert [seq.id for seq in server.scheduler.waiting] == [2]
     assert not server.scheduler.prefilling
     server.run()
@@ -859,7 +859,7 @@ def test_a_start_beside_running_sequences_leaves_blocks_for_these_to_grow():
     server.add(1, [2] * 124, 1)
     server.step()
     assert len(server.scheduler.waiting) == 1, "125 blocks are free, but 2 of 128 are held back"
-    server.scheduler.abort(server.scheduler.running[0])
+    server.scheduler.abort(server.scheduler.decoding[0])
     server.add(2, [3] * 128, 1)
     server.step()
     server.step()
@@ -893,7 +893,7 @@ def test_the_one_that_the_policy_puts_last_is_preempted_and_goes_first_in_line()
     for id in (2, 3, 4):
         server.add(id, [id, id], 8)
     server.run_until_preemption()
-    assert [seq.id for seq in server.scheduler.running] == [2, 4]
+    assert [seq.id for seq in server.scheduler.decoding] == [2, 4]
     assert [seq.id for seq in server.scheduler.waiting] == [1, 3]
     server.add(6, [6], 8)
     assert [seq.id for seq in server.scheduler.waiting] == [1, 6, 3], "whatever its key"

@@ -218,7 +218,6 @@ def test_ranks_need_no_transformers_to_run_a_family(tmp_path, config):
 def test_a_runner_of_several_ranks_says_what_one_rank_says(llms, size):
     one, many = llms[1].engine.runner, llms[size].engine.runner
     assert many.info == one.info
-    assert (many.num_blocks, many.device) == (many.info.num_blocks, torch.device(many.info.device))
     assert (
         one.info.dtype == "float32"
         and one.info.num_parameters > VOCAB
@@ -458,7 +457,7 @@ def test_no_name_leads_to_the_file_through_which_ranks_meet():
 def test_every_rank_has_the_fewest_blocks_of_any(folder, monkeypatch):
     monkeypatch.setattr("nanovllm.build.build_runner", StarvedRunner)
     with LLM(folder, **OPTIONS, tensor_parallel_size=2) as llm:
-        assert llm.engine.runner.num_blocks == 20
+        assert llm.engine.runner.info.num_blocks == 20
         assert run(llm, [[1, 2, 3]], temperature=0)
 
 

@@ -461,7 +461,7 @@ def test_an_llm_wakes_up_with_as_many_blocks_as_it_had(make_llm, checkpoint, mon
     """However much memory there is now: who uses the LLM knows how many it has."""
     llm = make_llm(num_kvcache_blocks=None)
     shapes = [part.shape for part in llm.engine.runner.kv_parts]
-    monkeypatch.setattr(llm.engine.runner, "_count_memory", lambda: (7, StateRows(0, 0)))
+    monkeypatch.setattr(llm.engine.runner, "_count_blocks_and_rows", lambda: (7, StateRows(0, 0)))
     llm.sleep(level)
     llm.wake_up()
     assert [part.shape for part in llm.engine.runner.kv_parts] == shapes

@@ -12,7 +12,7 @@ from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
 
 
-class Start(NamedTuple):
+class StartPlan(NamedTuple):
     """The blocks that a sequence would start with."""
 
     cached: list[int]  # blocks of the longest prefix that the prefix cache holds
@@ -62,7 +62,7 @@ class BlockTables:
         self.blocks.begin_step()
         self.copies = []
 
-    def plan(self, seq: Sequence) -> Start:
+    def plan(self, seq: Sequence) -> StartPlan:
         """Find the blocks that a waiting sequence would start with. Changes nothing."""
         cached = self.blocks.match(seq.token_ids[: seq.num_reusable], seq.request.root)
         prefix = self.blocks.prefix(cached[-1]) if cached else seq.request.root
@@ -76,13 +76,13 @@ class BlockTables:
         num_out_of_window = self._num_out_of_window(position)
         num_new = -(-seq.num_tokens // self.block_size) - len(cached)
         num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
-        return Start(cached, source, run, num_cached, num_out_of_window, num_new)
+        return StartPlan(cached, source, run, num_cached, num_out_of_window, num_new)
 
-    def have_room(self, plan: Start, reserve: int) -> bool:
+    def have_room(self, plan: StartPlan, reserve: int) -> bool:
         """Tell whether there are free blocks for `plan`, and `reserve` more."""
         return self.blocks.num_free_without(plan.shared) >= plan.num_new + reserve
 
-    def start(self, seq: Sequence, plan: Start) -> int:
+    def start(self, seq: Sequence, plan: StartPlan) -> int:
         """Give a sequence the blocks that `plan` found.
 
         Returns the number of leading tokens that need not be computed. Their blocks are shared, or
@@ -107,8 +107,8 @@ class BlockTables:
         seq.block_table += self.blocks.allocate(count)
         seq.capacity += count * self.block_size
 
-    def make_room(self, seq: Sequence, length: int) -> int:
-        """Make room for the first `length` tokens of a prompt, as far as there are free blocks.
+    def extend_for_chunk(self, seq: Sequence, length: int) -> int:
+        """Give a sequence blocks for `length` tokens of its prompt, as far as blocks are free.
 
         The sequence first gives back the blocks that its window has passed. Returns how many tokens
         have room: the next chunk ends there.

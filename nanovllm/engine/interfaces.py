@@ -1,14 +1,50 @@
-"""The interfaces of the detokenizer and of the constraints, as the engine calls them.
+"""The interfaces of the parts that `build.py` gives to the engine, as the engine calls them.
 
-`build.py` gives the engine an implementation of each. Without a detokenizer, sequences have no
-text; without constraints, nothing but the logits decides which tokens may come.
+Without a detokenizer, sequences have no text; without constraints, nothing but the logits decides
+which tokens may come.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from nanovllm.engine.batch import LogitsEdits
+from nanovllm.engine.batch import Batch, LogitsEdits, RunnerInfo, StepResult
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+
+
+class TokensInFlight(Protocol):
+    """The tokens of a step that has been launched and may still run."""
+
+    def wait(self) -> StepResult:
+        """Wait until the step has run, and return its result."""
+
+
+class Runner(Protocol):
+    """The runner of a model. ModelRunner is one; TensorParallelRunner stands for those of several
+    ranks.
+    """
+
+    @property
+    def info(self) -> RunnerInfo:
+        """The figures of this runner that the engine and users see."""
+
+    def launch(self, batch: Batch) -> TokensInFlight:
+        """Launch a step, and return its tokens in batch order."""
+
+    def sample_constrained(self, edits: LogitsEdits) -> TokensInFlight:
+        """Sample the constrained rows of the last step: see SamplingMetadata.is_constrained.
+
+        The returned object replaces that of `launch`.
+        """
+
+    def on_all_ranks(self, task: Callable[..., None], *args: Any) -> None:
+        """Call `task(runner, *args)` with the ModelRunner of each rank."""
+
+    def synchronize(self) -> None:
+        """Wait until all launched steps have run."""
+
+    def close(self) -> None:
+        """Give back the memory of the device."""
 
 
 class Detokenizer(Protocol):

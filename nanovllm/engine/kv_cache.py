@@ -23,7 +23,7 @@ def allocate_kv_cache(
     The memory is zeroed, because a masked position must not hold a NaN. Raises ValueError if a CPU
     has too little memory.
     """
-    elements = num_blocks * block_elements(layers, block_size)
+    elements = num_blocks * elements_per_block(layers, block_size)
     if device.type == "cpu" and num_blocks:
         # The system provides a zero page when the page is first touched. Huge pages are requested,
         # because touching many small pages is slow. The mapping is private, so that a forked
@@ -49,19 +49,19 @@ def parts_of_layers(memory: Tensor, layers, num_blocks: int, block_size: int) ->
 
     Layers may differ in the number and the size of their heads, and have the same blocks.
     """
-    sizes = [num_blocks * block_elements([layer], block_size) for layer in layers]
+    sizes = [num_blocks * elements_per_block([layer], block_size) for layer in layers]
     return [
         part.view(2, num_blocks, block_size, layer.num_kv_heads, layer.head_dim)
         for part, layer in zip(memory.split(sizes), layers)
     ]
 
 
-def block_bytes(layers, block_size: int, dtype: torch.dtype) -> int:
+def bytes_per_block(layers, block_size: int, dtype: torch.dtype) -> int:
     """Return the number of bytes that one block takes in all layers together."""
-    return block_elements(layers, block_size) * dtype.itemsize
+    return elements_per_block(layers, block_size) * dtype.itemsize
 
 
-def block_elements(layers, block_size: int) -> int:
+def elements_per_block(layers, block_size: int) -> int:
     """Return the number of elements that one block has in all layers together."""
     return sum(2 * block_size * layer.num_kv_heads * layer.head_dim for layer in layers)
 
@@ -75,21 +75,26 @@ def bytes_in_ram(ranks: int) -> int:
 
 
 def divide_memory(
-    room: int, *, block: int, least: int, row: int, max_num_seqs: int, snapshot_share: float
+    room: int,
+    *,
+    block_bytes: int,
+    least_kv: int,
+    row_bytes: int,
+    max_num_seqs: int,
+    snapshot_share: float,
 ) -> tuple[int, StateRows]:
-    """Divide `room` bytes among KV blocks of `block` bytes and rows of state of `row` bytes.
+    """Divide `room` bytes among KV blocks and rows of state. Returns how many there are of each.
 
-    KV gets `least` bytes at least, and snapshots their share if they can. Running sequences get at
-    most half of what is left, because their KV needs memory, too: if that is too little for the
-    states of max_num_seqs sequences, fewer run. A model without recurrent layers has a `row` of 0
-    bytes.
+    KV gets `least_kv` bytes at least, and snapshots their share if they can. Running sequences get
+    at most half of what is left, because their KV needs memory, too: if that is too little for the
+    states of max_num_seqs sequences, fewer run. Without recurrent layers, `row_bytes` is 0.
     """
-    if not row:
-        return max(1, room // block), StateRows(max_num_seqs, 0)
-    most_rows = (room - least) // row
+    if not row_bytes:
+        return max(1, room // block_bytes), StateRows(max_num_seqs, 0)
+    most_rows = (room - least_kv) // row_bytes
     of_one = StateRows(1, 0).total
-    num_snapshots = max(0, min(int(room * snapshot_share / row), most_rows - of_one))
-    rows = min((room - num_snapshots * row) // 2 // row, most_rows - num_snapshots)
+    num_snapshots = max(0, min(int(room * snapshot_share / row_bytes), most_rows - of_one))
+    rows = min((room - num_snapshots * row_bytes) // 2 // row_bytes, most_rows - num_snapshots)
     num_slots = max(1, min(max_num_seqs, rows - of_one + 1))
-    num_blocks = max(1, (room - StateRows(num_slots, num_snapshots).total * row) // block)
-    return num_blocks, StateRows(num_slots, num_snapshots)
+    state_rows = StateRows(num_slots, num_snapshots)
+    return max(1, (room - state_rows.total * row_bytes) // block_bytes), state_rows

@@ -7,17 +7,16 @@ for Python.
 import random
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.errors import explain, warn
-from nanovllm.engine.interfaces import Constraints, Detokenizer
+from nanovllm.engine.interfaces import Constraints, Detokenizer, Runner, TokensInFlight
 from nanovllm.engine.listener import EngineListener, Listeners
 from nanovllm.engine.metrics import EngineMetrics
-from nanovllm.engine.model_runner import SampledTokens
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.request import Request
@@ -34,7 +33,7 @@ from nanovllm.sampling_params import SamplingParams
 class Launched(NamedTuple):
     """A step that has been launched but not committed."""
 
-    tokens: SampledTokens
+    tokens: TokensInFlight
     has_prefills: bool  # some of the tokens may be the first of their sequences
 
 
@@ -48,7 +47,7 @@ class LLMEngine:
         self,
         config: Config,
         model_config: ModelConfig,
-        runner: Any,
+        runner: Runner,
         policy: SchedulingPolicy = SchedulingPolicy(),
         *,
         stop_ids: frozenset[int] = frozenset(),
@@ -60,7 +59,7 @@ class LLMEngine:
         """Build an engine for the model whose configuration is `model_config`.
 
         Args:
-            runner: The ModelRunner that holds the model, or an object with the same interface.
+            runner: Holds the model, and runs steps.
             stop_ids: Tokens that end a request when they are sampled.
             constraints: Says which tokens may follow, for requests that restrict their tokens.
             make_detokenizer: Makes the detokenizer, which reads the text of requests as it grows.
@@ -78,7 +77,7 @@ class LLMEngine:
         self.runner = runner
         self.max_model_len = self.runner.info.max_model_len
         self.window = model_config.largest_window
-        is_cpu = self.runner.device.type == "cpu"
+        is_cpu = self.runner.info.device == "cpu"
         self.overlap = not is_cpu if config.overlap is None else config.overlap
         self._enough_seqs = enough_seqs
         self.is_asleep = False  # asleep: the runner's memory is given back, and no step may run
@@ -99,7 +98,7 @@ class LLMEngine:
     def _make_scheduler(self) -> Scheduler:
         config, info = self._config, self.runner.info
         max_num_seqs = config.num_batch_slots
-        sizes = self.runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+        sizes = info.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
         blocks: BlockManager
         make_tables: type[BlockTables]
         if info.num_state_slots:  # some layers are recurrent
@@ -156,7 +155,7 @@ class LLMEngine:
         self._next_id += params.n
         if params.max_tokens:
             for seq in request.completions:
-                self._follow(seq, streams)
+                self._prepare(seq, streams)
         self._listener.request_added(request)
         self.scheduler.add(request)
         return request
@@ -167,7 +166,7 @@ class LLMEngine:
             return self._seeds.getrandbits(63)
         return (params.seed + completion) % 2**63
 
-    def _follow(self, seq: Sequence, streams: bool) -> None:
+    def _prepare(self, seq: Sequence, streams: bool) -> None:
         """Give a sequence its constraint and have its text read, where it needs these."""
         params = seq.params
         if self.constraints is not None and not params.samples_plainly:
@@ -238,11 +237,10 @@ class LLMEngine:
             self._stop(self.constraints.completed(sampled), ended)
         if self.detokenizer is not None:
             self._stop(self.detokenizer.update(sampled), ended)
-        for seq in ended:  # the caller may keep it for long, and what holds it to a form is large
-            seq.constraint = None
         if launched.has_prefills or ended:
             self._record_times(sampled if launched.has_prefills else [], ended)
         for seq in ended:
+            seq.constraint = None  # it is large, and the caller may keep the sequence for long
             self._listener.sequence_finished(seq)
         self._drop_surplus_step()
         return ended

@@ -22,8 +22,8 @@ from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.engine.dtype import resolve_dtype, tensors_default_to
 from nanovllm.engine.kv_cache import (
     allocate_kv_cache,
-    block_bytes,
     bytes_in_ram,
+    bytes_per_block,
     divide_memory,
     parts_of_layers,
 )
@@ -133,7 +133,7 @@ class ModelRunner:
         self.max_blocks = -(-self.max_model_len // self.block_size)  # the most of one sequence
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, device)
         self.kv_dtype = torch.uint8 if config.kv_cache_dtype == "fp8" else self.dtype
-        self.state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
+        self.batch_state = BatchState(self.max_num_seqs, self.max_blocks, self.block_size, device)
         self.make_resampler = make_resampler
         self.score_prompts = score_prompts
         self.resampler: Any = None  # made for the first request that needs it
@@ -160,8 +160,8 @@ class ModelRunner:
             kv_cache_bytes=self.kv_cache.nbytes,
             weight_format=self.model.weight_format,
             kv_format=self.model.kv_format,
-            state_bytes=self.recurrent.nbytes if self.has_state else 0,
-            num_state_slots=self.state_rows.num_slots if self.has_state else 0,
+            state_bytes=self.recurrent.nbytes if self.is_recurrent else 0,
+            num_state_slots=self.state_rows.num_slots if self.is_recurrent else 0,
             num_snapshots=self.state_rows.num_snapshots,
         )
 
@@ -183,7 +183,7 @@ class ModelRunner:
         layers = [module for module in self.model.modules() if isinstance(module, RecurrentLayer)]
         self.recurrent = RecurrentState(layers, self.device)
         self.recurrent.allocate(StateRows(0, 0))  # the row of padding, for dry runs
-        self.has_state = bool(layers)
+        self.is_recurrent = bool(layers)
         self._fill(fill)
 
     @torch.inference_mode()
@@ -194,7 +194,7 @@ class ModelRunner:
         After `release`, the numbers are the same as before.
         """
         if not self.num_blocks:
-            num_blocks, rows = self._count_memory()
+            num_blocks, rows = self._count_blocks_and_rows()
             self.state_rows = StateRows(*map(self.group.minimum, rows))
             self.num_blocks = self.group.minimum(num_blocks)
         self.recurrent.allocate(self.state_rows)
@@ -205,21 +205,21 @@ class ModelRunner:
         self.recurrent.release()
         self._bind_cache(0)
 
-    def _count_memory(self) -> tuple[int, StateRows]:
+    def _count_blocks_and_rows(self) -> tuple[int, StateRows]:
         """Count the KV blocks and the rows of state that fit into memory."""
-        block = block_bytes(self.layers_with_kv, self.block_size, self.kv_dtype)
-        row, share = self.recurrent.row_bytes, self.config.state_snapshot_share
+        block_bytes = bytes_per_block(self.layers_with_kv, self.block_size, self.kv_dtype)
+        row_bytes, share = self.recurrent.row_bytes, self.config.state_snapshot_share
         if given := self.config.num_kvcache_blocks:
             # The share is the snapshots' part of all the memory: KV blocks, slots and snapshots.
-            beside = given * block + self.max_num_seqs * row
-            count = int(beside * share / (1 - share) / row) if row else 0
+            beside = given * block_bytes + self.max_num_seqs * row_bytes
+            count = int(beside * share / (1 - share) / row_bytes) if row_bytes else 0
             return given, StateRows(self.max_num_seqs, min(count, given))
-        least = self.max_blocks * block  # the KV of one sequence
+        least_kv = self.max_blocks * block_bytes  # that of one sequence
         num_blocks, rows = divide_memory(
-            self._count_bytes(block, least + StateRows(1, 0).total * row),
-            block=block,
-            least=least,
-            row=row,
+            self._count_bytes(block_bytes, least_kv + StateRows(1, 0).total * row_bytes),
+            block_bytes=block_bytes,
+            least_kv=least_kv,
+            row_bytes=row_bytes,
             max_num_seqs=self.max_num_seqs,
             snapshot_share=share,
         )
@@ -228,8 +228,8 @@ class ModelRunner:
         # More snapshots than blocks are of no use.
         return num_blocks, StateRows(rows.num_slots, min(rows.num_snapshots, num_blocks))
 
-    def _count_bytes(self, block: int, least: int) -> int:
-        """Count the bytes that KV blocks of `block` bytes and rows of state may take.
+    def _count_bytes(self, block_bytes: int, least: int) -> int:
+        """Count the bytes that KV blocks, of `block_bytes` each, and rows of state may take.
 
         least: the bytes that one sequence of max_model_len tokens needs.
         """
@@ -249,7 +249,8 @@ class ModelRunner:
     def launch(self, batch: Batch) -> SampledTokens:
         """Launch a step. `wait` on the returned object gives the sampled tokens in batch order."""
         if batch.new_blocks:
-            self.state.grow(*self._upload(np.array(batch.new_blocks, dtype=np.int64).T.copy()))
+            columns = np.array(batch.new_blocks, dtype=np.int64).T.copy()
+            self.batch_state.grow(*self._upload(columns))
         slots = self._upload_decode_slots(batch.decode_slots)
         if batch.block_copies:
             self._copy_blocks(batch)
@@ -287,7 +288,7 @@ class ModelRunner:
             context_lens=inputs.context_lens,
             block_tables=inputs.block_tables,
             shared_prefix_len=shared_prefix_len,
-            state_rows=self.recurrent.rows_of(slots) if self.has_state else None,
+            state_rows=self.recurrent.rows_of(slots) if self.is_recurrent else None,
         )
         hidden = self._forward(inputs.token_ids, inputs.positions, metadata)
         return self._sample(hidden, slots, inputs.context_lens)
@@ -311,7 +312,7 @@ class ModelRunner:
         indices, ending = self._upload_all(np.int64, wanted, places.chunks)
         some_scored = any([chunk.scored for chunk in chunks])
         state_rows = None
-        if self.has_state:
+        if self.is_recurrent:
             state_rows = self.recurrent.rows_of(torch.cat((slots, prefill.batch_slots)))
         metadata = AttentionMetadata(
             slot_mapping,
@@ -357,7 +358,7 @@ class ModelRunner:
             np.array([chunk.seed for chunk in chunks]),
         )
         tables = tables.view(packed.block_tables.shape)
-        self.state.start(
+        self.batch_state.start(
             slots,
             context_lens=context_lens,
             block_tables=tables,
@@ -417,14 +418,14 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         tokens, values = self._sample_tokens(
             logits,
-            temperatures=self.state.temperatures[slots],
-            seeds=self.state.seeds[slots],
+            temperatures=self.batch_state.temperatures[slots],
+            seeds=self.batch_state.seeds[slots],
             positions=positions.long(),
             vocab_start=self.model.lm_head.vocab_start,
         )
         if self.group.size > 1:
             tokens = best_over_ranks(tokens, values, self.group)
-        self.state.last_tokens[slots] = tokens
+        self.batch_state.last_tokens[slots] = tokens
         return StepOutput(tokens, logits, positions, slots)
 
     # The methods below are those that a subclass may override for its device.
@@ -448,7 +449,7 @@ class ModelRunner:
     _sample_tokens = staticmethod(sample)
 
     def _advance(self, slots: Tensor) -> DecodeInputs:
-        return self.state.advance(slots)
+        return self.batch_state.advance(slots)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -32,9 +32,9 @@ class SchedulingPolicy:
 
     - of a sequence (engine/sequence.py), such as `num_prompt_tokens`, `num_tokens_left`, `params`;
     - of its request (engine/request.py), such as `seq.request.interactive`, `seq.request.added_at`;
-    - and these of the scheduler: `waiting`, the sequences that may start, in order; `running`, the
-      decoding sequences alone; `num_running`, how many sequences hold a batch slot, those whose
-      prompts are partly computed included; `max_num_seqs`, `enough_seqs` and `blocks`.
+    - and these of the scheduler: `waiting`, the sequences that may start, in order; `decoding`,
+      those that get a token in each step; `num_running`, how many sequences hold a batch slot,
+      those whose prompts are partly computed included; `max_num_seqs`, `enough_seqs`, `blocks`.
     """
 
     def key(self, seq: Sequence) -> Any:
@@ -69,7 +69,7 @@ class SchedulingPolicy:
             return "first come, first served"
         return f"smallest key of {type(self).__name__}: {short_repr(seq.order[0])}"
 
-    def order_decodes(self, running: list[Sequence]) -> None:
+    def order_decodes(self, decoding: list[Sequence]) -> None:
         """Sort the decoding sequences in place, in the order in which steps should run them.
 
         Called when sequences have joined the list. Each step adds one token to every sequence.

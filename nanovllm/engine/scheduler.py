@@ -62,15 +62,14 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         # The policy reads this number, and may start no more sequences once so many run.
         self.enough_seqs = min(enough_seqs or max_num_seqs, max_num_seqs)
-        # While others run, a sequence starts only if this many blocks stay free. Otherwise the
-        # running sequences would soon need more blocks than there are, and one would be preempted.
+        # While others decode, a sequence starts only if this many blocks stay free. Otherwise those
+        # would soon need more blocks than there are, and one would be preempted.
         self.reserve = blocks.num_blocks // 64
         self.sequences: dict[int, Sequence] = {}  # all unfinished sequences, by id
         self.waiting = WaitingQueue(self.tables)
         self.prefilling: list[Sequence] = []  # sequences whose prompts are partly computed
-        # Decoding sequences, without those whose last token is in flight. `num_running` and
-        # Status.RUNNING also count the sequences in `prefilling`.
-        self.running: list[Sequence] = []
+        # Sequences that get a token in each step, without those whose last token is in flight.
+        self.decoding: list[Sequence] = []
         # Sequences that do not run until they are resumed. They keep their batch slots and blocks
         # until other sequences need the blocks. The value says whether the sequence was in
         # `prefilling` when it was paused.
@@ -118,7 +117,7 @@ class Scheduler:
         shared_blocks = self.policy.shared_prefix_blocks(decoding)
         chunks, prefilled = self._schedule_prefills(self.max_num_batched_tokens - len(decoding))
         if not decoding and not chunks:
-            stuck = self.waiting or self.prefilling or self.running
+            stuck = self.waiting or self.prefilling or self.decoding
             assert self._steps_in_flight or not stuck, "without a step in flight, a sequence runs"
             return None
         self._steps_in_flight.append(decoding + prefilled)
@@ -137,7 +136,7 @@ class Scheduler:
         Returns False if a step in flight must be committed first.
         """
         while True:
-            growing = [seq for seq in self.running if seq.num_tokens > seq.capacity]
+            growing = [seq for seq in self.decoding if seq.num_tokens > seq.capacity]
             growing += [seq for seq in self.prefilling if seq.num_computed == seq.capacity]
             for seq in growing:
                 self.tables.give_back(seq)  # blocks that have left its sliding window
@@ -148,7 +147,7 @@ class Scheduler:
             # A preempted sequence is recomputed from its tokens, so all of them must be known.
             if self._steps_in_flight:
                 return False
-            seq = max(self.running + self.prefilling, key=lambda seq: seq.order)
+            seq = max(self.decoding + self.prefilling, key=lambda seq: seq.order)
             self._withdraw(seq)
             self._preempt(seq)
             self.waiting.add(seq)
@@ -167,11 +166,11 @@ class Scheduler:
         return bool(holding)
 
     def _schedule_decodes(self) -> tuple[list[Sequence], list[tuple[int, int, int]]]:
-        """Plan one token for each running sequence.
+        """Plan one token for each decoding sequence.
 
         Returns the sequences, and the `new_blocks` of the batch.
         """
-        decoding = self.running.copy()
+        decoding = self.decoding.copy()
         new_blocks = []
         any_last = False
         for seq in decoding:
@@ -185,7 +184,7 @@ class Scheduler:
             if length + 1 == seq.max_len:
                 any_last = True
         if any_last:
-            self.running = [seq for seq in decoding if seq.num_tokens < seq.max_len]
+            self.decoding = [seq for seq in decoding if seq.num_tokens < seq.max_len]
         return decoding, new_blocks
 
     def _schedule_prefills(self, budget: int) -> tuple[list[PrefillChunk], list[Sequence]]:
@@ -222,14 +221,14 @@ class Scheduler:
                 prefilled.append(seq)
                 seq.num_tokens += 1
                 if seq.num_tokens < seq.max_len:
-                    self.running.append(seq)
+                    self.decoding.append(seq)
             else:
                 unfinished.append(seq)
                 if seq.num_computed == seq.capacity:  # no block is free
                     break
         self.prefilling[:0] = unfinished
         if prefilled:
-            self.policy.order_decodes(self.running)
+            self.policy.order_decodes(self.decoding)
         # The other completions of these prompts start in the next step at the earliest: they copy
         # the last block of the prompt if it is partly full, and this step still writes it.
         for seq in prefilled:
@@ -239,11 +238,11 @@ class Scheduler:
     def _start(self, seq: Sequence, num_following: int) -> None:
         """Start a waiting sequence, if there are a slot and blocks for it.
 
-        If others run, `num_following` more slots and `num_following` + `reserve` more blocks must
-        be free.
+        If others decode, `num_following` more slots and `num_following` + `reserve` more blocks
+        must be free.
         """
-        more_slots = num_following if self.running else 0
-        more_blocks = num_following + self.reserve if self.running else 0
+        more_slots = num_following if self.decoding else 0
+        more_blocks = num_following + self.reserve if self.decoding else 0
         while True:
             plan = self.tables.plan(seq)
             if len(self._free_slots) > more_slots and self.tables.have_room(plan, more_blocks):
@@ -283,7 +282,7 @@ class Scheduler:
         """
         start = seq.num_computed
         end = min(start + budget, seq.num_tokens)
-        end = self.tables.make_room(seq, end)
+        end = self.tables.extend_for_chunk(seq, end)
         # Blocks that are already registered are shared, or an earlier chunk has written them.
         write_from = seq.num_registered_blocks * self.blocks.block_size
         seq.num_computed = end
@@ -340,7 +339,7 @@ class Scheduler:
         if ended:
             for seq in ended:
                 self._finish(seq)
-            self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+            self.decoding = [seq for seq in self.decoding if seq.status is Status.RUNNING]
         return sampled, ended
 
     def abort(self, seq: Sequence) -> None:
@@ -373,8 +372,8 @@ class Scheduler:
         elif is_prefilling:
             self.prefilling.append(seq)
         elif seq.num_tokens < seq.max_len:  # otherwise its last token is in flight
-            self.running.append(seq)
-            self.policy.order_decodes(self.running)
+            self.decoding.append(seq)
+            self.policy.order_decodes(self.decoding)
 
     def _withdraw(self, seq: Sequence) -> None:
         """Remove a sequence from the list that holds it.
@@ -387,8 +386,8 @@ class Scheduler:
             self.waiting.remove(seq)
         elif seq in self.prefilling:
             self.prefilling.remove(seq)
-        elif seq in self.running:
-            self.running.remove(seq)
+        elif seq in self.decoding:
+            self.decoding.remove(seq)
 
     def _finish(self, seq: Sequence) -> None:
         if seq.status is Status.RUNNING:

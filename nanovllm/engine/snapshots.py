@@ -139,7 +139,7 @@ class Snapshots:
         if key in self._rows:
             self._rows.move_to_end(key)
             return
-        if not self._free and not self._make_room(is_needed=num_waiting > 0):
+        if not self._free and not self._evict(is_needed=num_waiting > 0):
             return
         row = self._free.pop()
         self._rows[key] = row
@@ -165,10 +165,10 @@ class Snapshots:
             for key in [key for key in self._rows if key[0] == prefix_id]:
                 self.drop(key)
 
-    def _make_room(self, is_needed: bool) -> bool:
+    def _evict(self, is_needed: bool) -> bool:
         """Evict a snapshot; one that waiting prompts need only if the new one is needed, too.
 
-        Returns whether there is room.
+        Returns whether one was evicted.
         """
         unneeded = (key for key in self._rows if key not in self._needed)
         key = next(unneeded, next(iter(self._rows), None) if is_needed else None)

@@ -14,7 +14,7 @@ from bisect import insort
 from typing import Any
 
 from nanovllm.engine.block_manager import TOKEN_BYTES, BlockManager, Key, make_key
-from nanovllm.engine.block_tables import BlockTables, Start
+from nanovllm.engine.block_tables import BlockTables, StartPlan
 from nanovllm.engine.branches import Branches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.snapshots import Snapshots
@@ -95,7 +95,7 @@ class StatefulBlockTables(BlockTables):
         if key is not None:
             self.snapshots.need(key, -1)
 
-    def plan(self, seq: Sequence) -> Start:
+    def plan(self, seq: Sequence) -> StartPlan:
         plan = super().plan(seq)
         key = self._snapshot(seq, plan.cached, plan.num_cached)
         return plan._replace(must_wait=key is not None and self.snapshots.is_new(key))
@@ -131,7 +131,7 @@ class StatefulBlockTables(BlockTables):
         assert prefix is not None, "a snapshot belongs to a prefix"
         return make_key(prefix, seq.token_ids[depth * self.block_size : num_tokens])
 
-    def start(self, seq: Sequence, plan: Start) -> int:
+    def start(self, seq: Sequence, plan: StartPlan) -> int:
         # Restore the state first: `allocate` may evict a block, and its snapshots with it.
         key = self._snapshot(seq, plan.cached, plan.num_cached)
         self.snapshots.restore(key, seq.batch_slot)
@@ -148,11 +148,11 @@ class StatefulBlockTables(BlockTables):
                 last = length
         return super().start(seq, plan)
 
-    def make_room(self, seq: Sequence, length: int) -> int:
+    def extend_for_chunk(self, seq: Sequence, length: int) -> int:
         # A chunk also ends where a snapshot is to be kept.
         if seq.snapshots_at:
             length = min(length, seq.snapshots_at[0][0])
-        return super().make_room(seq, length)
+        return super().extend_for_chunk(seq, length)
 
     def register(self, seq: Sequence, length: int) -> None:
         super().register(seq, length)

@@ -45,7 +45,7 @@ def decoding_scheduler(count: int) -> Scheduler:
         prompt = [r.randrange(VOCAB) for _ in range(r.randint(100, 300))]
         params = SamplingParams(max_tokens=1024)
         scheduler.add(Request(i, prompt, params, max_len=len(prompt) + 1024))
-    while len(scheduler.running) < count:
+    while len(scheduler.decoding) < count:
         batch = scheduler.schedule()
         assert batch is not None
         scheduler.commit([1] * len(batch.sampling_slots))

@@ -88,7 +88,7 @@ class CppIntegerWeight(IntegerWeight):
         rank's share begins inside a group, no kernel was written. Both stay plain.
         """
         begins_inside = plain.num_groups > 1 and plain.columns.start % plain.group
-        return not plain.scheme.has_order and not begins_inside
+        return not plain.scheme.has_g_idx and not begins_inside
 
     @torch.inference_mode()
     def take_weights(self, plain: nn.Module) -> None:

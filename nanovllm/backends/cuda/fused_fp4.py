@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton.moe import woven_experts
 from nanovllm.backends.quantised.fp4 import Fp4Weight
 
 
-class FusedFp4Weight(Fp4Weight):
+class FusedFp4Weight(FusedWeight, Fp4Weight):
     """The weights of experts in MXFP4, woven where the kernel of woven_experts.py takes them.
 
     Elsewhere they stay as they were read, and the kernels of moe_packed.py multiply by them.
@@ -42,34 +43,23 @@ class FusedFp4Weight(Fp4Weight):
         return woven_experts.view_woven(self.codes, self.scales)
 
     def await_weights(self) -> None:
-        """Let kernels be compiled before the weights are read; `arrange` must follow."""
         self.is_woven = self.shall_weave
 
     @torch.inference_mode()
     def arrange(self) -> None:
-        """Bring weights that were just read into the form that the kernels read."""
         self.is_woven = self.shall_weave
         if self.is_woven and not self.has_woven_codes:
             woven_experts.weave(self.codes, self.scales, gated=self.is_gated)
             self.has_woven_codes = True
 
-    def restore(self) -> None:
-        """Arrange weights that were updated in the CPU's memory during sleep."""
-        self.arrange()
-
-    def drop(self) -> None:
-        """Do nothing, because nothing is kept beside the weights."""
-
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:
-            return super().dequantise(rows, number, expert)
+            return super().dequantise(rows, index, expert)
         codes, scales = woven_experts.unweave(
             self.codes[expert], self.scales[expert], gated=self.is_gated
         )
         return self.numbers_of(codes[rows], scales[rows])
 
     def take_weights(self, plain: nn.Module) -> None:
-        """Take the weights of a plain packed weight."""
-        self.copy_parameters(plain)
         self.has_woven_codes = False
-        self.arrange()
+        super().take_weights(plain)

@@ -5,17 +5,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda import products
+from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 
 
-class FusedFp8Weight(Fp8Weight):
-    """A weight in FP8 that is multiplied by the kernels of triton/fp8_linear.py.
+class FusedFp8Weight(FusedWeight, Fp8Weight):
+    """A weight in FP8 that is multiplied by the kernels that products.py chooses.
 
-    cuBLAS reads the scales of blocks from a tensor of its own. It is made when it is first needed,
-    and whenever weights have changed.
+    cuBLAS reads the scales of blocks from a copy. It is made when it is first needed, and whenever
+    weights have changed.
     """
 
     block_scales: Tensor | None = None  # [N / 128, G]
@@ -39,7 +41,7 @@ class FusedFp8Weight(Fp8Weight):
     @property
     def linear(self) -> Callable[..., Tensor]:
         """The function that multiplies by a matrix."""
-        return fp8_linear.invariant_linear if self.is_invariant else fp8_linear.linear
+        return fp8_linear.invariant_linear if self.is_invariant else products.linear_fp8
 
     def gated(
         self, x: Tensor | Rows, bias: Tensor | None, gelu: bool, reader: Fp8Matrix | None
@@ -49,12 +51,12 @@ class FusedFp8Weight(Fp8Weight):
         reader: the matrix that the result will be multiplied by, if it may be quantised for it.
         """
         matrix = self.matrices(None)[0]
-        if bias is None and (isinstance(x, Rows) or self.reads(x) is not None):
+        if bias is None and (isinstance(x, Rows) or self.matrix_for(x) is not None):
             dtype = self.plain.dtype
-            return fp8_linear.gated_linear(x, matrix, dtype, gelu, reader, self.linear)
+            return products.gated_linear_fp8(x, matrix, dtype, gelu, reader, self.linear)
         return activate_and_mul(self(x, bias), gelu)
 
-    def reads(self, x: Tensor) -> Fp8Matrix | None:
+    def matrix_for(self, x: Tensor) -> Fp8Matrix | None:
         """Return the matrix that inputs can be quantised for before `forward`; None: none."""
         matrices = self.matrices(None)
         needs_ranks = self.is_split and self.scheme.activations == "token"
@@ -88,12 +90,8 @@ class FusedFp8Weight(Fp8Weight):
             for number, (begin, end) in enumerate(zip(self.starts, ends))
         ]
 
-    def await_weights(self) -> None:
-        """Let kernels be compiled before the weights are read; `arrange` must follow."""
-
     @torch.inference_mode()
     def arrange(self) -> None:
-        """Make the scales of blocks; a graph may hold the address of older ones."""
         is_for_cublas = not (self.lead or self.is_invariant)
         if self.block_rows == fp8_linear.CUBLAS_BLOCK and is_for_cublas:
             blocks = self.scales[:: self.block_rows]
@@ -102,16 +100,13 @@ class FusedFp8Weight(Fp8Weight):
             self.block_scales.copy_(blocks)
 
     def restore(self) -> None:
-        """Make the scales of blocks again if they were dropped; a graph's capture could not."""
         if self.block_scales is None:
             self.arrange()
 
     def drop(self) -> None:
-        """Free the memory of the scales of blocks until `restore`."""
         self.block_scales = None
 
     def take_weights(self, plain: nn.Module) -> None:
-        """Take the weights of a plain packed weight."""
         self.copy_parameters(plain)
         if self.block_scales is not None:  # otherwise `restore` follows, if there are any
             self.arrange()

@@ -3,16 +3,18 @@
 import torch
 from torch import Tensor, nn
 
+from nanovllm.backends.cuda import products
+from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
 from nanovllm.backends.quantised.integers import IntegerWeight
 
 
-class FusedIntegerWeight(IntegerWeight):
+class FusedIntegerWeight(FusedWeight, IntegerWeight):
     """An integer weight that kernels multiply by.
 
-    The kernels read scales and zeros from another tensor, the factors: see PackedTensors. It is
-    made of them when it is first needed, and whenever weights have changed.
+    The kernels read scales and zeros from a copy, the factors: see PackedTensors. It is made when
+    it is first needed, and whenever weights have changed.
     """
 
     factors: Tensor | None = None  # int32 [..., G, N]
@@ -23,12 +25,12 @@ class FusedIntegerWeight(IntegerWeight):
     def suits(plain: IntegerWeight) -> bool:
         """Tell whether the kernels can multiply by the weight.
 
-        With an `order`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
+        With a `g_idx`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
         rank's share begins inside a group, no kernel was written. Both stay plain.
         """
         scheme = plain.scheme
         return (
-            not scheme.has_order
+            not scheme.has_g_idx
             and plain.scales.dtype in (torch.bfloat16, torch.float16)
             and plain.width % (32 // scheme.bits) == 0
             and (plain.num_groups == 1 or plain.group % 32 == 0)
@@ -36,15 +38,15 @@ class FusedIntegerWeight(IntegerWeight):
         )
 
     def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
-        return packed_linear.linear(x, self.tensors(expert), bias)
+        return products.linear_int(x, self.tensors(expert), bias)
 
     def gated(self, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
-        return packed_linear.gated_linear(x, self.tensors(), bias, gelu)
+        return products.gated_linear_int(x, self.tensors(), bias, gelu)
 
     def warmup_gated(self, bias: Tensor | None, gelu: bool) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
-        packed_linear.warmup_gated_linear(self.tensors(), self.scales.dtype, bias, gelu)
+        products.warmup_gated_linear_int(self.tensors(), self.scales.dtype, bias, gelu)
 
     def tensors(self, expert: int | None = None) -> PackedTensors:
         """Return what the kernels read, of an expert if there are any."""
@@ -70,7 +72,6 @@ class FusedIntegerWeight(IntegerWeight):
 
     @torch.inference_mode()
     def arrange(self) -> None:
-        """Bring weights that were just read into the form that the kernels read."""
         self.is_woven = self.shall_weave
         if self.is_woven and not self.has_woven_codes:
             packed_linear.woven_linear.weave(self.codes)
@@ -78,24 +79,18 @@ class FusedIntegerWeight(IntegerWeight):
         self.refresh()
 
     def await_weights(self) -> None:
-        """Let kernels be compiled before the weights are read; `arrange` must follow."""
         self.is_woven = self.shall_weave
 
     def restore(self) -> None:
-        """Make the factors again if they were dropped; a graph's capture could not.
-
-        During sleep, the weights may have been updated in the CPU's memory: see `take_weights`.
-        """
         if self.factors is None:
             self.arrange()
 
     def drop(self) -> None:
-        """Free the memory of the factors until `restore`."""
         self.factors = None
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         if not self.has_woven_codes:
-            return super().dequantise(rows, number, expert)
+            return super().dequantise(rows, index, expert)
         return packed_linear.dequantise(self.tensors(), self.scales.dtype)[rows]
 
     @torch.inference_mode()
@@ -109,7 +104,6 @@ class FusedIntegerWeight(IntegerWeight):
         self.factors.copy_(bits << 16 | zeros)
 
     def take_weights(self, plain: nn.Module) -> None:
-        """Take the weights of a plain packed weight."""
         self.copy_parameters(plain)
         self.has_woven_codes = False
         if self.factors is not None:  # otherwise `restore` follows, on the device of the kernels

@@ -28,6 +28,7 @@ from nanovllm.backends.cuda.fused_recurrent import (
     FusedGatedConvolution,
     FusedGatedDeltaNet,
 )
+from nanovllm.backends.cuda.products import FASTEST, Products
 from nanovllm.backends.cuda.triton import moe
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
 from nanovllm.backends.cuda.triton.elementwise import (
@@ -38,7 +39,6 @@ from nanovllm.backends.cuda.triton.elementwise import (
     rms_norm,
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import norm_and_quantise
-from nanovllm.backends.cuda.triton.linear import FASTEST, Products
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
 from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
 from nanovllm.layers.attention import SelfAttention
@@ -348,9 +348,9 @@ class FusedMixtureOfExperts(MixtureOfExperts):
 
     def partial(self, x: Tensor) -> Tensor:
         """Compute this rank's part of the sum. The result does not take the memory of x."""
-        return self.mix(x)
+        return self.sum_experts(x)
 
-    def mix(self, x: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def sum_experts(self, x: Tensor, added: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute this rank's part of the experts' sum.
 
         added: gates [T, 1] and a result [T, N]; sigmoid(gates) * result is added to the sum.
@@ -402,7 +402,8 @@ class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):
     def partial(self, x: Tensor) -> Tensor:
         shared = self.shared_expert
         hidden = shared.gate_up_proj.gated(x, shared.activation is gelu_tanh)
-        return self.mix(x, added=(self.shared_expert_gate(x), shared.down_proj.partial(hidden)))
+        added = self.shared_expert_gate(x), shared.down_proj.partial(hidden)
+        return self.sum_experts(x, added)
 
 
 class FusedLayer(nn.Module):

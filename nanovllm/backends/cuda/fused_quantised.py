@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nanovllm.backends.cuda.fused_fp4 import FusedFp4Weight
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
+from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
@@ -23,7 +24,7 @@ from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight
 
 # The class that multiplies by kernels, for each format.
-FUSED_WEIGHTS: dict[type[PackedWeight], type[PackedWeight]] = {
+FUSED_WEIGHTS: dict[type[PackedWeight], type[FusedWeight]] = {
     Fp4Weight: FusedFp4Weight,
     Fp8Weight: FusedFp8Weight,
     IntegerWeight: FusedIntegerWeight,
@@ -42,38 +43,30 @@ def use_packed_kernels(module: nn.Module, is_invariant: bool = False) -> None:
         module.__class__ = fused
 
 
-def fused_weights(model: nn.Module) -> list[Any]:
+def fused_weights(model: nn.Module) -> list[FusedWeight]:
     """Return the model's packed weights that multiply by kernels."""
-    kinds = tuple(FUSED_WEIGHTS.values())
-    return [module for module in model.modules() if isinstance(module, kinds)]
+    return [module for module in model.modules() if isinstance(module, FusedWeight)]
+
+
+# The steps in the life of all fused weights of a model: see FusedWeight.
 
 
 def await_weights(model: nn.Module) -> None:
-    """Let the model launch the kernels that its packed weights want, before these are read.
-
-    `arrange_weights` must follow.
-    """
     for weight in fused_weights(model):
         weight.await_weights()
 
 
 def arrange_weights(model: nn.Module) -> None:
-    """Bring the model's packed weights, which were just read, into the form of the kernels."""
     for weight in fused_weights(model):
         weight.arrange()
 
 
-def restore_copies(model: nn.Module) -> None:
-    """Make what kernels read beside the weights and was dropped; a graph's capture could not.
-
-    Weights that were updated during sleep, in the CPU's memory, get the form of the kernels, too.
-    """
+def restore_weights(model: nn.Module) -> None:
     for weight in fused_weights(model):
         weight.restore()
 
 
 def drop_copies(model: nn.Module) -> None:
-    """Free the memory of what kernels read beside the weights, until it is needed again."""
     for weight in fused_weights(model):
         weight.drop()
 
@@ -86,7 +79,7 @@ def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
     if isinstance(reader, FusedQuantised):
         weight = reader.packed["weight"]
         if isinstance(weight, FusedFp8Weight):
-            return weight.reads(x)
+            return weight.matrix_for(x)
     return None
 
 
@@ -141,7 +134,7 @@ def packed_experts(weight: nn.Module) -> Any:
         return PackedExperts("e2m1", weight.codes, weight.scales, group) if is_known else None
     if isinstance(weight, IntegerWeight):
         scheme = weight.scheme
-        if scheme.bits != 4 or scheme.has_order or weight.width % 8 or not is_divisible:
+        if scheme.bits != 4 or scheme.has_g_idx or weight.width % 8 or not is_divisible:
             return None
         zeros = weight.zeros if scheme.has_zeros else None
         return PackedExperts("int4", weight.codes, weight.scales, group, zeros=zeros)

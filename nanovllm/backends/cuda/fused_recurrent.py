@@ -12,7 +12,7 @@ from nanovllm.backends.cuda.triton import gated_delta, short_conv
 from nanovllm.backends.cuda.triton.dispatch import num_processors
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
-from nanovllm.backends.cuda.triton.short_conv import Blocks
+from nanovllm.backends.cuda.triton.short_conv import ChunkBlocks
 from nanovllm.layers.context import (
     AttentionMetadata,
     PrefillMetadata,
@@ -66,16 +66,20 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         conv = self.conv1d
         decodes, prefill, rows = step_of(current_metadata())
         if decodes:
-            now = slice(decodes)
-            convolve(conv, raw[now], rows[now], None, qkv[now], silu=True)
+            part = slice(decodes)
+            convolve(conv, raw[part], rows[part], None, qkv[part], silu=True)
             gated_delta.delta_rule_token(
-                inputs.rows(now), self.state, rows[now], z=z[now], out=out[now], **norm
+                inputs.rows(part), self.state, rows[part], z=z[part], out=out[part], **norm
             )
         if prefill is not None:
-            of, blocks = chunks_of(prefill, decodes), Blocks.of(prefill)
-            convolve(conv, raw[of], rows[decodes:], blocks, qkv[of], silu=True)
+            part, rows, blocks = (
+                tokens_of(prefill, decodes),
+                rows[decodes:],
+                ChunkBlocks.of(prefill),
+            )
+            convolve(conv, raw[part], rows, blocks, qkv[part], silu=True)
             gated_delta.delta_rule_chunks(
-                inputs.rows(of), self.state, rows[decodes:], blocks, z=z[of], out=out[of], **norm
+                inputs.rows(part), self.state, rows, blocks, z=z[part], out=out[part], **norm
             )
         return out
 
@@ -108,11 +112,15 @@ class FusedGatedConvolution(GatedConvolution):
         out = torch.empty(len(x), x.shape[1] // 3, dtype=x.dtype, device=x.device)
         decodes, prefill, rows = step_of(current_metadata())
         if decodes:
-            now = slice(decodes)
-            convolve(self.conv, x[now], rows[now], None, out[now], gated=True)
+            part = slice(decodes)
+            convolve(self.conv, x[part], rows[part], None, out[part], gated=True)
         if prefill is not None:
-            of, blocks = chunks_of(prefill, decodes), Blocks.of(prefill)
-            convolve(self.conv, x[of], rows[decodes:], blocks, out[of], gated=True)
+            part, rows, blocks = (
+                tokens_of(prefill, decodes),
+                rows[decodes:],
+                ChunkBlocks.of(prefill),
+            )
+            convolve(self.conv, x[part], rows, blocks, out[part], gated=True)
         return out
 
 
@@ -129,8 +137,8 @@ def step_of(metadata: AttentionMetadata) -> tuple[int, PrefillMetadata | None, T
     return metadata.num_decodes, metadata.prefill, metadata.state_rows
 
 
-def chunks_of(prefill: PrefillMetadata, decodes: int) -> slice:
-    """Return the tokens that `prefill.cu_seqlens_q` counts."""
+def tokens_of(prefill: PrefillMetadata, decodes: int) -> slice:
+    """Return the tokens of a step that `prefill.cu_seqlens_q` counts."""
     return slice(0 if isinstance(prefill, TiledPrefill) else decodes, None)
 
 
@@ -138,7 +146,7 @@ def convolve(
     layer: ShortConvolution,
     x: Tensor,
     rows: Tensor,
-    blocks: Blocks | None,
+    blocks: ChunkBlocks | None,
     out: Tensor,
     **options: Any,
 ) -> None:

@@ -58,7 +58,7 @@ from nanovllm.models.gpt_oss import GptOssExperts
 from nanovllm.models.transformer import CausalLM
 
 # Classes of layers that compute each token by itself, or with the kernels that are chosen here.
-BY_ROW = {
+ROW_INVARIANT = {
     FusedDecoder,
     FusedDecoderLayer,
     FusedGraniteLayer,
@@ -108,7 +108,7 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
                 f"computes a token within a prompt by other sums than one by itself: {remedy}"
             )
     for name, module in reversed(list(model.named_modules())):  # parts before wholes
-        if not is_known(module):
+        if not is_row_invariant(module):
             kind = type(module).__name__.removeprefix("Fused")
             if isinstance(module, Quantised):
                 weight: Any = next(iter(module.packed.values()))
@@ -128,7 +128,7 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
                 )
 
 
-def is_known(module: nn.Module) -> bool:
+def is_row_invariant(module: nn.Module) -> bool:
     """Tell whether a layer's kernels compute each token alike in any batch.
 
     A packed weight is judged with the layer that it belongs to.
@@ -140,11 +140,11 @@ def is_known(module: nn.Module) -> bool:
             fp8_linear.is_known(matrix) for matrix in weight.matrices(None)
         )
     if isinstance(module, QuantisedExperts):
-        return all(are_known(packed_experts(weight)) for weight in module.packed.values())
-    return type(module) in BY_ROW or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
+        return all(are_row_invariant(packed_experts(weight)) for weight in module.packed.values())
+    return type(module) in ROW_INVARIANT or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
 
 
-def are_known(experts: Any) -> bool:
+def are_row_invariant(experts: Any) -> bool:
     """Tell whether tiles of any size compute the same bits of a product with packed experts.
 
     Woven experts are multiplied by other tiles for other numbers of tokens. Inputs in FP8 are

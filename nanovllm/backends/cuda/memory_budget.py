@@ -26,10 +26,10 @@ class Room(NamedTuple):
     total: int
     utilization: float
 
-    def check(self, needed: int, block: int, block_size: int) -> None:
+    def check(self, needed: int, block_bytes: int, block_size: int) -> None:
         """Raise ValueError if fewer than `needed` bytes are left, which one sequence needs.
 
-        block: bytes of a KV block, which holds `block_size` tokens.
+        A KV block of `block_size` tokens takes `block_bytes` bytes.
         """
         if self.left >= needed:
             return
@@ -38,12 +38,12 @@ class Room(NamedTuple):
             f"{self.free / GIB:.1f} GiB of it free; model and activations take "
             f"{self.taken / GIB:.1f} GiB and leave {max(self.left, 0) / GIB:.1f} "
             "GiB for the KV cache, but one sequence of max_model_len needs "
-            f"{needed / GIB:.1f} GiB: {self.remedy(block, block_size)}"
+            f"{needed / GIB:.1f} GiB: {self.remedy(block_bytes, block_size)}"
         )
 
-    def remedy(self, block: int, block_size: int) -> str:
+    def remedy(self, block_bytes: int, block_size: int) -> str:
         """Say what would make the model fit."""
-        tokens = self.left // block * block_size
+        tokens = self.left // block_bytes * block_size
         if tokens > 0:
             return (
                 f"lower max_model_len to {tokens} or less, set kv_cache_dtype to 'fp8', raise "
@@ -71,18 +71,18 @@ class MemoryBudget:
 
     def measure(
         self,
-        block: int,
+        block_bytes: int,
         run_largest_step: Callable[[], None],
-        graphs: int,
+        graph_bytes: int,
         *,
         may_fail: bool = False,
     ) -> "Room":
         """Measure what the model takes, and what is left for KV blocks and states.
 
         Args:
-            block: bytes of a KV block.
+            block_bytes: those of a KV block.
             run_largest_step: runs the largest step, with a KV cache of one block.
-            graphs: bytes that CUDA graphs will take.
+            graph_bytes: those that CUDA graphs will take.
             may_fail: whether a step that runs out of memory leaves no room, and is no error.
         """
         torch.cuda.empty_cache()
@@ -97,14 +97,14 @@ class MemoryBudget:
             has_failed = True
         # What PyTorch's allocator has reserved counts: it keeps what it cannot give to a tensor.
         peak_reserved = torch.cuda.max_memory_reserved(self.device)
-        peak = peak_reserved - self._before - block
+        peak = peak_reserved - self._before - block_bytes
         torch.cuda.empty_cache()
         more = peak_reserved - torch.cuda.memory_reserved(self.device)
         libraries = max(0, self._outside_pytorch() - self._others_before)
         free, total = torch.cuda.mem_get_info(self.device)
-        taken = peak + libraries + graphs
+        taken = peak + libraries + graph_bytes
         within_budget = int(total * self.utilization) - taken
-        within_free = free - more - graphs
+        within_free = free - more - graph_bytes
         left = -1 if has_failed else min(within_budget, within_free) - SLACK
         return Room(left, taken, free, total, self.utilization)
 

@@ -57,7 +57,7 @@ class CUDAResampler(Resampler):
             logits,
             self._all_rows[: len(logits)] if rows.at is None else rows.at,
             output,
-            state=self.state,
+            state=self.batch_state,
             slot_params=self.slot_params,
             counts=no_table if tables.counts is None else tables.counts,
             barred=no_table.view(torch.bool) if tables.barred is None else tables.barred,

@@ -34,7 +34,7 @@ from nanovllm.backends.cuda.fused_quantised import (
     arrange_weights,
     await_weights,
     drop_copies,
-    restore_copies,
+    restore_weights,
 )
 from nanovllm.backends.cuda.fused_recurrent import FUSED_RECURRENT, warmup_recurrent
 from nanovllm.backends.cuda.invariant import (
@@ -52,9 +52,9 @@ from nanovllm.backends.cuda.overlapped_decoder import (
 )
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
+from nanovllm.backends.cuda.products import INVARIANT
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
 from nanovllm.backends.cuda.triton import elementwise, sampler
-from nanovllm.backends.cuda.triton.invariant_linear import INVARIANT_PRODUCTS
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
@@ -125,7 +125,7 @@ class CUDAModelRunner(ModelRunner):
             return model
         if config.batch_invariant:
             self._backend = invariant_attention()
-            fuse(model, self._backend, INVARIANT_PRODUCTS)
+            fuse(model, self._backend, INVARIANT)
             check_model(model, self.dtype)
             if self.score_prompts is not None:
                 self.score_prompts = partial(self.score_prompts, make=make_prompt_records)
@@ -215,7 +215,7 @@ class CUDAModelRunner(ModelRunner):
 
         The prompts are a short one, a longer one, and one with a cached part.
         """
-        tables = self.state.block_tables
+        tables = self.batch_state.block_tables
         heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
         options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
         cached = tables[:1]
@@ -240,7 +240,7 @@ class CUDAModelRunner(ModelRunner):
     @torch.inference_mode()
     def allocate(self) -> None:
         with torch.cuda.stream(self._stream):
-            restore_copies(self.model)
+            restore_weights(self.model)
             if self.config.batch_invariant:
                 approve_products(self.model, {*SIZES, *self.decode_sizes})
             # Plain attention, plain experts and plain recurrent layers wait for the device, which a
@@ -282,10 +282,10 @@ class CUDAModelRunner(ModelRunner):
         if isinstance(decoder, OverlappedDecoder):
             most = min(most, MIN_ROWS - 1)  # steps with overlapped all-reduces are no graphs
         sizes = sizes_for(decoder.layers[0], most)
-        recurrent = self.recurrent if self.has_state else None
-        return PaddedInputs(self.state, self._slots, sizes, recurrent) if sizes else None
+        recurrent = self.recurrent if self.is_recurrent else None
+        return PaddedInputs(self.batch_state, self._slots, sizes, recurrent) if sizes else None
 
-    def _count_bytes(self, block: int, least: int) -> int:
+    def _count_bytes(self, block_bytes: int, least: int) -> int:
         """Count the bytes that are left beside the largest step.
 
         If too few are left, halve the step's token budget, because most of a step's memory grows
@@ -294,19 +294,19 @@ class CUDAModelRunner(ModelRunner):
         fewest = min(self.max_num_batched_tokens, max(self.max_num_seqs, FEWEST_TOKENS))
         while True:
             room = self._budget.measure(
-                block,
+                block_bytes,
                 self._run_largest_step,
                 self._graph_bytes(),
                 may_fail=self.group.size == 1,  # other ranks would wait for this one's sums
             )
             tokens = self.max_num_batched_tokens
-            fits = room.left >= max(least, -(-tokens // self.block_size) * block)
+            fits = room.left >= max(least, -(-tokens // self.block_size) * block_bytes)
             if self.group.minimum(int(fits)) or tokens <= fewest:
                 break
             self.max_num_batched_tokens = max(tokens // 2, fewest)
             if self.graphs is not None:
                 self._padded = self._make_padded_inputs()
-        room.check(least, block, self.block_size)
+        room.check(least, block_bytes, self.block_size)
         return room.left
 
     def _graph_bytes(self) -> int:
@@ -486,7 +486,7 @@ class CUDAModelRunner(ModelRunner):
     def _advance(self, slots: Tensor) -> DecodeInputs:
         if not self._has_own_kernels:
             return super()._advance(slots)
-        return elementwise.decode_inputs(slots, self.state)
+        return elementwise.decode_inputs(slots, self.batch_state)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         # From pinned memory, the copy runs while the host goes on; PyTorch keeps that memory until

@@ -50,7 +50,7 @@ class Integers:
     group: columns of a group; 0: all of them.
     has_zeros: whether a group has a zero point besides its scale.
     zeros_less_one: whether zero points are stored less one.
-    has_order: whether a tensor g_idx says which group each column belongs to.
+    has_g_idx: whether a tensor g_idx says which group each column belongs to.
     """
 
     layout: str
@@ -58,7 +58,7 @@ class Integers:
     group: int
     has_zeros: bool
     zeros_less_one: bool = False
-    has_order: bool = False
+    has_g_idx: bool = False
 
     @property
     def description(self) -> str:
@@ -271,7 +271,7 @@ def gptq_scheme(config: dict[str, Any]) -> Integers:
         group=read_group(config, "group_size"),
         has_zeros=True,
         zeros_less_one=config.get("checkpoint_format") != "gptq_v2",
-        has_order=bool(one_of(config, "desc_act", (True, False, None), "use true or false")),
+        has_g_idx=bool(one_of(config, "desc_act", (True, False, None), "use true or false")),
     )
 
 
@@ -346,7 +346,7 @@ def group_scheme(group: dict[str, Any], kind: Any) -> Scheme:
             bits=one_of(weights, "num_bits", (4, 8), "use 4 or 8"),
             group=read_group(weights, "group_size") if strategy == "group" else 0,
             has_zeros=symmetric is False,
-            has_order=order in ("group", "dynamic"),
+            has_g_idx=order in ("group", "dynamic"),
         )
     if kind == "nvfp4-pack-quantized":
         one_of(weights, "group_size", (16,), "use 16 for NVFP4")

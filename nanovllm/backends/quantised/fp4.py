@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.quantised.config import Fp4
-from nanovllm.backends.quantised.fp8 import E4M3, repeat, to_e4m3
+from nanovllm.backends.quantised.fp8 import repeat
 from nanovllm.backends.quantised.packed import PackedWeight, Piece
+from nanovllm.layers.e4m3 import E4M3, to_e4m3
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.mxfp4 import ELEMENTS
@@ -52,7 +53,7 @@ class Fp4Weight(PackedWeight):
             self.divisors = empty_parameter(*rows, 1, dtype=torch.float32)
         self.made = tuple(dict(self.named_parameters()))
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         of = partial(self.rows_of, rows=rows, expert=expert)
         if not self.scheme.is_nvidia:
             return self.numbers_of(of(self.codes), of(self.scales))

@@ -58,8 +58,8 @@ class Fp8Weight(PackedWeight):
         else:
             inputs = [self.quantised_inputs(x.float())] * len(self.starts)
         parts = [
-            F.linear(inputs[number], self.dequantise(rows, number, expert))
-            for number, rows in self.chunks
+            F.linear(inputs[index], self.dequantise(rows, index, expert))
+            for index, rows in self.chunks
         ]
         out = torch.cat(parts, dim=-1)
         return (out if bias is None else out + bias).to(x.dtype)
@@ -75,12 +75,9 @@ class Fp8Weight(PackedWeight):
             largest = self.ranks.maximum(largest)
         return rounded(x, scale_for(largest))
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
-        codes, scales = (
-            self.rows_of(self.codes, rows, expert),
-            self.rows_of(self.scales, rows, expert),
-        )
-        return from_e4m3(codes) * self.spread(scales)
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
+        scales = self.spread(self.rows_of(self.scales, rows, expert))
+        return from_e4m3(self.rows_of(self.codes, rows, expert)) * scales
 
     def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
         scheme, name = self.scheme, piece.name
@@ -107,8 +104,8 @@ class Fp8Weight(PackedWeight):
 
     def input_scale_of(self, piece: Piece) -> Tensor:
         whole = self.input_scales if piece.expert is None else self.input_scales[piece.expert]
-        number = self.number_of(piece)
-        return whole[number : number + 1]
+        index = self.index_of(piece)
+        return whole[index : index + 1]
 
     def plain_slices(self, part: WeightSlice) -> Iterator[WeightSlice]:
         yield from super().plain_slices(part)

@@ -51,7 +51,7 @@ class Int8Weight(PackedWeight):
         out = torch.cat(parts, dim=-1)
         return (out if bias is None else out + bias).to(x.dtype)
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         of_rows = self.rows_of(self.scales, rows, expert)
         return self.rows_of(self.codes, rows, expert) * of_rows
 

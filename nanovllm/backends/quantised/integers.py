@@ -47,25 +47,25 @@ class IntegerWeight(PackedWeight):
                 f"tensor_parallel_size that leaves each rank a multiple of {self.per_word}"
             )
         rows = weight.shape[:-1]
-        if scheme.has_order:  # then a rank's columns may belong to any group
+        if scheme.has_g_idx:  # then a rank's columns may belong to any group
             self.groups = slice(0, -(-self.in_features // self.group))
             self.num_groups = self.groups.stop
             pieces = len(self.starts)
-            self.order = empty_parameter(*self.lead, pieces, self.width, dtype=torch.int32)
+            self.g_idx = empty_parameter(*self.lead, pieces, self.width, dtype=torch.int32)
         self.codes = empty_parameter(*rows, -(-self.width // self.per_word), dtype=torch.int32)
         self.scales = empty_parameter(*rows, self.num_groups)
         if scheme.has_zeros:
             self.zeros = empty_parameter(*rows, self.num_groups, dtype=torch.uint8)
             self.made = (*self.made, "zeros")
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
         of = partial(self.rows_of, rows=rows, expert=expert)
         spread = self.spread
-        if self.scheme.has_order:
-            order = (self.order if expert is None else self.order[expert])[number]
+        if self.scheme.has_g_idx:
+            g_idx = (self.g_idx if expert is None else self.g_idx[expert])[index]
 
             def spread(x: Tensor) -> Tensor:
-                return x[:, order]
+                return x[:, g_idx]
 
         bits, scales = self.scheme.bits, spread(of(self.scales))
         codes = unpack(of(self.codes), bits)[:, : self.width].to(scales.dtype)
@@ -86,8 +86,8 @@ class IntegerWeight(PackedWeight):
         shape = -(-piece.in_features // self.per_word), piece.out_features
         yield WeightSlice(f"{piece.name}.qweight", codes, (words, piece.rows), shape, dtypes=INT32)
         yield from self.grouped_slices(piece, less=int(self.scheme.zeros_less_one))
-        if self.scheme.has_order:
-            yield self.order_slice(f"{piece.name}.g_idx", piece)
+        if self.scheme.has_g_idx:
+            yield self.g_idx_slice(f"{piece.name}.g_idx", piece)
 
     def awq_slices(self, piece: Piece) -> Iterator[WeightSlice]:
         """Yield slices of tensors whose rows are inputs, packed along the outputs."""
@@ -146,47 +146,47 @@ class IntegerWeight(PackedWeight):
                 dtypes=INT32,
                 convert=by_row,
             )
-        if scheme.has_order:
-            yield self.order_slice(f"{name}.weight_g_idx", piece)
+        if scheme.has_g_idx:
+            yield self.g_idx_slice(f"{name}.weight_g_idx", piece)
 
-    def order_slice(self, name: str, piece: Piece) -> WeightSlice:
+    def g_idx_slice(self, name: str, piece: Piece) -> WeightSlice:
         """Return the slice of the tensor that says which group each column belongs to."""
         count = self.groups.stop
 
-        def checked(order: Tensor) -> Tensor:
-            if not ((order >= 0) & (order < count)).all():
+        def checked(g_idx: Tensor) -> Tensor:
+            if not ((g_idx >= 0) & (g_idx < count)).all():
                 raise ValueError(f"must hold numbers of groups, from 0 to {count - 1}")
-            return order
+            return g_idx
 
-        order = self.order_of(piece)
+        g_idx = self.g_idx_of(piece)
         shape = (piece.in_features,)
-        return WeightSlice(name, order, (piece.columns,), shape, dtypes=INT32, convert=checked)
+        return WeightSlice(name, g_idx, (piece.columns,), shape, dtypes=INT32, convert=checked)
 
-    def order_of(self, piece: Piece) -> Tensor:
-        whole = self.order if piece.expert is None else self.order[piece.expert]
-        return whole[self.number_of(piece)]
+    def g_idx_of(self, piece: Piece) -> Tensor:
+        whole = self.g_idx if piece.expert is None else self.g_idx[piece.expert]
+        return whole[self.index_of(piece)]
 
     def unread(self, piece: Piece) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
-        if self.scheme.layout == "gptq" and not self.scheme.has_order:
-            yield f"{piece.name}.g_idx", self.check_order
+        if self.scheme.layout == "gptq" and not self.scheme.has_g_idx:
+            yield f"{piece.name}.g_idx", self.check_g_idx
         if self.scheme.layout == "gptq":  # AutoGPTQ gives layers without a bias one of zeros
             yield f"{piece.name}.bias", check_zeros
         if self.scheme.layout == "compressed-tensors":
             yield f"{piece.name}.weight_shape", lambda shape: check_shape(shape, piece.shape)
 
-    def check_order(self, order: Tensor) -> None:
+    def check_g_idx(self, g_idx: Tensor) -> None:
         """Raise ValueError unless the groups consist of neighbouring columns."""
-        if not torch.equal(order.cpu(), torch.arange(self.in_features) // self.group):
+        if not torch.equal(g_idx.cpu(), torch.arange(self.in_features) // self.group):
             raise ValueError("says another order of groups than desc_act false means")
 
     def plain_slices(self, part: WeightSlice) -> Iterator[WeightSlice]:
         yield from super().plain_slices(part)
-        if self.scheme.has_order:
+        if self.scheme.has_g_idx:
             piece = piece_of(part, self.plain)
             columns = torch.arange(piece.columns.start, piece.columns.stop)
             yield replace(
                 part,
-                destination=self.order_of(piece),
+                destination=self.g_idx_of(piece),
                 convert=lambda values: columns // self.group,
             )
 
@@ -202,12 +202,11 @@ class IntegerWeight(PackedWeight):
             scales = groups.abs().amax(dim=-1, keepdim=True).clamp(min=1e-8) / (most / 2)
             zeros = torch.full_like(scales, half)
         codes = (groups / scales + zeros).round().clamp(0, most).flatten(1)
-        made = {
+        return {
             "codes": pack(codes[:, skipped : skipped + self.width], bits),
             "scales": scales.squeeze(-1),
             "zeros": zeros.squeeze(-1),
         }
-        return made
 
 
 def check_zeros(bias: Tensor) -> None:

@@ -82,6 +82,11 @@ class PackedWeight(nn.Module):
 
     codes: nn.Parameter
     scales: nn.Parameter
+    # Names of parameters: those that `encode` makes of a plain weight, and those of which a plain
+    # weight says nothing, so that an update of the weights keeps them.
+    made: tuple[str, ...] = ("codes", "scales")
+    kept: tuple[str, ...] = ()
+    block_rows = 1  # rows, counted from the first, that share their scales; kernels rely on it
     # Whether a row's results must not depend on the number of rows: kernels that cannot promise it
     # must neither be chosen nor have the codes put into their order. See `use_packed_kernels`.
     is_invariant = False
@@ -98,7 +103,7 @@ class PackedWeight(nn.Module):
         """
         super().__init__()
         self.plain = weight
-        *self.lead, self.height, self.width = weight.shape
+        *self.lead, self.height, self.width = weight.shape  # [E], N, K; without experts [], N, K
         pieces = [piece_of(part, weight) for part in parts]
         self.columns, self.in_features = pieces[0].columns, pieces[0].in_features
         self.is_split = self.width < self.in_features
@@ -126,17 +131,17 @@ class PackedWeight(nn.Module):
 
     @property
     def chunks(self) -> list[tuple[int, slice]]:
-        """The rows to dequantise at a time, each with the number of the piece that they are in."""
+        """The rows to dequantise at a time, each with the index of the piece that they lie in."""
         step = max(1, (CHUNK_ON_GPU if self.codes.is_cuda else CHUNK) // self.width)
         ends = [*self.starts[1:], self.height]
         return [
-            (number, slice(row, min(row + step, end)))
-            for number, (begin, end) in enumerate(zip(self.starts, ends))
+            (index, slice(row, min(row + step, end)))
+            for index, (begin, end) in enumerate(zip(self.starts, ends))
             for row in range(begin, end, step)
         ]
 
-    def number_of(self, piece: Piece) -> int:
-        """Return the place of a piece among those of its expert."""
+    def index_of(self, piece: Piece) -> int:
+        """Return the index of a piece among those of its expert."""
         return self.starts.index(piece.here.start)
 
     def at(self, parameter: Tensor, piece: Piece) -> Tensor:
@@ -158,14 +163,14 @@ class PackedWeight(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
         """Multiply inputs [T, K] by the weight, or by that of an expert: -> [T, N]."""
         parts = [
-            F.linear(x, self.dequantise(rows, number, expert).to(x.dtype))
-            for number, rows in self.chunks
+            F.linear(x, self.dequantise(rows, index, expert).to(x.dtype))
+            for index, rows in self.chunks
         ]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         return out if bias is None else out + bias
 
-    def dequantise(self, rows: slice, number: int, expert: int | None) -> Tensor:
-        """Compute rows of the weight, which are within piece `number`: [rows, K]."""
+    def dequantise(self, rows: slice, index: int, expert: int | None) -> Tensor:
+        """Compute rows of the weight, which lie within the piece of this index: [rows, K]."""
         raise NotImplementedError
 
     def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
@@ -204,13 +209,6 @@ class PackedWeight(nn.Module):
             yield WeightSlice(
                 part.name, destination, index, part.shape, convert=partial(convert, name)
             )
-
-    # Rows, counted from the first, that share their scales. Kernels rely on it.
-    block_rows = 1
-    # The parameters that no plain weight says anything of: an update of the weights keeps them.
-    kept: tuple[str, ...] = ()
-    # The parameters that `encode` makes.
-    made: tuple[str, ...] = ("codes", "scales")
 
     def encode(self, values: Tensor, skipped: int) -> dict[str, Tensor]:
         """Quantise rows of a weight in float32, whose columns are whole groups.

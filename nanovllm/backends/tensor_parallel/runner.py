@@ -135,8 +135,6 @@ class TensorParallelRunner:
             kv_cache_bytes=kv_cache_bytes,
             state_bytes=sum(info.state_bytes for info in infos),
         )
-        self.num_blocks = self.info.num_blocks
-        self.device = torch.device(self.info.device)
 
     def _start(self, start: Start) -> list[RunnerInfo]:
         """Start every rank, wait until all are ready, and return the info of each one's runner."""

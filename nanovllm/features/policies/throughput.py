@@ -66,10 +66,10 @@ class ThroughputPolicy(SharedPrefixPolicy):
         if seq.is_first:
             self._uncached_part = 1 - seq.num_computed / seq.num_tokens
 
-    def order_decodes(self, running: list[Sequence]) -> None:
+    def order_decodes(self, decoding: list[Sequence]) -> None:
         # Attention to a long context takes longest. If it begins first, short ones fill the end of
         # the step. As each step adds one token to all, they stay in this order.
-        running.sort(key=lambda seq: -seq.num_tokens)
+        decoding.sort(key=lambda seq: -seq.num_tokens)
 
     def _group_size(self, scheduler: Scheduler, most_running: int) -> int:
         """Return how many waiting sequences start together while others run.
@@ -79,7 +79,7 @@ class ThroughputPolicy(SharedPrefixPolicy):
         slots must not stay empty for long. The method assumes that the same part of each prompt is
         cached as of the last prompt that started.
         """
-        if not scheduler.running:
+        if not scheduler.decoding:
             return 1
         enough_tokens = min(self.group_tokens, scheduler.max_num_batched_tokens)
         most = max(1, most_running // 16)
@@ -98,7 +98,7 @@ class ThroughputPolicy(SharedPrefixPolicy):
         the longest sequence.
         """
         first = scheduler.waiting.first
-        left = [seq.num_tokens_left for seq in scheduler.running]
+        left = [seq.num_tokens_left for seq in scheduler.decoding]
         longest = max(left, default=first.num_tokens_left)
         tokens_left = sum(left) + scheduler.waiting.num_tokens_left
         even = max(self.min_running, -(-tokens_left // longest))

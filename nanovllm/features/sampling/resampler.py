@@ -88,7 +88,7 @@ class Resampler:
     def __init__(self, runner: "ModelRunner") -> None:
         self.vocab_size = runner.vocab_size
         self.group = runner.group
-        self.state = runner.state
+        self.batch_state = runner.batch_state
         self._upload = runner._upload
         self._sample_tokens = runner._sample_tokens
         num_slots = runner.max_num_seqs + 1
@@ -119,7 +119,7 @@ class Resampler:
                 asked.append((slot, metadata))
         if asked:
             slots = self._upload(np.array([slot for slot, _ in asked], dtype=np.int64))
-            self.slot_params.start(asked, slots, self.state.temperatures)
+            self.slot_params.start(asked, slots, self.batch_state.temperatures)
             self.token_tables.start(asked, slots)
             self.edits.start(asked)
         self._last_slots, self._groups = (), []
@@ -281,7 +281,7 @@ class Resampler:
         tokens, _ = self._sample_tokens(
             logits,
             temperatures=temperatures.squeeze(1).contiguous(),
-            seeds=self.state.seeds[slots],
+            seeds=self.batch_state.seeds[slots],
             positions=positions,
         )
         # A filter may have hidden NaN logits, which the first pass has found.
@@ -289,7 +289,7 @@ class Resampler:
         if penalized:
             self.token_tables.count(slots, tokens)
         output.tokens[rows.at] = tokens
-        self.state.last_tokens[slots] = tokens
+        self.batch_state.last_tokens[slots] = tokens
 
     def _logprobs(self, rows: Rows, logits: Tensor, output: "StepOutput") -> Tensor:
         """Make the records [R, 1 + most, 2] int32 of `rows` from logits [R, V]."""

@@ -9,7 +9,6 @@ faster on Hopper.
 Shapes: M rows, K inputs, N outputs, G groups of inputs.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton import fp8_gemv
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
@@ -31,18 +29,18 @@ from nanovllm.backends.cuda.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
-from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import (
     Fp8Matrix,
     Rows,
-    activate_and_quantise,
     as_rows,
     decoded,
     typed,
 )
+from nanovllm.backends.cuda.triton.prefill_gemm import place
 
+PREFETCH = 1024  # inputs whose weights each program asks for before its inputs are ready
 CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
-COLUMN = tl.constexpr(8)  # tiles below each other that are computed before those beside them
+COLUMN = tl.constexpr(8)  # of tiles: see `place`
 
 
 class Tiling(NamedTuple):
@@ -53,50 +51,7 @@ class Tiling(NamedTuple):
     splits: int  # programs that share a tile
     warps: int
     stages: int  # steps whose tiles are in shared memory or on their way
-    registers: int | None = None  # of a thread; None: as many as the compiler likes
     swap: bool = False  # whether the tensor cores compute the transposed product
-    prefetch: int = 1024  # inputs whose weights each program asks for before its inputs are ready
-
-
-def linear(
-    x: Tensor | Rows,
-    matrix: Fp8Matrix,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    largest: Tensor | None = None,
-) -> Tensor:
-    """Compute x @ weight.T + bias, where `suits` holds: x [M, K], bias [N] -> [M, N].
-
-    largest: [M], the largest |x| of each token, where other ranks have some of its inputs.
-    No running kernel may write to the weight: kernels read it before others have ended.
-    """
-    x = as_rows(x, matrix, largest)
-    if fp8_gemv.suits(x, matrix):
-        return fp8_gemv.linear(x, matrix, bias, dtype)
-    if suits_cublas(x, matrix, dtype):
-        return multiply_by_cublas(x, matrix, bias)
-    return multiply(x, matrix, bias, dtype, tiling(x, matrix))
-
-
-def gated_linear(
-    x: Tensor | Rows,
-    matrix: Fp8Matrix,
-    dtype: torch.dtype,
-    gelu: bool = False,
-    reader: Fp8Matrix | None = None,
-    linear: Callable[..., Tensor] = linear,
-) -> Tensor | Rows:
-    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
-
-    The weight [2 N, K] yields gates first, then ups. If the result is for a matrix `reader`, it may
-    be quantised already.
-
-    linear: `linear` or `invariant_linear`.
-    """
-    product = linear(x, matrix, None, dtype)
-    if reader is None:
-        return activate_and_mul(product, gelu)
-    return activate_and_quantise(product, reader, gelu)
 
 
 def suits(x: Tensor, matrix: Fp8Matrix) -> bool:
@@ -160,7 +115,7 @@ def invariant_linear(
     dtype: torch.dtype,
     largest: Tensor | None = None,
 ) -> Tensor:
-    """Compute what `linear` computes. A row's result does not depend on the number of rows.
+    """Compute what products.linear_fp8 does. A row's result does not depend on the number of rows.
 
     Tensor cores compute the same part of a sum in tiles of any size. The tile of the weight decides
     whether its rows share scales, and so the order in which a part is multiplied by scales.
@@ -208,12 +163,11 @@ def multiply(
         matrix.scales.shape[1] > 1,
         x.scales is not None and x.scales.shape[0] > 1,
         is_uniform,
-        *(t.block_m, t.block_n, block_k, t.splits, t.swap, t.prefetch),
+        *(t.block_m, t.block_n, block_k, t.splits, t.swap, PREFETCH),
         # Others lack the tensor memory accelerator, or spill where they use it.
         has_large_shared_memory(out.device) and gpu(out.device).capability >= (9, 0),
         num_warps=t.warps,
         num_stages=t.stages,
-        maxnreg=t.registers,
         **overlap(out),
     )
     return out[: len(x)]
@@ -280,7 +234,7 @@ def _linear_kernel(
     M = x_tiles.shape[0]
     tiles_m = tl.cdiv(M, BLOCK_M)
     tile, split = tl.program_id(0), tl.program_id(1)
-    m, n = place(tile, tiles_m, tl.cdiv(N, BLOCK_N))
+    m, n = place(tile, tiles_m, tl.cdiv(N, BLOCK_N), COLUMN)
     row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
     steps = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS)
     begin = split * steps * BLOCK_K
@@ -429,17 +383,3 @@ def prefetch(weight, first_row, N, K, begin, end, ROWS: tl.constexpr):
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def place(tile, tiles_m, tiles_n):
-    """Return the row and column of a tile, by its number.
-
-    Numbers go down a column of COLUMN tiles, then down the next column of the same rows, so that
-    programs that run at the same time share inputs and weights in the L2 cache.
-    """
-    band = tile // (COLUMN * tiles_n)
-    first = band * COLUMN
-    height = tl.minimum(tiles_m - first, COLUMN)
-    inside = tile % (COLUMN * tiles_n)
-    return first + inside % height, inside // height

@@ -38,7 +38,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
-from nanovllm.backends.cuda.triton.short_conv import TOKENS, Blocks, block_of
+from nanovllm.backends.cuda.triton.short_conv import TOKENS, ChunkBlocks, block_of
 
 # Values of a head that a program updates at once, if there are many programs. 256 sequences of 32
 # heads on an H200 (Triton 3.6): 3.4 TB/s in slices of 32, 3.8 of 64, 2.6 of 128.
@@ -211,7 +211,7 @@ def delta_rule_chunks(
     inputs: DeltaInputs,
     state: Tensor,
     rows: Tensor,
-    blocks: Blocks,
+    blocks: ChunkBlocks,
     *,
     z: Tensor,
     norm_weight: Tensor,

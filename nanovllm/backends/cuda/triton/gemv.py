@@ -1,44 +1,34 @@
 """Linear layers of a few rows, as fast as the memory can deliver their weights.
 
 The time of such a product is that of reading its weights. For small layers, cuBLAS reads them at a
-third of the memory's speed. For more rows arithmetic takes longer, and
-`torch.nn.functional.linear`, the twin of these kernels, takes over.
+third of the memory's speed. For more rows arithmetic takes longer, and cuBLAS takes over. The twin
+of these kernels is `torch.nn.functional.linear`.
 
 Each output is summed by one program in a fixed order, so the result is deterministic.
 
 Shapes: M rows, K inputs, N outputs.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.elementwise import activated
 
 # Each thread loads 32 of them at once. Measured for shapes of 0.6B to 8B models on an H200.
 WEIGHTS_PER_PROGRAM = 4096
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute x @ weight.T + bias: x [M, K], weight [N, K], bias [N] -> [M, N].
 
-    `out` [M, N]: memory that a result of many rows may take. No running kernel may write to the
-    weights: the kernel for few rows reads them before others have ended.
+    `is_skinny` must hold. No running kernel may write to the weights: this one reads them before
+    others have ended.
     """
-    if not is_skinny(x, weight):
-        if bias is None and _suits_cublaslt(x, weight):
-            bias = zero_bias(weight.shape[0], x.dtype, x.device)
-        if out is not None and x.shape[0] > MAX_ROWS and bias is None:
-            return torch.mm(x, weight.t(), out=out)
-        return F.linear(x, weight, bias)
     return _multiply(
         _skinny_linear_kernel,
         x,
@@ -96,23 +86,6 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
     return (
         rows == 1 or rows == 2 and inputs <= 4096 or rows in (3, 4) and outputs * inputs <= 1 << 23
     ) and (x.is_contiguous() and weight.is_contiguous())
-
-
-def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether cuBLASLt picks a faster kernel than cuBLAS, as measured on an H200.
-
-    PyTorch uses cuBLASLt if there is a bias to add. For 8B shapes, cuBLASLt is up to a fifth
-    faster. Of 12 shapes with fewer outputs and 12 numbers of rows each, it was 4 to 8 % slower on
-    average in the 7 of up to 1,536 outputs, and from 3 % faster to 4 % slower in the others.
-    """
-    outputs, inputs = weight.shape
-    is_large = 3072 <= outputs <= 4 * inputs // 3
-    return x.dtype != torch.float32 and 16 < x.shape[0] <= 384 and is_large
-
-
-@lru_cache
-def zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(outputs, dtype=dtype, device=device)
 
 
 @triton.jit

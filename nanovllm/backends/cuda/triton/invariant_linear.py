@@ -14,7 +14,7 @@ are added in order, for any number of rows.
 Most kernels of cuBLAS compute the same single chain, but some share K. `approve_cublas` compares
 them.
 
-`linear` and `gated_linear` are twins of those in linear.py.
+`linear` and `gated_linear` take the arguments of those in products.py.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.backends.cuda.cublas import zero_bias
 from nanovllm.backends.cuda.triton.decode_gemm import PREFETCH, prefetch
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
@@ -37,8 +38,6 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul, activated
-from nanovllm.backends.cuda.triton.gemv import zero_bias
-from nanovllm.backends.cuda.triton.linear import Products
 from nanovllm.backends.cuda.triton.prefill_gemm import COLUMN, place
 
 try:
@@ -448,6 +447,3 @@ def _gated(gate, up, bias, col, N, dtype: tl.constexpr, GELU: tl.constexpr):
         up += tl.load(bias + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     return activated(gate, GELU).to(dtype).to(tl.float32) * up
-
-
-INVARIANT_PRODUCTS = Products(linear, gated_linear, warmup_gated_linear, is_invariant=True)

@@ -12,7 +12,7 @@ bits. Rows of a step decide how the product is computed:
 Tensor cores sum over columns in any order, as long as weights and inputs agree. Neighbours in a
 word would have to move from thread to thread to become neighbours in a product. So the weights stay
 in the order in which shifts yield them, first the first codes of RUN words, then their second
-codes, and the inputs are brought into this order, called woven.
+codes, and the inputs are brought into this order by `transpose_runs`.
 
 Shapes: M rows, K inputs, N outputs, W words in a row, G groups in a row.
 """
@@ -25,9 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton import linear as dense
 from nanovllm.backends.cuda.triton.dispatch import (
-    MAX_ROWS,
     arrivals,
     is_hopper,
     num_processors,
@@ -42,7 +40,7 @@ try:
 except ImportError:  # older releases of Triton lack Gluon, or parts of it
     woven_linear = None
 
-# Words whose codes are woven: a step of tensor cores takes 16 columns.
+# Words of a run, whose codes go to tensor cores together: a step of these takes 16 columns.
 RUN = 16
 # With so many rows, sums of single products take less time than tensor cores do.
 FEW_ROWS = 1
@@ -81,41 +79,6 @@ class Tiling(NamedTuple):
     splits: int  # programs that share a tile
     stages: int
     warps: int
-    registers: int | None = None  # at most, of a thread
-
-
-def linear(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> Tensor:
-    """Compute x @ weight.T + bias: x [M, K], bias [N] -> [M, N].
-
-    No running kernel may write to the weights.
-    """
-    x = x.contiguous()
-    if not len(x):  # an expert may have none
-        return x.new_empty(0, weight.outputs)
-    if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
-        return few_rows_linear(x, weight, bias)
-    if len(x) <= MAX_ROWS:
-        if weight.woven:
-            return woven_product(x, weight, bias)
-        return tiled_linear(x, weight, bias, tiling(x, weight))
-    return dense.linear(x, dequantise(weight, x.dtype), bias)
-
-
-def gated_linear(
-    x: Tensor, weight: PackedTensors, bias: Tensor | None = None, gelu: bool = False
-) -> Tensor:
-    """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
-
-    The weight [2 N, K] and bias [2 N] yield gates first, then ups.
-    """
-    x = x.contiguous()
-    if len(x) <= FEW_ROWS and weight.inputs % 8 == 0:
-        return few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
-    if len(x) <= MAX_ROWS:
-        if weight.woven:
-            return woven_product(x, weight, bias, gated=True, gelu=gelu)
-        return tiled_linear(x, weight, bias, tiling(x, weight), gated=True, gelu=gelu)
-    return dense.gated_linear(x, dequantise(weight, x.dtype), bias, gelu)
 
 
 def takes_woven(device: torch.device, bits: int, group: int, inputs: int) -> bool:
@@ -136,19 +99,12 @@ def woven_product(
     gated: bool = False,
     gelu: bool = False,
 ) -> Tensor:
-    """Compute `linear`, or with `gated` `gated_linear`, of woven codes."""
+    """Compute x @ weight.T + bias, or with `gated` the activated product, of woven codes."""
     outputs = weight.outputs // 2 if gated else weight.outputs
     tiling = woven_linear.tiling(x, outputs, gated=gated)
     codes, factors = weight.codes, weight.factors
     group = min(weight.group, weight.inputs)
     return woven_linear.linear(x, codes, factors, bias, tiling, group=group, gated=gated, gelu=gelu)
-
-
-def warmup_gated_linear(
-    weight: PackedTensors, dtype: torch.dtype, bias: Tensor | None = None, gelu: bool = False
-) -> None:
-    """Launch the kernels that `gated_linear` uses only for more rows than a decode step has."""
-    dense.warmup_gated_linear(dequantise(weight, dtype), bias, gelu)
 
 
 def few_rows_linear(
@@ -158,8 +114,6 @@ def few_rows_linear(
     *,
     gated: bool = False,
     gelu: bool = False,
-    words: int | None = None,
-    registers: int | None = None,
 ) -> Tensor:
     """Compute x @ weight.T + bias, or with `gated` the activated product: x [M, K] -> [M, N].
 
@@ -170,8 +124,7 @@ def few_rows_linear(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     per_row = weight.codes.shape[1]
     chunks = min(128, triton.next_power_of_2(triton.cdiv(per_row, 4)))
-    if words is None:
-        words = WORDS_PER_PROGRAM if per_row <= 4 * chunks else WORDS_PER_PART
+    words = WORDS_PER_PROGRAM if per_row <= 4 * chunks else WORDS_PER_PART
     block_n = max(2 if gated else 1, words // (4 * chunks))
     own = block_n // 2 if gated else block_n
     _few_rows_kernel[(triton.cdiv(outputs, own),)](
@@ -179,7 +132,6 @@ def few_rows_linear(
         *(outputs, inputs, per_row, weight.group, weight.bits),
         *(rows, block_n, chunks, weight.woven, gated, gelu, x.device.type != "cpu"),
         num_warps=4,
-        maxnreg=registers,
         **overlap(x),
     )
     return out
@@ -366,24 +318,24 @@ def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
     return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4)
 
 
-def weave(x: Tensor, bits: int) -> Tensor:
-    """Return inputs in the order of the kernel for decode steps: x [M, K] -> [M, K'].
+def transpose_runs(x: Tensor, bits: int) -> Tensor:
+    """Return inputs in the order of the tiled kernel: x [M, K] -> [M, K'].
 
-    K' is K, rounded up to whole runs of words.
+    The inputs of a run, [RUN, codes of a word], are transposed. K' is K, rounded up to whole runs.
     """
     rows, inputs = x.shape
     per_word = 32 // bits
     runs = triton.cdiv(inputs, per_word * RUN)
     out = torch.empty(rows, runs * per_word * RUN, dtype=x.dtype, device=x.device)
     block = min(triton.next_power_of_2(runs), 16)
-    _weave_kernel[(rows, triton.cdiv(runs, block))](
+    _transpose_runs_kernel[(rows, triton.cdiv(runs, block))](
         x, out, inputs, runs, per_word, RUN, block, num_warps=4, **overlap(x)
     )
     return out
 
 
 @triton.jit
-def _weave_kernel(
+def _transpose_runs_kernel(
     x,
     out,
     K,
@@ -399,8 +351,8 @@ def _weave_kernel(
     at = run[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     wait_for_inputs(PDL)
     values = tl.load(x + row.to(tl.int64) * K + at, mask=at < K, other=0.0)
-    woven = values.reshape(BLOCK, RUN, PER_WORD).permute(0, 2, 1).reshape(BLOCK, WIDTH)
-    tl.store(out + row.to(tl.int64) * runs * WIDTH + at, woven, mask=at < runs * WIDTH)
+    result = values.reshape(BLOCK, RUN, PER_WORD).permute(0, 2, 1).reshape(BLOCK, WIDTH)
+    tl.store(out + row.to(tl.int64) * runs * WIDTH + at, result, mask=at < runs * WIDTH)
 
 
 def tiled_linear(
@@ -411,7 +363,6 @@ def tiled_linear(
     *,
     gated: bool = False,
     gelu: bool = False,
-    woven: bool = True,
 ) -> Tensor:
     """Compute x @ weight.T + bias, or with `gated` the activated product: x [M, K] -> [M, N].
 
@@ -420,7 +371,7 @@ def tiled_linear(
     rows, inputs = x.shape
     outputs = weight.outputs // 2 if gated else weight.outputs
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_n, block_m, block_w, splits, stages, warps, registers = tiling
+    block_n, block_m, block_w, splits, stages, warps = tiling
     steps = triton.cdiv(weight.codes.shape[1], block_w)
     span = triton.cdiv(steps, splits) * block_w
     own = block_n // 2 if gated else block_n
@@ -429,17 +380,15 @@ def tiled_linear(
     if splits > 1:
         parts = torch.empty(*grid, block_n, block_m, dtype=torch.float32, device=x.device)
         counters = arrivals(x.device)
-    if woven:
-        x = weave(x, weight.bits)
+    x = transpose_runs(x, weight.bits)
     _tiled_linear_kernel[grid](
         *(x, weight.codes, weight.factors, bias, out, parts, counters),
         *(rows, outputs, inputs, x.shape[1], weight.codes.shape[1], weight.factors.shape[0]),
         *(span, weight.group, weight.bits, block_n, block_m, block_w, splits, RUN),
-        *(gated, gelu, woven, inputs % (32 // weight.bits * block_w) == 0),
+        *(gated, gelu, inputs % (32 // weight.bits * block_w) == 0),
         x.device.type != "cpu" and x.dtype != torch.float32,
         num_warps=warps,
         num_stages=stages,
-        maxnreg=registers,
         **overlap(x),
     )
     return out
@@ -470,7 +419,6 @@ def _tiled_linear_kernel(
     RUN: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
-    WOVEN: tl.constexpr,
     EVEN: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
@@ -500,16 +448,13 @@ def _tiled_linear_kernel(
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     column = tl.arange(0, BLOCK_W * PER_WORD)
-    if not WOVEN:
-        inner = column % (RUN * PER_WORD)
-        column += (inner % RUN) * PER_WORD + inner // RUN - inner
     for w in range(begin, end, BLOCK_W):
         if EVEN:
             words = tl.load(row_words + (w + i)[None, :])
         else:
             words = tl.load(row_words + (w + i)[None, :], mask=(w + i < W)[None, :], other=0)
         factor = _factors(factors, n, w, N * (2 if GATED else 1), G, GROUP, BITS, BLOCK_W)
-        weights = _woven_weights(words, factor, x.dtype.element_ty, BITS, RUN, ASM)
+        weights = _transposed_weights(words, factor, x.dtype.element_ty, BITS, RUN, ASM)
         at = w * PER_WORD + column
         if EVEN:
             inputs = tl.load(x_rows + at[None, :])
@@ -609,10 +554,10 @@ FLOAT16_ASM = tl.constexpr(unpacking(False))
 
 
 @triton.jit
-def _woven_weights(
+def _transposed_weights(
     words, factor, dtype: tl.constexpr, BITS: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr
 ):
-    """Dequantise words [N, W]: [N, W] -> [N, 32 / BITS * W], woven."""
+    """Dequantise words, and transpose their runs: [N, W] -> [N, 32 / BITS * W]."""
     N: tl.constexpr = words.shape[0]
     W: tl.constexpr = words.shape[1]
     if dtype == tl.float32:

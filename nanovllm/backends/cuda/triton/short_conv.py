@@ -21,7 +21,7 @@ TOKENS = 64  # of a block; TiledPrefill's tiles are the blocks of a graph's prom
 assert TOKENS == BLOCK_M
 
 
-class Blocks(NamedTuple):
+class ChunkBlocks(NamedTuple):
     """The prompt chunks of a step, cut into blocks of TOKENS tokens, as the kernels see them.
 
     In a launch, axis 0 counts blocks, and axis 2 chunks; or axis 0 counts the rows of `tiles`.
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
     chunks: int  # the size of axis 2
 
     @classmethod
-    def of(cls, prefill: PrefillMetadata) -> "Blocks":
+    def of(cls, prefill: PrefillMetadata) -> "ChunkBlocks":
         """Cut the chunks of a step. Its tensors begin where `prefill.cu_seqlens_q` counts from."""
         starts = prefill.cu_seqlens_q
         if isinstance(prefill, TiledPrefill):
@@ -163,7 +163,7 @@ def convolve_chunks(
     bias: Tensor | None,
     state: Tensor,
     rows: Tensor,
-    blocks: Blocks,
+    blocks: ChunkBlocks,
     *,
     out: Tensor,
     silu: bool = False,
@@ -236,7 +236,7 @@ def _convolve_chunks_kernel(
 
 @triton.jit
 def block_of(tiles, TOKENS: tl.constexpr):
-    """Return a program's chunk, and the first token of its block in the chunk: see Blocks."""
+    """Return a program's chunk, and the first token of its block in the chunk: see ChunkBlocks."""
     block = tl.program_id(0)
     if tiles is not None:
         chunk, first = tl.load(tiles + 2 * block), tl.load(tiles + 2 * block + 1)
