@@ -9,7 +9,7 @@ Each output is summed by one program in a fixed order, so the result is determin
 Shapes: M rows, K inputs, N outputs.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def _suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
     return x.dtype != torch.float32 and 16 < x.shape[0] <= 384 and is_large
 
 
-@lru_cache
+@cache  # graphs hold the address: the tensor must live as long as they may
 def zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(outputs, dtype=dtype, device=device)
 
