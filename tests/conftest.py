@@ -21,7 +21,7 @@ import pytest
 from call_helpers import Plain, check_empty, make_folder
 from engine_helpers import FAMILIES, MODELS, Checkpoint, save_checkpoint
 from hypothesis import HealthCheck, settings
-from interpreter_helpers import speed_up_the_interpreter
+from interpreter_helpers import check_bounds, speed_up_the_interpreter
 from process_helpers import fresh_process
 
 from nanovllm import LLM
@@ -32,6 +32,7 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     speed_up_the_interpreter()
+    check_bounds()
 torch.set_num_threads(1)  # the models are so small that more threads only wait for each other
 
 

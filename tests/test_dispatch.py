@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from nanovllm.backends.cuda.cublas import zero_bias
 from nanovllm.backends.cuda.triton import dispatch as launching
 
 
@@ -91,3 +92,13 @@ def test_a_launch_that_was_put_off_is_not_kept(monkeypatch):
     for _ in range(2):
         launching.launch(kernel, (3,), X)
     assert kernel.launches == ["found", "found"]
+
+
+def test_a_tensor_whose_address_a_graph_may_hold_is_never_dropped():
+    device = torch.device("cpu")
+    counters, bias = launching._counters(device, 0), zero_bias(1, torch.float32, device)
+    for i in range(1, 200):
+        launching._counters(device, i)
+        zero_bias(1 + i, torch.float32, device)
+    assert launching._counters(device, 0) is counters
+    assert zero_bias(1, torch.float32, device) is bias

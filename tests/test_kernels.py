@@ -9,6 +9,8 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 
 import plain_layers as plain
+import triton
+import triton.language as tl
 from effort import spread
 
 from nanovllm.backends.cuda import attention_backends, flash_attention
@@ -349,6 +351,23 @@ def test_decode_inputs_equals_its_twin(width):
         assert a.dtype == b.dtype and torch.equal(a, b)
     for name in ("last_tokens", "context_lens", "block_tables"):
         assert torch.equal(getattr(mine, name), getattr(twin, name))
+
+
+@triton.jit
+def _copy_kernel(x, y, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at, mask=at < count), mask=at < count)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the interpreter checks it")
+def test_a_kernel_that_leaves_the_memory_of_a_tensor_raises():
+    short, long = torch.arange(6.0), torch.zeros(8)
+    _copy_kernel[(2,)](short, long[:6], 6, 4)
+    assert long.tolist() == [*range(6), 0, 0]
+    with pytest.raises(Exception, match="reads 4 bytes at byte 24 of 24"):
+        _copy_kernel[(2,)](short, long, 7, 4)
+    with pytest.raises(Exception, match="writes 4 bytes at byte 24 of 24"):
+        _copy_kernel[(2,)](long, short, 7, 4)
 
 
 def test_philox_gives_its_known_answer():

@@ -144,6 +144,18 @@ def test_logits_that_are_no_numbers_sample_no_token(options):
     assert tokens[:4].tolist() == [-1] * 4 and (tokens[4:] >= 0).all()
 
 
+@pytest.mark.parametrize(
+    "options", [dict(top_p=0.9), dict(top_k=3, presence_penalty=1.0), dict(min_p=0.5)], ids=str
+)
+def test_logits_too_low_for_the_temperature_sample_no_token(options):
+    """A logits processor may bar all tokens by the least number of float32."""
+    logits = make_logits("sharp", 2, 100, torch.float32)
+    logits[0] = torch.finfo(torch.float32).min
+    draws = kernel_draws(logits, SamplingParams(temperature=0.5, **options), [1, 5], [2, 7])
+    tokens, _ = draws.run()
+    assert tokens[0] == -1 and tokens[1] in range(100)
+
+
 # The kept tokens themselves.
 
 

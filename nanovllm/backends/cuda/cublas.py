@@ -1,6 +1,6 @@
 """Linear layers by cuBLAS or cuBLASLt, whichever was measured to be the faster one."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ def suits_cublaslt(x: Tensor, weight: Tensor) -> bool:
     return x.dtype != torch.float32 and 16 < x.shape[0] <= 384 and is_large
 
 
-@lru_cache
+@cache  # graphs hold the address: the tensor must live as long as they may
 def zero_bias(outputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a bias that adds nothing: with a bias, PyTorch uses cuBLASLt."""
     return torch.zeros(outputs, dtype=dtype, device=device)

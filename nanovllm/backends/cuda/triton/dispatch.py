@@ -15,7 +15,7 @@ each combination of arguments once. On one host of an H200, with a slow processo
 add_rms_norm went from 44 to 31 microseconds.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ def arrivals(device: torch.device) -> Tensor:
     )
 
 
-@lru_cache
+@cache  # graphs hold the address: the tensor must live as long as they may
 def _counters(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(4 * num_processors(device), dtype=torch.int32, device=device)
 

@@ -298,8 +298,7 @@ def _resample_kernel(
         # The sum is NaN if a logit is NaN.
         is_valid = is_valid & (tl.sum(weight, axis=0) < float("inf"))
     if not is_valid:
-        tl.store(tokens + at, tl.full([], INVALID, tl.int64))
-        tl.store(last_tokens + slot, tl.full([], INVALID, tl.int64))
+        _store_token(tl.full([], INVALID, tl.int64), tokens + at, last_tokens + slot)
         return
     least = LOWEST
     if filters:
@@ -309,6 +308,11 @@ def _resample_kernel(
     else:
         cell = tl.load(found + chunk, mask=chunk < chunks, other=HIGHEST)
         best_cell = tl.min(tl.where(maximum == best, cell, HIGHEST), axis=0)
+    # Finite logits far below 0, divided by the temperature, may all become -inf. Then no cell is
+    # the best, and `best_cell` lies outside of the vocabulary.
+    if best == float("-inf"):
+        _store_token(tl.full([], INVALID, tl.int64), tokens + at, last_tokens + slot)
+        return
 
     col = best_cell * CELL + tl.arange(0, CELL)
     x = tl.reshape(_edited_logits(edited, best_cell + tl.zeros([1], tl.int32)), (CELL,))
@@ -317,8 +321,14 @@ def _resample_kernel(
     if (edits & PENALTIES) != 0:
         tl.store(counts + token, tl.maximum(tl.load(counts + token), 1) + 1)
         tl.store(edited_cells + best_cell, tl.full([], 1, tl.int1))
-    tl.store(tokens + at, token.to(tl.int64))
-    tl.store(last_tokens + slot, token.to(tl.int64))
+    _store_token(token.to(tl.int64), tokens + at, last_tokens + slot)
+
+
+@triton.jit
+def _store_token(token, of_step, of_slot):
+    """Store a token in the step's tokens, and as the last token of its batch slot."""
+    tl.store(of_step, token)
+    tl.store(of_slot, token)
 
 
 @triton.jit(do_not_specialize=["most"])
