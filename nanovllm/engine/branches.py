@@ -44,10 +44,10 @@ class Branches:
                 del self._members[node]
 
     def following(self, prefix: Prefix, tail: list[int], length: int) -> list[Sequence]:
-        """List waiting sequences that begin with the `length` tokens that end with `prefix` and
-        `tail`, and go on.
+        """List waiting sequences that begin with `prefix` and then `tail`, and go on.
 
-        The search ends after a number of sequences that begin with `prefix`, but not so.
+        length: the number of tokens of `prefix` and `tail` together.
+        The search ends where too many sequences begin with `prefix` and go on with other tokens.
         """
         found: list[Sequence] = []
         num_others, start = 0, length - len(tail)
@@ -61,8 +61,9 @@ class Branches:
         return found
 
     def find(self, seq: Sequence, position: int) -> set[int]:
-        """Find the branches of a waiting sequence beyond `position` tokens. Returns for each how
-        many tokens lie before it.
+        """Find the branches of a waiting sequence beyond `position` tokens.
+
+        Returns the number of tokens before each branch.
         """
         path = self._paths.get(seq.id, [])
         counts = [len(self._members[node]) - 1 for node in path] + [0]
