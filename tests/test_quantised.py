@@ -35,7 +35,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.quantised import packed
 from nanovllm.backends.quantised.config import read_quantization
-from nanovllm.backends.quantised.layers import use_quantised_layers
+from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models import build_model, load_model_config
 from nanovllm.weights.loader import init_dummy_weights, load_weights
@@ -69,6 +69,14 @@ GEMMA4 = Gemma4TextConfig(
     num_experts=4,
     top_k_experts=2,
     moe_intermediate_size=64,
+)
+GEMMA4_OWN_INPUTS = Gemma4TextConfig(
+    **SIZES,
+    global_head_dim=16,
+    sliding_window=6,
+    pad_token_id=0,
+    hidden_size_per_layer_input=32,
+    vocab_size_per_layer_input=83,
 )
 TOKENS = torch.randint(83, (20,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -297,6 +305,27 @@ def test_experts_of_gemma_4_are_quantised_as_those_of_other_families(name, tmp_p
         parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
     assert_close(logits, want, None)
     assert_close(torch.cat(parts, dim=1), want, "token" if name == "fp8" else None)
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8-channels", "nvfp4"])
+def test_projections_of_gemma_4s_own_inputs_of_layers_are_read_packed(name, tmp_path):
+    """Those who quantise all linear layers quantise these, too."""
+    pack, config, inputs = FORMATS[name]
+    modules = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
+    plain, packed = make_pair(
+        tmp_path, GEMMA4_OWN_INPUTS, pack, config, modules=(*PROJECTIONS, *modules)
+    )
+    reference = reference_of(plain)
+    if inputs:
+        quantise_inputs(reference, inputs, tensors_of(packed))
+        own = reference.model.per_layer_model_projection
+        own.register_forward_pre_hook(lambda _, args: (rounded_inputs(args[0], inputs, {}, ""),))
+    want = expected_logits(reference, TOKENS)
+    model = load(packed)
+    assert_close(logits_of(model), want, inputs)
+    assert isinstance(model.model.layers[1].per_layer_projection, Quantised)
+    parts = on_ranks(2, lambda group: logits_of(load(packed, group)))
+    assert_close(torch.cat(parts, dim=1), want, inputs)
 
 
 TOKENS_OF = dict(temperature=0, max_tokens=12, ignore_eos=True)

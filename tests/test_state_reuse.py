@@ -94,6 +94,19 @@ def system_prompt(engine):
     engine.run([(system + ids(rng, rng.randint(30, 200)), 16) for _ in range(256)])
 
 
+def tree(engine):
+    """60 trees of 9 prompts, which begin alike twice, shuffled."""
+    rng = random.Random(5)
+    prompts = []
+    for _ in range(60):
+        common = ids(rng, 300)
+        for _ in range(3):
+            branch = common + ids(rng, 200)
+            prompts += [(branch + ids(rng, rng.randint(20, 60)), 8) for _ in range(3)]
+    rng.shuffle(prompts)
+    engine.run(prompts)
+
+
 def one_by_one(engine):
     """Requests after one system prompt, none of which knows of the next."""
     rng = random.Random(4)
@@ -110,3 +123,32 @@ def test_prompts_find_as_many_tokens_as_with_attention_alone(work, policy):
     work(recurrent)
     assert attention.num_cached > 0
     assert recurrent.num_cached >= 0.95 * attention.num_cached
+
+
+def test_snapshots_that_prompts_waited_for_leave_room_for_those_of_later_calls():
+    """Prompts may start with a longer snapshot than the one that was saved for them."""
+    fresh, used = Engine("throughput", 64), Engine("throughput", 64)
+    conversations(fresh)
+    tree(used)
+    num_cached = used.num_cached
+    conversations(used)
+    assert used.num_cached - num_cached == fresh.num_cached
+
+
+def test_a_snapshot_is_kept_for_waiting_prompts_until_they_start_or_are_aborted():
+    engine = Engine("fcfs", 4)
+    rng = random.Random(6)
+    common = ids(rng, 300)
+    prompts = [common + ids(rng, 50) for _ in range(3)]
+    params = SamplingParams(max_tokens=1)
+    engine.requests = [Request(i, prompt, params, max_len=351) for i, prompt in enumerate(prompts)]
+    scheduler, snapshots = engine.scheduler, engine.snapshots
+    scheduler.max_num_batched_tokens = 320
+    for request in engine.requests:
+        scheduler.add(request)
+    scheduler.schedule()  # the first prompt leaves a snapshot where the others part from it
+    assert len(snapshots) == len(snapshots._needed) == 1
+    scheduler.abort(engine.requests[1].first)
+    assert snapshots._needed
+    scheduler.abort(engine.requests[2].first)
+    assert not snapshots._needed

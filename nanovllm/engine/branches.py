@@ -43,10 +43,27 @@ class Branches:
             if not members:
                 del self._members[node]
 
-    def find(self, seq: Sequence, position: int) -> dict[int, int]:
+    def following(self, prefix: Prefix, tail: list[int], length: int) -> list[Sequence]:
+        """List waiting sequences that begin with `prefix` and then `tail`, and go on.
+
+        length: the number of tokens of `prefix` and `tail` together.
+        The search ends where too many sequences begin with `prefix` and go on with other tokens.
+        """
+        found: list[Sequence] = []
+        num_others, start = 0, length - len(tail)
+        for seq in self._members.get(prefix.hash, {}).values():
+            if length < seq.num_reusable and seq.token_ids[start:length] == tail:
+                found.append(seq)
+            else:
+                num_others += 1
+                if num_others == 2 * MOST_COMPARED:
+                    break
+        return found
+
+    def find(self, seq: Sequence, position: int) -> set[int]:
         """Find the branches of a waiting sequence beyond `position` tokens.
 
-        Returns for each, as a number of tokens, how many waiting prompts part from it there.
+        Returns the number of tokens before each branch.
         """
         path = self._paths.get(seq.id, [])
         counts = [len(self._members[node]) - 1 for node in path] + [0]
@@ -59,7 +76,7 @@ class Branches:
                 leaving += self._within_block(seq, node, path[depth + 1 : depth + 2], start, count)
         worth = sorted((count * (tokens - position), tokens) for tokens, count in leaving)
         best = worth[-MOST_BRANCHES:]
-        return {tokens: gain // (tokens - position) for gain, tokens in best if gain > 0}
+        return {tokens for gain, tokens in best if gain > 0}
 
     def _within_block(
         self, seq: Sequence, node: int, deeper: list[int], start: int, count: int

@@ -61,10 +61,9 @@ class Sequence:
     # The prefix that ends with the last registered block; before the first one, `request.root`.
     prefix: Prefix | None = field(init=False)
     # Of a model with recurrent layers: the tokens after which the state was last kept or restored,
-    # and numbers of prompt tokens after which it is to be kept, each with the number of waiting
-    # prompts that need it.
+    # and numbers of prompt tokens after which it is to be kept.
     num_in_snapshot: int = field(init=False)
-    snapshots_at: list[tuple[int, int]] = field(init=False)
+    snapshots_at: list[int] = field(init=False)
 
     # What is reported of the sequence. The times are those of the request's clock.
     num_preemptions: int = 0

@@ -59,7 +59,7 @@ class Snapshots:
         self.num_saved = self.num_used = self.num_evicted = 0
         self._free = list(reversed(rows.snapshots))
         self._rows: OrderedDict[Key, int] = OrderedDict()  # the least recently used first
-        self._needed: Counter[Key] = Counter()  # how many waiting prompts need a snapshot
+        self._needed: dict[Key, set[int]] = {}  # the ids of the waiting sequences that need it
         self._begun: set[Key] = set()  # snapshots that a prompt has begun with
         # The lengths of the tails, in tokens, that snapshots after a prefix id have.
         self._lengths: dict[int, Counter[int]] = {}
@@ -119,32 +119,36 @@ class Snapshots:
             row = self._rows[key]
         self._copies.append((row, slot))
 
-    def need(self, key: Key, count: int = 1) -> None:
-        """Count `count` more waiting prompts that need a snapshot. The count may be negative."""
-        self._needed[key] += count
-        if self._needed[key] <= 0:
-            del self._needed[key]
+    def need(self, key: Key, seq_id: int) -> None:
+        """Keep a snapshot, if possible, until a waiting sequence does not need it any more."""
+        self._needed.setdefault(key, set()).add(seq_id)
+
+    def need_no_more(self, key: Key, seq_id: int) -> None:
+        """Note that a sequence does not need a snapshot any more, whether it is kept or not."""
+        seq_ids = self._needed.get(key, set())
+        seq_ids.discard(seq_id)
+        if not seq_ids:
+            self._needed.pop(key, None)
 
     def save(
-        self, slot: int, prefix: Prefix, tail: list[int], *, after_step: bool, num_waiting: int = 0
-    ) -> None:
+        self, slot: int, prefix: Prefix, tail: list[int], *, after_step: bool, is_needed: bool
+    ) -> Key | None:
         """Keep the state of a batch slot as the snapshot after `prefix` and the tokens `tail`.
 
         Args:
             after_step: the slot holds this state after the step that is planned now. False: it
                 holds the state before that step.
-            num_waiting: the number of waiting prompts that need the snapshot.
+            is_needed: whether waiting sequences need the snapshot.
+        Returns the key of the snapshot; None if there is no room for it.
         """
         key = make_key(prefix, tail)
         if key in self._rows:
             self._rows.move_to_end(key)
-            return
-        if not self._free and not self._evict(is_needed=num_waiting > 0):
-            return
+            return key
+        if not self._free and not self._evict(is_needed):
+            return None
         row = self._free.pop()
         self._rows[key] = row
-        if num_waiting:
-            self._needed[key] = num_waiting
         self._lengths.setdefault(prefix.id, Counter())[len(tail)] += 1
         self.num_saved += 1
         if after_step:
@@ -152,6 +156,11 @@ class Snapshots:
             self._copies_after.append((slot, row))
         else:
             self._copies.append((slot, row))
+        return key
+
+    def is_kept(self, key: Key) -> bool:
+        """Tell whether there is a snapshot of this key."""
+        return key in self._rows
 
     def tails(self, prefix_id: int, tokens: bytes) -> list[bytes]:
         """List the tails of snapshots after a prefix id that are leading tokens of `tokens`."""

@@ -71,8 +71,9 @@ class StatefulBlockTables(BlockTables):
         self.snapshots = blocks.snapshots
         self.branches = Branches(blocks.block_size)
         self.min_gain = MIN_GAIN
-        # Waiting sequence -> the snapshot that it would have begun with when it came.
-        self._needs: dict[int, Key] = {}
+        # Id of a waiting sequence -> how many tokens the snapshot holds that it is to begin with,
+        # and the snapshot's key.
+        self._needs: dict[int, tuple[int, Key]] = {}
 
     def begin_step(self) -> None:
         super().begin_step()
@@ -84,16 +85,28 @@ class StatefulBlockTables(BlockTables):
     def sequence_queued(self, seq: Sequence) -> None:
         self.branches.add(seq, seq.request.root)
         cached = self.blocks.match(seq.token_ids[: seq.num_reusable], seq.request.root)
-        key = self._snapshot(seq, cached, self.count_cached(seq, cached, 0))
+        length = self.count_cached(seq, cached, 0)
+        key = self._snapshot(seq, cached, length)
         if key is not None:
-            self._needs[seq.id] = key
-            self.snapshots.need(key)
+            self._need(seq, length, key)
 
     def sequence_unqueued(self, seq: Sequence) -> None:
         self.branches.remove(seq)
-        key = self._needs.pop(seq.id, None)
+        _, key = self._needs.pop(seq.id, (0, None))
         if key is not None:
-            self.snapshots.need(key, -1)
+            self.snapshots.need_no_more(key, seq.id)
+
+    def _need(self, seq: Sequence, length: int, key: Key) -> None:
+        """Note that a waiting sequence is to begin with a snapshot of `length` tokens, unless it
+        has a longer one.
+        """
+        before, other = self._needs.get(seq.id, (0, None))
+        if other is not None:
+            if before > length and self.snapshots.is_kept(other):
+                return
+            self.snapshots.need_no_more(other, seq.id)
+        self._needs[seq.id] = length, key
+        self.snapshots.need(key, seq.id)
 
     def plan(self, seq: Sequence) -> StartPlan:
         plan = super().plan(seq)
@@ -135,8 +148,6 @@ class StatefulBlockTables(BlockTables):
         # Restore the state first: `allocate` may evict a block, and its snapshots with it.
         key = self._snapshot(seq, plan.cached, plan.num_cached)
         self.snapshots.restore(key, seq.batch_slot)
-        if key is not None and key != self._needs.get(seq.id):
-            self.snapshots.need(key, -1)
         seq.num_in_snapshot = plan.num_cached
         # Choose where the prompt leaves snapshots. K and V are known up to the end of the run.
         branches = self.branches.find(seq, plan.num_cached)
@@ -144,38 +155,44 @@ class StatefulBlockTables(BlockTables):
         last, limit = plan.num_cached, seq.num_reusable - 1
         for length in sorted({*branches, num_whole, num_whole + plan.run}):
             if last + self.min_gain <= length <= limit:
-                seq.snapshots_at.append((length, branches.get(length, 0)))
+                seq.snapshots_at.append(length)
                 last = length
         return super().start(seq, plan)
 
     def extend_for_chunk(self, seq: Sequence, length: int) -> int:
         # A chunk also ends where a snapshot is to be kept.
         if seq.snapshots_at:
-            length = min(length, seq.snapshots_at[0][0])
+            length = min(length, seq.snapshots_at[0])
         return super().extend_for_chunk(seq, length)
 
     def register(self, seq: Sequence, length: int) -> None:
         super().register(seq, length)
-        if seq.snapshots_at and seq.snapshots_at[0][0] == length:
-            _, num_waiting = seq.snapshots_at.pop(0)
-            self._save(seq, after_step=True, num_waiting=num_waiting)
+        if seq.snapshots_at and seq.snapshots_at[0] == length:
+            del seq.snapshots_at[0]
+            self._save(seq, after_step=True)
 
     def release(self, seq: Sequence) -> None:
         super().release(seq)
         if seq.num_computed - seq.num_in_snapshot >= self.min_gain:
             self._save(seq, after_step=False)
 
-    def _save(self, seq: Sequence, *, after_step: bool, num_waiting: int = 0) -> None:
+    def _save(self, seq: Sequence, *, after_step: bool) -> None:
         """Keep the state after the computed tokens of a sequence, whose K and V are registered."""
-        depth = seq.num_computed // self.block_size
+        length = seq.num_computed
+        depth = length // self.block_size
         prefix = seq.prefix
         if depth < seq.num_registered_blocks:  # the blocks from here on were known before
             prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else seq.request.root
         if prefix is None:
             return
-        tail = seq.token_ids[depth * self.block_size : seq.num_computed]
-        self.snapshots.save(
-            seq.batch_slot, prefix, tail, after_step=after_step, num_waiting=num_waiting
+        tail = seq.token_ids[depth * self.block_size : length]
+        # A sequence that ends or is preempted leaves its state for prompts that are yet to come.
+        waiting = self.branches.following(prefix, tail, length) if after_step else []
+        key = self.snapshots.save(
+            seq.batch_slot, prefix, tail, after_step=after_step, is_needed=bool(waiting)
         )
-        seq.num_in_snapshot = seq.num_computed
-        self.listener.snapshot_saved(seq, seq.num_computed)
+        seq.num_in_snapshot = length
+        if key is not None:
+            for one in waiting:
+                self._need(one, length, key)
+            self.listener.snapshot_saved(seq, length)

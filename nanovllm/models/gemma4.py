@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import current_metadata
 from nanovllm.layers.embedding import ScaledEmbedding, VocabParallelEmbedding
-from nanovllm.layers.linear import ReplicatedLinear, empty_parameter
+from nanovllm.layers.linear import ReplicatedLinear, SensitiveLinear, Shard, empty_parameter
 from nanovllm.layers.mlp import ACTIVATIONS, GatedMLP, gelu_tanh
 from nanovllm.layers.moe import Experts
 from nanovllm.layers.norm import RMSNorm, WideRMSNorm, normalize
@@ -229,6 +229,15 @@ class GeGLU:
         return gelu_tanh(gate) * up
 
 
+def build_projection(in_features: int, out_features: int) -> SensitiveLinear:
+    """Build a projection of layers' own inputs, which is whole on every rank.
+
+    Unlike a router, it is quantised in checkpoints that quantise all linear layers.
+    """
+    shard = Shard(None, out_features, 0, out_features)
+    return SensitiveLinear(in_features, [shard], bias=False)
+
+
 class Gemma4Layer(SandwichNormLayer):
     def __init__(
         self, config: Gemma4Config, self_attn: nn.Module, mlp: nn.Module, group: ParallelGroup
@@ -240,8 +249,8 @@ class Gemma4Layer(SandwichNormLayer):
         self.layer_scalar = empty_parameter(1)
         self.has_own_input, self.has_experts = size > 0, config.enable_moe_block
         if self.has_own_input:
-            self.per_layer_input_gate = ReplicatedLinear(hidden, size)
-            self.per_layer_projection = ReplicatedLinear(size, hidden)
+            self.per_layer_input_gate = build_projection(hidden, size)
+            self.per_layer_projection = build_projection(size, hidden)
             self.post_per_layer_input_norm = WideRMSNorm(hidden, eps)
         if self.has_experts:
             assert config.moe_intermediate_size is not None
@@ -290,7 +299,7 @@ class Gemma4Decoder(Decoder):
         self.embed_tokens_per_layer = ScaledEmbedding(
             config.vocab_size_per_layer_input, width, group, scale=size**0.5
         )
-        self.per_layer_model_projection = ReplicatedLinear(config.hidden_size, width)
+        self.per_layer_model_projection = build_projection(config.hidden_size, width)
         self.per_layer_projection_norm = WideRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
