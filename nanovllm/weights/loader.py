@@ -21,7 +21,7 @@ from torch import nn
 from nanovllm.weights import mxfp4
 from nanovllm.weights.fused_experts import split_experts
 from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
-from nanovllm.weights.weight_slice import WeightSlice
+from nanovllm.weights.weight_slice import WeightSlice, are_finite
 
 logger = logging.getLogger("nanovllm")
 
@@ -38,7 +38,8 @@ Checkpoint = dict[str, tuple[Path, Any]]
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill `model` from the safetensors files of `folder`. Tensors take their parameters' dtype.
 
-    Raises ValueError if the checkpoint is broken or belongs to another model.
+    Raises ValueError if the checkpoint is broken, belongs to another model, or has NaN or infinite
+    numbers where they concern all tokens.
     """
     checkpoint = open_checkpoint(Path(folder))
     if any(name.endswith("_blocks") for name in checkpoint):
@@ -59,8 +60,14 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 part.destination.fill_(part.default)
                 return
             path, tensor = checkpoint[part.name]
+            values = tensor[part.index]
+            if part.must_be_finite and not are_finite(values):
+                raise ValueError(
+                    f"{path}: {part.name} has NaN or infinite numbers: download the model again, "
+                    "or choose another checkpoint of it"
+                )
             try:
-                part.fill(tensor[part.index])
+                part.fill(values)
             except ValueError as error:
                 raise ValueError(f"{path}: {part.name} {error}: check its config.json") from error
 
