@@ -158,21 +158,35 @@ def check_checkpoint(
     """
     slices = [part for part in slices if part.default is None or part.name in checkpoint]
     needed = {part.name for part in slices}
-    if missing := needed - checkpoint.keys():
-        raise ValueError(
-            f"{folder}: no file has {some_of(missing)}: download the model again, or check its "
-            "config.json"
-        )
     unread = ("rotary_emb.inv_freq", *getattr(model, "unread_suffixes", ()))
     extra = {name for name in checkpoint.keys() - needed if not name.endswith(unread)}
     extra -= {f"{checkpoint_name(model, path)}.weight" for path, _ in tied_heads(model)}
-    extra -= check_unread(model, checkpoint)
-    if extra := extra - set(left_out(model, checkpoint)):
-        raise ValueError(
-            f"{folder}: the model has no place for {some_of(extra)}: check its config.json"
-        )
+    extra -= set(left_out(model, checkpoint))
+    if missing := needed - checkpoint.keys():
+        remedy = "download the model again, or check its config.json"
+        remedy = about_quantised(extra, folder) or remedy
+        raise ValueError(f"{folder}: no file has {some_of(missing)}: {remedy}")
+    if extra := extra - check_unread(model, checkpoint):
+        remedy = about_quantised(extra, folder) or "check its config.json"
+        raise ValueError(f"{folder}: the model has no place for {some_of(extra)}: {remedy}")
     for part in slices:
         check_tensor(part, *checkpoint[part.name])
+
+
+def about_quantised(names: Iterable[str], folder: str | Path) -> str:
+    """Say what to do about tensors of quantised weights. Returns "" if none of `names` is one."""
+    ends = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "scales")
+    if not (packed := [name for name in names if name.endswith(ends)]):
+        return ""
+    if (Path(folder) / "hf_quant_config.json").is_file():
+        return (
+            "the model is quantised by ModelOpt, as hf_quant_config.json says, whose formats are "
+            "not run here; choose another checkpoint of the model"
+        )
+    return (
+        f"{min(packed)} is a part of a quantised weight; check quantization_config in config.json, "
+        "which must say the weight's format, or choose another checkpoint of the model"
+    )
 
 
 def check_tensor(part: WeightSlice, path: Path, found: Any) -> None:
