@@ -157,6 +157,14 @@ def test_quantised_weights_without_a_quantization_config_are_named(folder, added
         load(folder)
 
 
+def test_quantised_weights_of_more_layers_than_config_json_has_are_not_called_undeclared(folder):
+    more = f"{PROJECTION}.other"
+    tensors = {f"{more}.weight": torch.zeros(4), f"{more}.weight_scale": torch.zeros(4)}
+    rewrite(folder, tensors_of(folder) | tensors)
+    with pytest.raises(ValueError, match=rf"no place for {more}\S*, {more}\S*: check its config"):
+        load(folder)
+
+
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")], ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_weight_that_is_no_number_is_named(folder, number, dtype):

@@ -164,19 +164,25 @@ def check_checkpoint(
     extra -= set(left_out(model, checkpoint))
     if missing := needed - checkpoint.keys():
         remedy = "download the model again, or check its config.json"
-        remedy = about_quantised(extra, folder) or remedy
+        remedy = about_quantised(extra, needed, folder) or remedy
         raise ValueError(f"{folder}: no file has {some_of(missing)}: {remedy}")
     if extra := extra - check_unread(model, checkpoint):
-        remedy = about_quantised(extra, folder) or "check its config.json"
+        remedy = about_quantised(extra, needed, folder) or "check its config.json"
         raise ValueError(f"{folder}: the model has no place for {some_of(extra)}: {remedy}")
     for part in slices:
         check_tensor(part, *checkpoint[part.name])
 
 
-def about_quantised(names: Iterable[str], folder: str | Path) -> str:
-    """Say what to do about tensors of quantised weights. Returns "" if none of `names` is one."""
-    ends = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv", "scales")
-    if not (packed := [name for name in names if name.endswith(ends)]):
+def about_quantised(extra: set[str], needed: set[str], folder: str | Path) -> str:
+    """Say what to do about weights that are quantised and, by config.json, are not.
+
+    extra: The tensors for which the model has no place.
+    needed: Those that it has places for.
+    Returns "" if there are no such weights.
+    """
+    ends = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+    packed = [name for name in extra if name.endswith(ends)]
+    if not (packed := [name for name in packed if f"{name.rpartition('.')[0]}.weight" in needed]):
         return ""
     if (Path(folder) / "hf_quant_config.json").is_file():
         return (
