@@ -4,13 +4,13 @@ The state of recurrent layers shares this room, and is allocated in the same way
 """
 
 import mmap
-import os
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from nanovllm.engine.snapshots import StateRows
+from nanovllm.models import bytes_of_ram
 
 GIB = 2**30
 
@@ -83,7 +83,7 @@ def bytes_in_ram(ranks: int) -> int:
 
     This is a quarter of the memory, shared by all ranks.
     """
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // ranks
+    return bytes_of_ram() // 4 // ranks
 
 
 def divide_memory(
