@@ -30,7 +30,13 @@ from pathlib import Path
 import torch
 
 from nanovllm.apps.bench.checks import EXAMPLE, PACKAGES, check
-from nanovllm.apps.bench.engines import ENGINES, device_name, start, versions
+from nanovllm.apps.bench.engines import (
+    ENGINES,
+    WITHOUT_OPTIONS,
+    device_name,
+    start,
+    versions,
+)
 from nanovllm.apps.bench.host import host_cost
 from nanovllm.apps.bench.policies import compare_policies
 from nanovllm.apps.bench.report import (
@@ -43,9 +49,11 @@ from nanovllm.apps.bench.report import (
     print_table,
 )
 from nanovllm.apps.bench.roofline import ceilings, roofline
-from nanovllm.apps.bench.runs import run_once
+from nanovllm.apps.bench.runs import check_lengths, run_once
 from nanovllm.apps.bench.shapes import SHAPES
 from nanovllm.apps.bench.workloads import WORKLOADS
+
+LAPTOP = ("tiny", "laptop")  # the model and the workload for a machine without a GPU
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -106,13 +114,15 @@ def main() -> None:
     """Run the measurements that the command line asks for."""
     parser = make_parser()
     args = parser.parse_args()
-    if args.host:
-        return host_cost()
-    if args.model is None or args.workload is None:
-        on_gpu = torch.cuda.is_available()
-        args.model = args.model or ("qwen3-0.6b" if on_gpu else "tiny")
-        args.workload = args.workload or ("bench" if on_gpu else "laptop")
     try:
+        if args.host:
+            if args != parser.parse_args(["--host"]):
+                raise ValueError("--host runs no model: leave out all other options")
+            return host_cost()
+        if args.model is None or args.workload is None:
+            model, workload = ("qwen3-0.6b", "bench") if torch.cuda.is_available() else LAPTOP
+            args.model = model if args.model is None else args.model
+            args.workload = workload if args.workload is None else args.workload
         check(args)
         how = compare if args.compare else compare_policies if args.policy else measure
         rows = how(args)
@@ -120,6 +130,9 @@ def main() -> None:
             Path(args.json).write_text(json.dumps(rows, indent=1))
     except (ValueError, TypeError, OSError) as error:  # an OSError may be a full disk
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print("bench.py: interrupted", file=sys.stderr)
+        sys.exit(130)  # as shells report a program that Ctrl-C ended
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
@@ -145,6 +158,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
         versions=versions(args.engine),
     )
     print_start(common)
+    check_lengths(args, engine)
     rows: list[dict] = []
     steps: list = []  # the steps of the last run, for the picture
     if args.plot:
@@ -192,11 +206,13 @@ def compare(args: argparse.Namespace) -> list[dict]:
     for engine in ("nanovllm", *args.compare.split(",")):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             options = {"engine": engine, "json": file.name}
-            for name in ("model", "workload", "repeat", "max_model_len", "tensor_parallel_size"):
+            for name in ("model", "workload", "repeat", "max_model_len"):
                 options[name] = getattr(args, name)
             if args.requests:
                 options["requests"] = args.requests
-            options |= {name: value for name in FORMATS if (value := getattr(args, name))}
+            if engine not in WITHOUT_OPTIONS:
+                options["tensor_parallel_size"] = args.tensor_parallel_size
+                options |= {name: value for name in FORMATS if (value := getattr(args, name))}
             if engine == "nanovllm":
                 options["options"] = args.options
             command = [sys.executable, "-u", __file__]

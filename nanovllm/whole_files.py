@@ -45,9 +45,11 @@ def whole_file(path: Path, mark: str | None = None) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
         os.replace(part, path)
         force_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)  # the incomplete file may be what fills the disk
+        if isinstance(error, OSError) and error.filename is None:  # a disk that is full names none
+            error.filename = os.fspath(path)
         raise
 
 

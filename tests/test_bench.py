@@ -27,6 +27,7 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.recurrent import RecurrentLayer
 from nanovllm.models import build_model, load_model_config
 
+linux = pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
 SPEC = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(bench)
@@ -298,7 +299,10 @@ def test_engines_are_compared_by_their_first_and_their_best_runs(monkeypatch, ca
 
     monkeypatch.setattr(bench.subprocess, "run", run_bench)
     monkeypatch.setattr(checks, "find_spec", lambda name: True)  # as if both were installed
-    run(monkeypatch, "--model", "tiny", "--workload", "many", "--compare", "vllm,openvino")
+    args = ["--model", "tiny", "--workload", "many", "--quantization", "fp8"]
+    run(monkeypatch, *args, "--compare", "vllm,openvino")
+    # OpenVINO ignores options, so its rows must not say that it ran with any.
+    assert ["--quantization" in command for command in commands] == [True, True, False]
     out = capsys.readouterr().out
     times = "2.000, 1.000 | 3.000, 1.500 | 1.000, 0.800"
     assert f"| many | {times} | 1.50, 1.50 | 0.50, 0.80 | 50% |" in out
@@ -391,7 +395,29 @@ def test_the_host_alone_is_measured(monkeypatch, capsys):
             "--policy compares policies of nanovllm alone: leave",
         ),
         (["--compare", "vllm"], "vllm is not installed: pip install vllm, or"),
-        (["--compare", "openvino,sglang"], "--compare sglang: use one or several of vllm, "),
+        (["--compare", "openvino,sglang"], "--compare 'sglang': use one or several of vllm, "),
+        (["--compare", "nanovllm"], "--compare 'nanovllm': use one or several of vllm, "),
+        (["--compare", ""], "--compare '': use one or several of vllm, "),
+        (["--compare", "openvino", "--engine", "vllm"], "leave out --engine"),
+        (["--engine", "transformers", "--quantization", "int8"], "transformers runs a model as it"),
+        (["--engine", "openvino", "--options", '{"seed": 1}'], "openvino runs a model as it is"),
+        (["--engine", "transformers", "--tensor-parallel-size", "2"], "leave out --options"),
+        (["--model", ""], "model is ''"),
+        (["--workload", ""], "--workload '': use one of bench, "),
+        (["--workload", "laptop,"], "--workload '': use one of bench, "),
+        (["--policy", ""], "--policy : use one of"),
+        (["--workload", "laptop,long"], "long has requests of up to 3,512 tokens of prompt and"),
+        (["--workload", "long", "--policy", "fcfs"], "tiny takes 2,048 with --max-model-len 4096"),
+        (
+            ["--workload", "conversations", "--max-model-len", "512"],
+            "requests of up to 1,399 tokens",
+        ),
+        (["--options", '{"model": "x"}'], "For model, max_model_len"),
+        (["--options", '{"load_format": "dummy"}'], "load_format follows from the model"),
+        pytest.param(["--json", "/proc/x"], "/proc/x cannot be written (No such", marks=linux),
+        pytest.param(["--plot", "/proc/x.png"], "/proc/x.png cannot be written", marks=linux),
+        (["--plot", "run"], "name a file that ends in .png or .pdf or .svg"),
+        (["--host", "--json", "x.json"], "--host runs no model: leave out all other options"),
         (["--compare", "openvino", "--model", "qwen3-8b"], "openvino needs weights: name a "),
         (["--policy", "fcfs", "--workload", "latency"], "workload latency has a single request"),
     ],
@@ -401,6 +427,25 @@ def test_a_mistake_says_what_to_do(monkeypatch, capsys, args, message):
     with pytest.raises(SystemExit) as error:
         run(monkeypatch, "--model", "tiny", "--workload", "laptop", *args)
     assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_check_of_a_file_leaves_it_as_it_was(monkeypatch, capsys, tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("[]")
+    for path in (old, new):
+        with pytest.raises(SystemExit):
+            run(monkeypatch, "--model", "tiny", "--workload", "long", "--json", str(path))
+    assert old.read_text() == "[]" and not new.exists()
+
+
+def test_ctrl_c_ends_a_measurement_with_one_line(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "run_once", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        run(monkeypatch, "--model", "tiny", "--workload", "small")
+    assert exit.value.code == 130 and capsys.readouterr().err == "bench.py: interrupted\n"
 
 
 def test_tiny_is_the_model_in_the_package():

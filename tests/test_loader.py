@@ -41,6 +41,8 @@ CONFIG = Qwen3Config(
 )
 INDEX = "model.safetensors.index.json"
 NORM = "model.norm.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PROJECTION = "model.layers.1.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,56 @@ def test_quantized_tensor_is_refused(folder):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    "added, fault",
+    [
+        ("qweight", rf"no file has {PROJECTION}.weight: {PROJECTION}.qweight is a part of a"),
+        ("weight_packed", rf"no file has {PROJECTION}.weight: .* check quantization_config"),
+        ("weight_scale", rf"no place for {PROJECTION}.weight_scale: .* check quantization_config"),
+        ("hf_quant_config.json", rf"no place for {PROJECTION}.weight_scale: .* by ModelOpt, as hf"),
+    ],
+    ids=["gptq", "int4", "fp8", "modelopt"],
+)
+def test_quantised_weights_without_a_quantization_config_are_named(folder, added, fault):
+    """Older checkpoints, and those of ModelOpt, say the format in a file of its own."""
+    tensors = tensors_of(folder)
+    if added in ("qweight", "weight_packed"):
+        del tensors[f"{PROJECTION}.weight"]
+    if added.endswith(".json"):
+        (folder / added).write_text('{"quantization": {"quant_algo": "FP8"}}')
+        added = "weight_scale"
+    rewrite(folder, tensors | {f"{PROJECTION}.{added}": torch.zeros(4)})
+    with pytest.raises(ValueError, match=fault):
+        load(folder)
+
+
+def test_quantised_weights_of_more_layers_than_config_json_has_are_not_called_undeclared(folder):
+    more = f"{PROJECTION}.other"
+    tensors = {f"{more}.weight": torch.zeros(4), f"{more}.weight_scale": torch.zeros(4)}
+    rewrite(folder, tensors_of(folder) | tensors)
+    with pytest.raises(ValueError, match=rf"no place for {more}\S*, {more}\S*: check its config"):
+        load(folder)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_weight_that_is_no_number_is_named(folder, number, dtype):
+    """PyTorch's attention and the C++ kernels may make numbers of NaN, so no output would tell."""
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(folder).items()}
+    tensors[f"{PROJECTION}.weight"][-1, -1] = number
+    rewrite(folder, tensors)
+    fault = rf"model.safetensors: {PROJECTION}.weight has NaN or infinite numbers: download"
+    with pytest.raises(ValueError, match=fault):
+        load(folder)
+
+
+def test_a_row_of_the_embedding_that_no_prompt_needs_may_hold_anything(folder):
+    tensors = tensors_of(folder)
+    tensors[EMBEDDING][7] = torch.nan
+    rewrite(folder, tensors)
+    assert load(folder).model.embed_tokens.weight[7].isnan().all()
+
+
 @pytest.mark.parametrize("keep", [0, 5, 300, -1])
 def test_truncated_file_is_named(folder, keep):
     path = sorted(folder.glob("*.safetensors"))[1]
@@ -171,9 +223,6 @@ def test_two_files_with_one_tensor_are_named(folder):
 def tie(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -52,7 +52,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
-from nanovllm import LLM
+from nanovllm import LLM, TINY_MODEL, models
 from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
@@ -924,6 +924,18 @@ def test_a_model_that_no_memory_holds_is_refused(size):
         ValueError, match=rf"no memory for the model .*hidden_size {size}.* smaller"
     ):
         build_model(config, ParallelGroup())
+
+
+def test_weights_that_a_machine_has_no_memory_for_are_refused_before_they_take_it(monkeypatch):
+    """Linux would grant the memory, and kill the process when it is used."""
+    monkeypatch.setattr(models, "bytes_of_ram", lambda: 2**20 * 13)
+    fault = (
+        r"no memory for the model .* weights take 0\.0 GiB, .* has 0\.0 GiB; the options dtype and"
+    )
+    with pytest.raises(ValueError, match=fault):
+        LLM(TINY_MODEL, num_kvcache_blocks=4)
+    for option in (dict(dtype="bfloat16"), dict(quantization="int8")):
+        LLM(TINY_MODEL, num_kvcache_blocks=4, **option).close()
 
 
 def test_ranks_that_do_not_divide_hear_what_does():

@@ -351,6 +351,28 @@ def test_greedy_tokens_are_those_of_transformers(name, tmp_path):
     assert greedy(packed) == greedy_of(reference_of(plain))
 
 
+@pytest.mark.parametrize(
+    "name, tensor",
+    [
+        ("fp8-channels", "weight"),
+        ("fp8-channels", "weight_scale"),
+        ("ministral", "activation_scale"),
+        ("nvfp4", "weight_scale"),
+        ("nvfp4", "weight_global_scale"),
+        ("awq", "scales"),
+    ],
+)
+def test_a_part_of_a_quantised_weight_that_is_no_number_is_named(name, tensor, tmp_path):
+    pack, config, _ = FORMATS[name]
+    _, folder = make_pair(tmp_path, DENSE, pack, config)
+    tensors = tensors_of(folder)
+    part = f"model.layers.1.self_attn.q_proj.{tensor}"
+    tensors[part] = torch.full_like(tensors[part].float(), torch.nan).to(tensors[part].dtype)
+    rewrite(folder, tensors)
+    with pytest.raises(ValueError, match=f"{part} has NaN or infinite numbers: download the model"):
+        load(folder)
+
+
 @pytest.mark.parametrize("name", ["ministral", "gptq-desc-act", "nvfp4"])
 def test_rows_may_be_dequantised_in_any_parts(name, tmp_path, monkeypatch):
     pack, config, _ = FORMATS[name]

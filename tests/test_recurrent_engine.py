@@ -1,5 +1,6 @@
 """Models with recurrent layers on the whole engine: states are kept, copied, evicted and split."""
 
+import os
 import random
 from types import SimpleNamespace
 
@@ -222,6 +223,23 @@ def test_rows_of_layers_of_all_kinds_are_copied_one_after_the_other():
     for number, layer in enumerate(state.layers):
         rows = layer.state.flatten(1) - 10 * number
         assert rows.tolist() == [[row] * rows.shape[1] for row in (1, 2, 1, 3, 1, 5)]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
+def test_rows_of_state_take_memory_of_a_cpu_only_when_they_are_used():
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    state = RecurrentState([RecurrentLayer((2**18,), torch.float32)], torch.device("cpu"))
+    before = resident()
+    state.allocate(StateRows(200, 300))
+    assert state.nbytes > 500 * 2**20 and resident() - before < 50 * 2**20
+    state.copy([(state.rows.zeros, 0)])
+    assert not state.layers[0].state[0].any()
+    too_many = StateRows(2**30, 2**30)
+    with pytest.raises(ValueError, match="rows of the state .* set max_num_seqs or state_snapshot"):
+        state.allocate(too_many)
 
 
 def test_an_llm_without_room_for_all_states_runs_fewer_sequences(

@@ -18,7 +18,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3_5Config
 
 from nanovllm import TINY_MODEL, SamplingParams
 from nanovllm.apps.jobs.formats import Request
@@ -192,6 +192,14 @@ def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path, values):
     (tmp_path / "generation_config.json").write_text(values)
     with pytest.raises(ValueError, match="generation_config.json"):
         load_eos_ids(tmp_path)
+
+
+def test_the_end_of_sequence_of_a_model_that_also_sees_is_that_of_transformers(tmp_path):
+    config = Qwen3_5Config(text_config={"eos_token_id": [5, 7]})
+    config.save_pretrained(tmp_path)
+    assert "eos_token_id" not in json.loads((tmp_path / "config.json").read_text())
+    expected = GenerationConfig.from_model_config(config).eos_token_id
+    assert load_eos_ids(tmp_path) == frozenset(expected) == {5, 7}
 
 
 def test_generating_text_does_not_import_transformers():

@@ -266,6 +266,11 @@ WRONG = {
         ValueError,
         "in torch.float8_e4m3fn, not one of",
     ),
+    "no-numbers": (
+        lambda w: [*w[:3], (NORM, torch.full((32,), torch.nan)), *w[3:]],
+        ValueError,
+        f"{NORM} with NaN or infinite numbers: look for the training step",
+    ),
     "twice": (lambda w: [*w, w[0]], ValueError, r"model\.\S+ twice: give each tensor once"),
     "no-memory": (lambda w: [(NORM, torch.empty(32, device="meta"))], ValueError, "plain values"),
     "sparse": (lambda w: [(NORM, torch.zeros(32).to_sparse())], ValueError, "plain values"),

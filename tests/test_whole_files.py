@@ -1,5 +1,8 @@
 """Files that are there whole or not at all, and that harm no file of others."""
 
+import errno
+import os
+
 import pytest
 
 from nanovllm import whole_files
@@ -23,6 +26,12 @@ def test_what_raises_leaves_nothing(tmp_path):
             file.write(b"half")
             raise KeyboardInterrupt
     assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/out'"):
+        with whole_file(tmp_path / "out"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_what_a_killed_process_has_left_is_removed(tmp_path):

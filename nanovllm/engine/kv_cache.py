@@ -1,16 +1,16 @@
 """The memory of the KV cache: its tensor, and the number of blocks that a machine has room for.
 
-The state of recurrent layers shares this room.
+The state of recurrent layers shares this room, and is allocated in the same way.
 """
 
 import mmap
-import os
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from nanovllm.engine.snapshots import StateRows
+from nanovllm.models import bytes_of_ram
 
 GIB = 2**30
 
@@ -24,24 +24,36 @@ def allocate_kv_cache(
     has too little memory.
     """
     elements = num_blocks * elements_per_block(layers, block_size)
-    if device.type == "cpu" and num_blocks:
-        # The system provides a zero page when the page is first touched. Huge pages are requested,
-        # because touching many small pages is slow. The mapping is private, so that a forked
-        # process gets a copy.
-        size = elements * dtype.itemsize
-        try:
-            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"the KV cache of {num_blocks} blocks of {block_size} tokens takes "
-                f"{size / GIB:,.1f} GiB, which this machine does not have: set num_kvcache_blocks "
-                f"or kvcache_block_size lower ({error})"
-            ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # the kernel has no huge pages
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=dtype)
-    return torch.zeros(elements, dtype=dtype, device=device)
+    what = f"the KV cache of {num_blocks} blocks of {block_size} tokens"
+    return allocate_zeros(
+        elements, dtype, device, what, "set num_kvcache_blocks or kvcache_block_size lower"
+    )
+
+
+def allocate_zeros(
+    elements: int, dtype: torch.dtype, device: torch.device, what: str, remedy: str
+) -> Tensor:
+    """Allocate zeros, for which the system of a CPU provides memory only as it is used.
+
+    Raises ValueError, which names `what` and the remedy, if a CPU has too little memory.
+    """
+    if device.type != "cpu" or not elements:
+        return torch.zeros(elements, dtype=dtype, device=device)
+    # The system provides a zero page when the page is first touched. Huge pages are requested,
+    # because touching many small pages is slow. The mapping is private, so that a forked process
+    # gets a copy.
+    size = elements * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"{what} takes {size / GIB:,.1f} GiB, which this machine does not have: {remedy} "
+            f"({error})"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel has no huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def parts_of_layers(memory: Tensor, layers, num_blocks: int, block_size: int) -> list[Tensor]:
@@ -71,7 +83,7 @@ def bytes_in_ram(ranks: int) -> int:
 
     This is a quarter of the memory, shared by all ranks.
     """
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4 // ranks
+    return bytes_of_ram() // 4 // ranks
 
 
 def divide_memory(

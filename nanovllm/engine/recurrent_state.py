@@ -3,11 +3,13 @@
 engine/snapshots.py says what the rows are for.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from nanovllm.engine.kv_cache import allocate_zeros
 from nanovllm.engine.snapshots import StateRows
 from nanovllm.layers.recurrent import RecurrentLayer
 
@@ -34,7 +36,10 @@ class RecurrentState:
         return sum(memory.nbytes for memory in self._memory)
 
     def allocate(self, rows: StateRows) -> None:
-        """Allocate rows in each layer, filled with zeros."""
+        """Allocate rows in each layer, filled with zeros.
+
+        Raises ValueError if a CPU has too little memory.
+        """
         self.release()
         self.rows = rows
         kinds: dict[tuple, list[RecurrentLayer]] = {}
@@ -42,7 +47,9 @@ class RecurrentState:
             kinds.setdefault((layer.state_shape, layer.state_dtype), []).append(layer)
         for (shape, dtype), layers in kinds.items():
             size = (len(layers), rows.total, *shape)
-            memory = torch.zeros(size, dtype=dtype, device=self.device)
+            what = f"{rows.total} rows of the state of {len(layers)} layers"
+            remedy = "set max_num_seqs or state_snapshot_share lower"
+            memory = allocate_zeros(math.prod(size), dtype, self.device, what, remedy).view(size)
             self._memory.append(memory)
             for layer, part in zip(layers, memory):
                 layer.state = part

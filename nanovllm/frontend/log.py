@@ -56,7 +56,7 @@ def say_ready(config: Config, info: RunnerInfo, device: str, seconds: float) -> 
     if info.num_state_slots:
         states = (
             f"states of {info.num_state_slots:,} sequences and {info.num_snapshots:,} prefixes "
-            f"({info.state_bytes / 2**30:.1f} GiB), "
+            f"({info.state_bytes / 2**30:.1f} GiB reserved), "
         )
     logger.info(
         f"nanovllm: {name}, {parameters(info.num_parameters)}, {weights}{info.dtype} on {device}, "

@@ -38,9 +38,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def weight_slices(self, path: str) -> Iterator[WeightSlice]:
         ours = (slice(self.vocab_start, self.vocab_end), slice(None))
-        yield WeightSlice(
-            f"{path}.weight", self.weight, ours, (self.vocab_size, self.weight.shape[1])
-        )
+        shape = (self.vocab_size, self.weight.shape[1])
+        yield WeightSlice(f"{path}.weight", self.weight, ours, shape, must_be_finite=False)
 
 
 class ScaledEmbedding(VocabParallelEmbedding):

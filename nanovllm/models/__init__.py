@@ -1,8 +1,12 @@
 """The registry of models: the name of an architecture in config.json -> the class that runs it."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import nn
 
 from nanovllm.layers.linear import give_memory, parameters_without_memory
 from nanovllm.layers.parallel import ParallelGroup
@@ -140,6 +144,7 @@ def build_model(
             model.num_parameters = sum(parameter.numel() for parameter in model.parameters())
             if exchange_layers is not None:
                 exchange_layers(model)
+        check_ram(model, group.size)
         give_memory(model)
         return model
     except RuntimeError as error:  # from an allocator: making layers does nothing but allocate
@@ -148,3 +153,23 @@ def build_model(
             f"there is no memory for the model that config.json describes ({sizes}): choose a "
             f"smaller one, or a device with more memory ({error})"
         ) from error
+
+
+def check_ram(model: nn.Module, ranks: int) -> None:
+    """Raise RuntimeError if the weights of `ranks` ranks on a CPU are larger than its memory.
+
+    Linux grants such memory, and kills the process that uses it.
+    """
+    if torch.get_default_device().type != "cpu":
+        return
+    needed = ranks * sum(parameter.nbytes for parameter in model.parameters())
+    if needed > (there_is := bytes_of_ram()):
+        raise RuntimeError(
+            f"its weights take {needed / 2**30:,.1f} GiB, and this machine has "
+            f"{there_is / 2**30:,.1f} GiB; the options dtype and quantization can make them smaller"
+        )
+
+
+def bytes_of_ram() -> int:
+    """Return the number of bytes of the machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

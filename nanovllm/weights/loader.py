@@ -21,7 +21,7 @@ from torch import nn
 from nanovllm.weights import mxfp4
 from nanovllm.weights.fused_experts import split_experts
 from nanovllm.weights.model_files import TO_SAFETENSORS, read_json
-from nanovllm.weights.weight_slice import WeightSlice
+from nanovllm.weights.weight_slice import WeightSlice, are_finite
 
 logger = logging.getLogger("nanovllm")
 
@@ -38,7 +38,8 @@ Checkpoint = dict[str, tuple[Path, Any]]
 def load_weights(model: nn.Module, folder: str | Path) -> None:
     """Fill `model` from the safetensors files of `folder`. Tensors take their parameters' dtype.
 
-    Raises ValueError if the checkpoint is broken or belongs to another model.
+    Raises ValueError if the checkpoint is broken, belongs to another model, or has NaN or infinite
+    numbers where they concern all tokens.
     """
     checkpoint = open_checkpoint(Path(folder))
     if any(name.endswith("_blocks") for name in checkpoint):
@@ -59,8 +60,14 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
                 part.destination.fill_(part.default)
                 return
             path, tensor = checkpoint[part.name]
+            values = tensor[part.index]
+            if part.must_be_finite and not are_finite(values):
+                raise ValueError(
+                    f"{path}: {part.name} has NaN or infinite numbers: download the model again, "
+                    "or choose another checkpoint of it"
+                )
             try:
-                part.fill(tensor[part.index])
+                part.fill(values)
             except ValueError as error:
                 raise ValueError(f"{path}: {part.name} {error}: check its config.json") from error
 
@@ -151,21 +158,41 @@ def check_checkpoint(
     """
     slices = [part for part in slices if part.default is None or part.name in checkpoint]
     needed = {part.name for part in slices}
-    if missing := needed - checkpoint.keys():
-        raise ValueError(
-            f"{folder}: no file has {some_of(missing)}: download the model again, or check its "
-            "config.json"
-        )
     unread = ("rotary_emb.inv_freq", *getattr(model, "unread_suffixes", ()))
     extra = {name for name in checkpoint.keys() - needed if not name.endswith(unread)}
     extra -= {f"{checkpoint_name(model, path)}.weight" for path, _ in tied_heads(model)}
-    extra -= check_unread(model, checkpoint)
-    if extra := extra - set(left_out(model, checkpoint)):
-        raise ValueError(
-            f"{folder}: the model has no place for {some_of(extra)}: check its config.json"
-        )
+    extra -= set(left_out(model, checkpoint))
+    if missing := needed - checkpoint.keys():
+        remedy = "download the model again, or check its config.json"
+        remedy = about_quantised(extra, needed, folder) or remedy
+        raise ValueError(f"{folder}: no file has {some_of(missing)}: {remedy}")
+    if extra := extra - check_unread(model, checkpoint):
+        remedy = about_quantised(extra, needed, folder) or "check its config.json"
+        raise ValueError(f"{folder}: the model has no place for {some_of(extra)}: {remedy}")
     for part in slices:
         check_tensor(part, *checkpoint[part.name])
+
+
+def about_quantised(extra: set[str], needed: set[str], folder: str | Path) -> str:
+    """Say what to do about weights that are quantised and, by config.json, are not.
+
+    extra: The tensors for which the model has no place.
+    needed: Those that it has places for.
+    Returns "" if there are no such weights.
+    """
+    ends = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+    packed = [name for name in extra if name.endswith(ends)]
+    if not (packed := [name for name in packed if f"{name.rpartition('.')[0]}.weight" in needed]):
+        return ""
+    if (Path(folder) / "hf_quant_config.json").is_file():
+        return (
+            "the model is quantised by ModelOpt, as hf_quant_config.json says, whose formats are "
+            "not run here; choose another checkpoint of the model"
+        )
+    return (
+        f"{min(packed)} is a part of a quantised weight; check quantization_config in config.json, "
+        "which must say the weight's format, or choose another checkpoint of the model"
+    )
 
 
 def check_tensor(part: WeightSlice, path: Path, found: Any) -> None:

@@ -50,11 +50,15 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 def load_eos_ids(folder: Path) -> frozenset[int]:
     """Read the end-of-sequence tokens of a model folder.
 
-    generation_config.json comes first; config.json counts where that file names none.
+    generation_config.json comes first; config.json counts where that file names none, and its
+    text_config, which models that also see have, where config.json itself names none.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        eos = read_json(path).get("eos_token_id") if path.exists() else None
+        values = read_json(path) if path.exists() else {}
+        eos, language = values.get("eos_token_id"), values.get("text_config")
+        if eos is None and isinstance(language, dict):
+            eos = language.get("eos_token_id")
         if eos is None:
             continue
         eos = eos if isinstance(eos, list) else [eos]

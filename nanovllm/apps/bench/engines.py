@@ -32,6 +32,8 @@ class Engine(Protocol):
     """
 
     vocab: int  # number of token ids that a prompt may use
+    # The most tokens of prompt and output of a request; None: the engine itself refuses more.
+    max_model_len: int | None
 
     def run(self, work: Work, sampling: dict) -> list[list[int]]:
         """Run all requests in one call. Returns the output tokens of each request."""
@@ -46,6 +48,7 @@ class NanovllmEngine:
         self.llm = LLM(model, load_format=load_format, **options)
         assert self.llm.engine is not None
         self.vocab = self.llm.engine.vocab_size
+        self.max_model_len: int | None = self.llm.max_model_len
 
     def run(self, work: Work, sampling: dict) -> list[list[int]]:
         params = [SamplingParams(**sampling, max_tokens=n, ignore_eos=True) for _, n in work]
@@ -55,6 +58,8 @@ class NanovllmEngine:
 
 class VllmEngine:
     """vLLM."""
+
+    max_model_len: int | None = None
 
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
         import vllm
@@ -86,6 +91,8 @@ class TransformersEngine:
 
     A batch runs until its longest output is complete. Options by keyword are ignored.
     """
+
+    max_model_len: int | None = None
 
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -130,6 +137,8 @@ class OpenVINOEngine:
 
     Options by keyword are ignored.
     """
+
+    max_model_len: int | None = None
 
     def __init__(self, model: str, random_weights: bool, **options: Any) -> None:
         import openvino_genai
@@ -177,6 +186,7 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "transformers": TransformersEngine,
     "openvino": OpenVINOEngine,
 }
+WITHOUT_OPTIONS = ("transformers", "openvino")  # the engines that run a model as it is
 
 
 def start(name: str, model: str, **options: Any) -> tuple[Any, float]:

@@ -11,7 +11,7 @@ from statistics import median
 from nanovllm import LLM, SamplingParams
 from nanovllm.apps.bench.engines import NanovllmEngine, device_name, versions
 from nanovllm.apps.bench.report import options_name, options_of
-from nanovllm.apps.bench.runs import run_once
+from nanovllm.apps.bench.runs import check_lengths, run_once
 from nanovllm.apps.bench.shapes import model_folder
 from nanovllm.apps.bench.workloads import WORKLOADS, Work
 from nanovllm.engine.metrics import percentiles
@@ -49,6 +49,7 @@ def compare_policies(args: argparse.Namespace) -> list[dict]:
         tensor_parallel_size=args.tensor_parallel_size,
         **options_of(args),
     )
+    check_lengths(args, engine)
     rows = []
     for name in args.workload.split(","):
         workload = WORKLOADS[name]

@@ -1,10 +1,24 @@
-"""One timed run of a workload on an engine."""
+"""One timed run of a workload on an engine, and what must hold before it."""
 
+import argparse
 import sys
 import time
 
 from nanovllm.apps.bench.engines import Engine
 from nanovllm.apps.bench.workloads import WORKLOADS, Work, next_round
+
+
+def check_lengths(args: argparse.Namespace, engine: Engine) -> None:
+    """Raise ValueError if a request of any workload is too long, before the first one runs."""
+    limit = engine.max_model_len
+    for name in args.workload.split(","):
+        longest = WORKLOADS[name].longest(WORKLOADS[name].work(engine.vocab)[: args.requests])
+        if limit is not None and longest > limit:
+            raise ValueError(
+                f"--workload {name} has requests of up to {longest:,} tokens of prompt and output, "
+                f"and {args.model} takes {limit:,} with --max-model-len {args.max_model_len}: "
+                "leave this workload out, raise the length, or name another --model"
+            )
 
 
 def run_once(engine: Engine, work: Work, name: str, repeat: int, num_repeats: int) -> float:

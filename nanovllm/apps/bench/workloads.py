@@ -40,6 +40,11 @@ class Workload:
         first = [begin + (0 if self.common_prefix else i % 256) for i in range(len(work))]
         return [([token % vocab, *prompt[1:]], n) for token, (prompt, n) in zip(first, work)]
 
+    def longest(self, work: Work) -> int:
+        """Return the most tokens that prompt and output of a request have, in the last round."""
+        added = self.rounds - 1
+        return max(len(prompt) + n + added * (n + NEW_TOKENS) for prompt, n in work)
+
     def num_output_tokens(self, work: Work) -> int:
         """Count the tokens that all rounds of a run generate."""
         return sum(n for _, n in work) * self.rounds

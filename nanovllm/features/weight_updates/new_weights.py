@@ -34,7 +34,7 @@ from nanovllm.weights.loader import (
     take_plain_weights,
     tied_heads,
 )
-from nanovllm.weights.weight_slice import WeightSlice
+from nanovllm.weights.weight_slice import WeightSlice, are_finite
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -80,7 +80,7 @@ class NewWeights:
         """Copy a tensor into its place in the plain model.
 
         Raises ValueError if the model has no place for the tensor, if its shape or dtype is wrong,
-        or if it has come before.
+        if it has come before, or if it has NaN or infinite numbers.
         """
         name = self._name_in_checkpoint(name)
         if name in self._seen:
@@ -106,6 +106,11 @@ class NewWeights:
             raise ValueError(
                 f"weights has {name} in {tensor.dtype}, not one of {', '.join(map(str, FLOATS))}: "
                 "convert it"
+            )
+        if parts[0].must_be_finite and not are_finite(tensor):
+            raise ValueError(
+                f"weights has {name} with NaN or infinite numbers: look for the training step that "
+                "made them, and give the weights from before it"
             )
         for part in parts:
             if name in self._heads:
