@@ -65,6 +65,7 @@ WRONG_PROMPTS = {
     "none": (None, TypeError, r"prompts is a NoneType: give a str"),
     "none-in-list": ([GOOD, None], TypeError, r"prompts\[1\] is a NoneType"),
     "number": (5, TypeError, r"prompts is a int: give a str"),
+    "tensor": (torch.tensor([[1]]), TypeError, r"prompts is a Tensor: .*, or its tolist\(\)$"),
     "encoding": (BatchEncoding({"input_ids": [1]}), TypeError, "prompts is a BatchEnc.*input_ids"),
     "dict": (
         {"a": 1},

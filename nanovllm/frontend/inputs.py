@@ -234,9 +234,10 @@ def _split_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, dict)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
+        in_lists = ", or its tolist()" if hasattr(prompts, "tolist") else ""
         raise TypeError(
             f"prompts is a {type(prompts).__name__}: give a str, a list of str, or lists of "
-            "token ids, such as the input_ids that a tokenizer makes"
+            f"token ids, such as the input_ids that a tokenizer makes{in_lists}"
         )
     # A bool is an int too: such a list is one prompt, and `_token_ids` refuses its bools.
     if prompts and (isinstance(prompts[0], int) or as_integer(prompts[0]) is not None):
