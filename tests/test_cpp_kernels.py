@@ -66,18 +66,21 @@ def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, pa
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_fit_16_bits_are_held_so_and_change_no_bit(dtype):
+@pytest.mark.parametrize("inputs", [70, 71])
+def test_weights_that_fit_16_bits_are_held_so_and_change_no_bit(dtype, inputs):
     if dtype == torch.float16 and not cpp_ops.load().takes_float16():
         pytest.skip("this processor has no instruction for float16")
-    weight = torch.randn(2 * cpp_ops.load().panel_width(), 70)
+    width = cpp_ops.load().panel_width()
+    weight = torch.randn(2 * width, inputs)
     weight[1] *= 2.0**-15  # below what float16 has with all of its bits
     weight[0, :2] = torch.tensor([-0.0, 1 + 2.0**-7 if dtype == torch.bfloat16 else 1 + 2.0**-10])
     weight = weight.to(dtype).float()
     halves = cpp_ops.pack(weight)
     assert halves.dtype == dtype
+    floats = weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
     for rows in (1, 5, 100):
-        x = torch.randn(rows, 70)
-        assert torch.equal(cpp_ops.linear(x, halves, None), cpp_ops.linear(x, halves.float(), None))
+        x = torch.randn(rows, inputs)
+        assert torch.equal(cpp_ops.linear(x, halves, None), cpp_ops.linear(x, floats, None))
     weight[-1, -1] = 1 + 2.0**-20
     assert cpp_ops.pack(weight).dtype == torch.float32
 

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__F16C__)
@@ -49,7 +50,8 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 extern "C" int64_t panel_width() { return WIDTH; }
 
 // A panel's numbers are float, or of 16 bits where these hold the floats exactly. All become float before they are
-// multiplied. A bfloat16 is the upper half of a float. Processors without an instruction for it have no float16 here.
+// multiplied. Processors without an instruction for it have no float16 here. A bfloat16 is the upper half of a float, so
+// those of two neighbouring inputs lie side by side: one shift and one mask make floats of them.
 struct Bfloat16 {
     uint16_t bits;
 };
@@ -58,13 +60,9 @@ struct Float16 {
 };
 enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, GROUPED };  // of a weight
 
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(sizeof(uint16_t)), may_alias));
 
 static inline Lanes load_lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
-static inline Lanes load_lanes(const Bfloat16* from) {
-    return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
-}
 
 #if defined(__F16C__)
 extern "C" int64_t takes_float16() { return true; }
@@ -85,19 +83,30 @@ struct Added {
     const float *bias, *residual;
 };
 
-// Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], into rows of `out` that are N apart, as those of
-// the residual are. Each sum runs over k in order, whatever the number of rows, so a row's result does not depend on
-// other rows.
+// Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], or [K / 2, WIDTH, 2] of bfloat16, into rows of `out`
+// that are N apart, as those of the residual are. Each sum runs over k in order, whatever the number of rows, so a row's
+// result does not depend on other rows.
 template <int64_t rows, typename Number>
 static void multiply_tile(const float* x, const Number* panel, Added added, float* out, int64_t K, int64_t N) {
     Lanes sums[rows][2] = {};
-    for (int64_t k = 0; k < K; k++) {
-        const Lanes left = load_lanes(panel + k * WIDTH), right = load_lanes(panel + k * WIDTH + LANES);
+    auto add_input = [&](int64_t k, Lanes left, Lanes right) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int64_t r = 0; r < rows; r++) {
             sums[r][0] += x[r * K + k] * left;
             sums[r][1] += x[r * K + k] * right;
         }
+    };
+    if constexpr (std::is_same_v<Number, Bfloat16>) {
+        const Bits* pairs = reinterpret_cast<const Bits*>(panel);
+        for (int64_t k = 0; k + 1 < K; k += 2, pairs += 2) {
+            const Bits left = pairs[0], right = pairs[1];
+            add_input(k, reinterpret_cast<Lanes>(left << 16), reinterpret_cast<Lanes>(right << 16));
+            add_input(k + 1, reinterpret_cast<Lanes>(left & 0xffff0000), reinterpret_cast<Lanes>(right & 0xffff0000));
+        }
+        if (K % 2) add_input(K - 1, reinterpret_cast<Lanes>(pairs[0] << 16), reinterpret_cast<Lanes>(pairs[1] << 16));
+    } else {
+        for (int64_t k = 0; k < K; k++)
+            add_input(k, load_lanes(panel + k * WIDTH), load_lanes(panel + k * WIDTH + LANES));
     }
     for (int64_t r = 0; r < rows; r++) {
         for (const float* more : {added.bias, added.residual ? added.residual + r * N : nullptr})
@@ -106,45 +115,40 @@ static void multiply_tile(const float* x, const Number* panel, Added added, floa
     }
 }
 
-// Multiply any number of rows as tiles of `rows` rows, and the rest as smaller ones.
-template <int64_t rows, typename Number>
+// Multiply `count` rows, at most `most`, as one tile.
+template <int64_t most, typename Number>
+static void multiply_rows(int64_t count, const float* x, const Number* panel, Added added, float* out, int64_t K, int64_t N) {
+    if (count == most)
+        multiply_tile<most>(x, panel, added, out, K, N);
+    else if constexpr (most > 1)
+        multiply_rows<most - 1>(count, x, panel, added, out, K, N);
+}
+
+// Multiply any number of rows as tiles of about the same size, because small ones are slow.
+template <typename Number>
 static void multiply_panel(const float* x, const Number* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
     int64_t t = 0;
-    for (; t + rows <= T; t += rows) {
-        multiply_tile<rows>(x + t * K, panel, added, out + t * N, K, N);
-        if (added.residual) added.residual += rows * N;
+    for (int64_t tiles = (T + ROWS - 1) / ROWS; tiles > 0; tiles--) {
+        const int64_t count = (T - t + tiles - 1) / tiles;
+        const Added here = {added.bias, added.residual ? added.residual + t * N : nullptr};
+        multiply_rows<ROWS>(count, x + t * K, panel, here, out + t * N, K, N);
+        t += count;
     }
-    if constexpr (rows > 1) multiply_panel<rows - 1>(x + t * K, panel, added, out + t * N, T - t, K, N);
 }
 
-// Return a panel as floats, which several tiles read. A single tile takes its numbers as they are.
-static const float* floats_of(const float* panel, int64_t n) { return panel; }
-template <typename Number>
-static const float* floats_of(const Number* panel, int64_t n) {
-    static thread_local std::vector<float> floats;
-    floats.resize(n);
-    for (int64_t i = 0; i < n; i += LANES) {
-        const Lanes lanes = load_lanes(panel + i);
-        std::memcpy(&floats[i], &lanes, sizeof lanes);
-    }
-    return floats.data();
-}
-
-// Compute x W^T + bias + residual: x [T, K], panels of W [N / WIDTH, K, WIDTH] -> out [T, N].
+// Compute x W^T + bias + residual: x [T, K], panels of W -> out [T, N].
 template <typename Number>
 static void multiply(const float* x, const Number* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
     constexpr int64_t AT_ONCE = 96;  // rows that stay in a core's cache while panels pass
+    const int64_t inputs = std::is_same_v<Number, Bfloat16> ? K + K % 2 : K;  // that a panel has
 #pragma omp parallel for collapse(2) schedule(dynamic, 2) if (T * K * N > 65536)
     for (int64_t t = 0; t < T; t += AT_ONCE)
         for (int64_t n = 0; n < N; n += WIDTH) {
             const int64_t count = std::min(AT_ONCE, T - t);
-            const Number* panel = panels + n * K;
+            const Number* panel = panels + n * inputs;
             const Added here = {added.bias ? added.bias + n : nullptr,
                                 added.residual ? added.residual + t * N + n : nullptr};
-            if (count <= ROWS)
-                multiply_panel<ROWS>(x + t * K, panel, here, out + t * N + n, count, K, N);
-            else
-                multiply_panel<ROWS>(x + t * K, floats_of(panel, K * WIDTH), here, out + t * N + n, count, K, N);
+            multiply_panel(x + t * K, panel, here, out + t * N + n, count, K, N);
         }
 }
 

@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends.cpu.library_cache import load_library, open_cache
@@ -24,10 +25,10 @@ from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
-# Let loops with sums, exponentials and comparisons become vector code. The flags are safe because
-# no loop meets a NaN, an infinity or a trap.
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
-FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+# Let loops with exponentials and comparisons become vector code. The flags are safe because no loop
+# meets a NaN, an infinity or a trap. None of them lets the compiler reorder a sum, so a token's sums
+# are the same however many tokens a kernel takes at a time.
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros"]
 # Tell only the compiler of -fopenmp, not the linker. Then no second OpenMP library is linked, and
 # the kernels run on the threads of the one that PyTorch has loaded.
 FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
@@ -148,6 +149,7 @@ def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | N
 def pack(weight: Tensor) -> Tensor | None:
     """Copy a weight [N, K] into the order in which `linear` reads it: panels [N / width, K, width].
 
+    In bfloat16, pairs of inputs lie side by side: [N / width, ceil(K / 2), 2 width].
     The panels are in bfloat16 or float16 if that changes no number, as it changes none of a
     checkpoint in this dtype: a step of few tokens takes the time in which memory yields the
     weights. The kernels compute in float32 all the same. Returns None if the width of a panel does
@@ -163,13 +165,19 @@ def pack(weight: Tensor) -> Tensor | None:
         if torch.equal(halves.float(), weight):
             weight = halves
             break
-    return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    panels = weight.unflatten(0, (-1, width)).transpose(1, 2)  # [N / width, K, width]
+    if weight.dtype == torch.bfloat16:
+        pairs = F.pad(panels, (0, 0, 0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
+        panels = pairs.transpose(2, 3).flatten(2)
+    return panels.contiguous()
 
 
 def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W^T + bias for packed weights: [..., K] -> [..., N]."""
-    num_panels, inputs, width = panels.shape
-    out = x.new_empty(*x.shape[:-1], num_panels * width)
+    kernels = load()
+    assert kernels is not None
+    inputs = x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], len(panels) * kernels.panel_width())
     sizes = x.numel() // inputs, inputs, out.shape[-1]
     kind = PANEL_DTYPES.index(panels.dtype)
     _call("linear", x.contiguous(), panels, bias, out, *sizes, kind)
