@@ -1,7 +1,8 @@
-"""Fused CPU kernels in C++ for float32 (cpp_ops.cpp), compiled for this machine at the first start.
+"""Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine at the first start.
 
 The kernels compute products with weights, and what the plain layers RMSNorm, GatedMLP and
-SelfAttention compute.
+SelfAttention compute: in float32, and in bfloat16 where the processor has an instruction for its
+products (AVX512_BF16).
 """
 
 import ctypes
@@ -26,12 +27,13 @@ from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
 # Let loops with exponentials and comparisons become vector code. The flags are safe because no loop
-# meets a NaN, an infinity or a trap. None of them lets the compiler reorder a sum, so a token's sums
-# are the same however many tokens a kernel takes at a time.
+# meets a NaN, an infinity or a trap. None of them lets the compiler reorder a sum, so the sums of a
+# token are the same however many tokens a kernel takes at a time.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros"]
 # Tell only the compiler of -fopenmp, not the linker. Then no second OpenMP library is linked, and
 # the kernels run on the threads of the one that PyTorch has loaded.
 FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
+BFLOAT16_FLAGS = ["-DVALUES_IN_BFLOAT16", *FLAGS]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 # The kinds of each kernel's arguments, in order, by the letters above.
@@ -57,6 +59,28 @@ def load() -> ctypes.CDLL | None:
     Returns None if there is no compiler, or if it fails.
     """
     return load_kernels(SOURCE, FLAGS, ARGUMENTS)
+
+
+@cache
+def load_bfloat16() -> ctypes.CDLL | None:
+    """Load the kernels of models in bfloat16, as `load` does.
+
+    Returns None, too, if the processor has no AVX512_BF16.
+    """
+    return load_kernels(SOURCE, BFLOAT16_FLAGS, ARGUMENTS) if has_avx512_bf16() else None
+
+
+def has_avx512_bf16() -> bool:
+    """Return whether the processor has an instruction for products of bfloat16."""
+    # PyTorch 2.5 cannot tell.
+    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def kernels_of(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Load the kernels of models in this dtype. Returns None if there are none."""
+    if dtype == torch.bfloat16:
+        return load_bfloat16()
+    return load() if dtype == torch.float32 else None
 
 
 def load_kernels(source: Path, flags: list[str], arguments: dict[str, str]) -> ctypes.CDLL | None:
@@ -130,8 +154,9 @@ def compile_library(command: list[str]) -> bytes:
         return library.read_bytes()
 
 
-def _call(name: str, *args: Tensor | int | float | None) -> None:
-    call(load(), name, *args)
+def _call(name: str, x: Tensor, *args: Tensor | int | float | None) -> None:
+    """Call the kernel of x's dtype."""
+    call(kernels_of(x.dtype), name, x, *args)
 
 
 def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | None) -> None:
@@ -153,18 +178,19 @@ def pack(weight: Tensor) -> Tensor | None:
     The panels are in bfloat16 or float16 if that changes no number, as it changes none of a
     checkpoint in this dtype: a step of few tokens takes the time in which memory yields the
     weights. The kernels compute in float32 all the same. Returns None if the width of a panel does
-    not divide N.
+    not divide N, or if K is odd in a model of bfloat16.
     """
-    kernels = load()
+    kernels = kernels_of(weight.dtype)
     assert kernels is not None
     width = kernels.panel_width()
-    if len(weight) % width:
+    if len(weight) % width or weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
         return None
-    for dtype in PANEL_DTYPES[1 : 3 if kernels.takes_float16() else 2]:
-        halves = weight.to(dtype)
-        if torch.equal(halves.float(), weight):
-            weight = halves
-            break
+    if weight.dtype == torch.float32:
+        for dtype in PANEL_DTYPES[1 : 3 if kernels.takes_float16() else 2]:
+            halves = weight.to(dtype)
+            if torch.equal(halves.float(), weight):
+                weight = halves
+                break
     panels = weight.unflatten(0, (-1, width)).transpose(1, 2)  # [N / width, K, width]
     if weight.dtype == torch.bfloat16:
         pairs = F.pad(panels, (0, 0, 0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
@@ -174,7 +200,7 @@ def pack(weight: Tensor) -> Tensor | None:
 
 def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W^T + bias for packed weights: [..., K] -> [..., N]."""
-    kernels = load()
+    kernels = kernels_of(x.dtype)
     assert kernels is not None
     inputs = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], len(panels) * kernels.panel_width())
@@ -254,8 +280,9 @@ def decode_attention(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tenso
     block_size, num_kv_heads, head_dim = cache.k.shape[1:]
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
+    kernels = kernels_of(q.dtype)
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
     how = options.window or 2**62, options.scale, options.softcap or 0.0
     tensors = cache.k, cache.v, cache.scales, kv.context_lens, tables, options.sinks, out
-    _call("decode_attention", q.data_ptr(), *tensors, *sizes, *how)
+    call(kernels, "decode_attention", q.data_ptr(), *tensors, *sizes, *how)
     return out
