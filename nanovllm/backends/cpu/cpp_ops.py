@@ -72,7 +72,7 @@ def load_bfloat16() -> ctypes.CDLL | None:
 
 def has_avx512_bf16() -> bool:
     """Return whether the processor has an instruction for products of bfloat16."""
-    # PyTorch 2.5 cannot tell.
+    # Older releases of PyTorch cannot tell.
     return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
 
 
