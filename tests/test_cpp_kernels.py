@@ -28,6 +28,7 @@ from nanovllm import LLM
 from nanovllm.backends.cpu import cpp_ops, layers, library_cache
 from nanovllm.backends.cpu.decoder import CppDecoder
 from nanovllm.backends.cpu.transform import use_cpu_layers
+from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 from nanovllm.layers.context import PrefillMetadata
 from nanovllm.layers.sampler import sample
@@ -37,49 +38,130 @@ KERNELS = ["auto", "plain"]
 # In part these kernels': windows and caps are, other norms and heads that turn in part are not.
 ODD = ["mistral-window", "gemma2", "phi3"]
 needs_compiler = pytest.mark.skipif(cpp_ops.find_compiler() is None, reason="needs g++")
+needs_bfloat16 = pytest.mark.skipif(
+    cpp_ops.load_bfloat16() is None, reason="needs AVX512_BF16 and a g++ that knows it"
+)
+# The dtypes of models that have kernels.
+in_each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, marks=needs_compiler),
+        pytest.param(torch.bfloat16, marks=needs_bfloat16),
+    ],
+)
 
 
-@needs_compiler
+def assert_equals_twin(got, expected):
+    """The twin gets the same numbers in float32, and the kernel rounds its result once."""
+    assert got.dtype != torch.bfloat16 or torch.isfinite(got).all()
+    exact = got.dtype == torch.float32
+    rtol, atol = (1e-5, 1e-5) if exact else (2**-8, 1e-4)
+    torch.testing.assert_close(got.float(), expected, rtol=rtol, atol=atol)
+
+
+@in_each_dtype
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("size", [40, 256])
-def test_norms_and_activation_equal_their_twins(rows, size):
-    x, weight = 20 * torch.randn(rows, size), torch.rand(size)
-    torch.testing.assert_close(cpp_ops.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
+def test_norms_and_activation_equal_their_twins(rows, size, dtype):
+    x, weight = (20 * torch.randn(rows, size)).to(dtype), torch.rand(size).to(dtype)
+    expected = plain.rms_norm(x.float(), weight.float(), 1e-6)
+    assert_equals_twin(cpp_ops.rms_norm(x, weight, 1e-6), expected)
     x[0, :4] = torch.tensor([-200.0, -87.5, 88.5, 200.0])  # where an exponential leaves float32
-    torch.testing.assert_close(
-        cpp_ops.silu_and_mul(x), plain.activate_and_mul(x), rtol=1e-5, atol=1e-5
-    )
+    assert_equals_twin(cpp_ops.silu_and_mul(x), plain.activate_and_mul(x.float()))
 
 
-@needs_compiler
+@in_each_dtype
 @pytest.mark.parametrize("inputs, panels, has_bias", [(24, 3, False), (576, 1, True), (1, 2, True)])
-def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(inputs, panels, has_bias):
-    weight = torch.randn(panels * cpp_ops.load().panel_width(), inputs)
-    bias = torch.randn(len(weight)) if has_bias else None
-    x, packed = torch.randn(200, inputs), cpp_ops.pack(weight)
+def test_products_equal_pytorchs_and_rows_do_not_depend_on_each_other(
+    inputs, panels, has_bias, dtype
+):
+    inputs += inputs % 2 if dtype == torch.bfloat16 else 0
+    weight = torch.randn(panels * cpp_ops.load().panel_width(), inputs).to(dtype)
+    bias = torch.randn(len(weight)).to(dtype) if has_bias else None
+    x, packed = torch.randn(200, inputs).to(dtype), cpp_ops.pack(weight)
     together = cpp_ops.linear(x, packed, bias)
-    expected = F.linear(x, weight, bias)
-    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-4)
+    expected = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    rtol = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(together.float(), expected, rtol=rtol, atol=1e-4)
     for begin, end in [(0, 1), (0, 95), (3, 200), *((7, 7 + rows) for rows in range(1, 14))]:
         assert torch.equal(cpp_ops.linear(x[begin:end], packed, bias), together[begin:end])
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_that_fit_16_bits_are_held_so_and_change_no_bit(dtype):
+@pytest.mark.parametrize("inputs", [70, 71])
+def test_weights_that_fit_16_bits_are_held_so_and_change_no_bit(dtype, inputs):
     if dtype == torch.float16 and not cpp_ops.load().takes_float16():
         pytest.skip("this processor has no instruction for float16")
-    weight = torch.randn(2 * cpp_ops.load().panel_width(), 70)
+    width = cpp_ops.load().panel_width()
+    weight = torch.randn(2 * width, inputs)
     weight[1] *= 2.0**-15  # below what float16 has with all of its bits
     weight[0, :2] = torch.tensor([-0.0, 1 + 2.0**-7 if dtype == torch.bfloat16 else 1 + 2.0**-10])
     weight = weight.to(dtype).float()
     halves = cpp_ops.pack(weight)
     assert halves.dtype == dtype
+    floats = weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
     for rows in (1, 5, 100):
-        x = torch.randn(rows, 70)
-        assert torch.equal(cpp_ops.linear(x, halves, None), cpp_ops.linear(x, halves.float(), None))
+        x = torch.randn(rows, inputs)
+        assert torch.equal(cpp_ops.linear(x, halves, None), cpp_ops.linear(x, floats, None))
     weight[-1, -1] = 1 + 2.0**-20
     assert cpp_ops.pack(weight).dtype == torch.float32
+
+
+@needs_bfloat16
+def test_results_in_bfloat16_are_rounded_to_nearest_and_keep_nan():
+    width = cpp_ops.load().panel_width()
+    weight = torch.tensor([1.0, 2.0**-9]).expand(width, 2).bfloat16()
+    x = torch.tensor([[1.0, 2], [1 + 2**-7, 2], [1, 2.5], [-3, 4], [1e38, 1], [torch.nan, 1]])
+    exact = x @ weight[0].float()
+    got = cpp_ops.linear(x.bfloat16(), cpp_ops.pack(weight), None)
+    assert torch.equal(got[:-1, 0], exact[:-1].bfloat16()) and got[-1].isnan().all()
+    assert cpp_ops.rms_norm(x.bfloat16(), weight[0], 1e-6)[-1].isnan().all()
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("shape", [(33, 64), (64, 33)])
+def test_a_bfloat16_weight_that_fits_no_panel_is_left_to_others(shape):
+    assert cpp_ops.pack(torch.randn(shape).bfloat16()) is None
+
+
+def load_in_bfloat16(folder):
+    with tensors_default_to(torch.bfloat16, torch.device("cpu")):
+        return load(folder)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("model", ["gqa-2", "llama", "attention-bias", "gemma2"])
+def test_in_bfloat16_one_call_for_all_layers_changes_no_bit(get_checkpoint, model):
+    built = load_in_bfloat16(get_checkpoint(model).folder)
+    use_cpu_layers(built)
+    assert (type(built.model) is CppDecoder) == (model != "gemma2")
+    with tensors_default_to(torch.bfloat16, torch.device("cpu")):
+        fast = logits_of(built)
+        built.model.__class__ = Decoder
+        assert torch.equal(logits_of(built), fast)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("has_amx", [False, True])
+@pytest.mark.parametrize("model", ["gqa-2", "attention-bias", "experts", "llama", *ODD])
+def test_kernels_in_bfloat16_are_as_near_to_float32_as_plain_layers(
+    get_checkpoint, model, has_amx, monkeypatch
+):
+    """Where the processor has AMX, oneDNN multiplies."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    folder = get_checkpoint(model).folder
+    exact = load(folder)
+    plain_one, fast = load_in_bfloat16(folder), load_in_bfloat16(folder)
+    for parameter, rounded in zip(exact.parameters(), plain_one.parameters()):
+        parameter.copy_(rounded)
+    use_cpu_layers(fast)
+    weight = fast.model.layers[0].self_attn.o_proj.weight
+    assert weight.is_mkldnn if has_amx else weight.dim() == 3
+    expected = logits_of(exact)
+    with tensors_default_to(torch.bfloat16, torch.device("cpu")):
+        errors = [(logits_of(x).float() - expected).square().mean() for x in (plain_one, fast)]
+    assert errors[1] < 1.5 * errors[0]
 
 
 @needs_compiler
@@ -138,40 +220,46 @@ def test_a_weight_whose_outputs_fill_no_panel_is_left_to_others():
     assert cpp_ops.pack(torch.randn(cpp_ops.load().panel_width() + 1, 8)) is None
 
 
-@needs_compiler
+@in_each_dtype
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 24), (4, 4, 64), (6, 1, 16)])
 @pytest.mark.parametrize("norm", [False, True])
-def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim, norm):
+def test_heads_are_normed_rotated_and_stored_as_by_the_twin(heads, kv_heads, dim, norm, dtype):
     tokens, angles = 9, torch.rand(50, dim // 2)
-    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
-    q_weight, k_weight = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim).to(dtype)
+    q_weight, k_weight = torch.rand(2, dim).to(dtype) if norm else (None, None)
     slots = torch.tensor([7, -1, 31, 0, 2, 16, 17, 18, -1])
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     options = dict(head_dim=dim, num_kv_heads=kv_heads, q_weight=q_weight, k_weight=k_weight)
     options |= dict(eps=1e-6, cos_sin=table, positions=torch.arange(tokens) * 5, slot_mapping=slots)
-    caches = [torch.zeros(2, 2, 16, kv_heads, dim) for _ in range(2)]
+    caches = [torch.zeros(2, 2, 16, kv_heads, dim, dtype=dtype) for _ in range(2)]
     got, expected = [
         form.qk_norm_rope_store(qkv.clone(), **options, cache=KVCache(*cache))
         for form, cache in zip((cpp_ops, plain), caches)
     ]
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(*caches)
+    # The twin in bfloat16 rounds a norm twice before it rotates.
+    close = {} if dtype == torch.float32 else dict(rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(got, expected, **close)
+    torch.testing.assert_close(*caches, **close)
 
 
-@needs_compiler
+@in_each_dtype
 @pytest.mark.parametrize("heads, kv_heads, dim", [(4, 2, 24), (4, 4, 64), (6, 1, 16)])
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("options", [(None, None), (20, None), (16, 2.0), (None, 0.7)])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options, has_sinks):
+def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options, has_sinks, dtype):
     lens = torch.tensor([1, 15, 16, 17, 40, 64, 3, 33, 5, 48, 2, 63], dtype=torch.int32)[-rows:]
     tables = torch.randperm(64)[: rows * 4].view(rows, 4).int()
-    kv = PagedKV(KVCache(*torch.randn(2, 64, 16, kv_heads, dim)), tables, lens)
-    q = torch.randn(rows, heads + 2 * kv_heads, dim)[:, :heads]  # as a view of projected q, k and v
-    sinks = torch.linspace(-4, 8, heads) if has_sinks else None
+    cache = torch.randn(2, 64, 16, kv_heads, dim).to(dtype)
+    kv = PagedKV(KVCache(*cache), tables, lens)
+    # q is a view, as of projected q, k and v.
+    q = torch.randn(rows, heads + 2 * kv_heads, dim).to(dtype)[:, :heads]
+    sinks = torch.linspace(-4, 8, heads).to(dtype) if has_sinks else None
+    wide = AttentionOptions(dim**-0.5, *options, sinks if sinks is None else sinks.float())
+    wide_kv = PagedKV(KVCache(*cache.float()), tables, lens)
+    expected = plain.decode_attention(q.float().contiguous(), wide_kv, wide)
     options = AttentionOptions(dim**-0.5, *options, sinks)
-    expected = plain.decode_attention(q.contiguous(), kv, options)
-    torch.testing.assert_close(cpp_ops.decode_attention(q, kv, options), expected)
+    assert_equals_twin(cpp_ops.decode_attention(q, kv, options), expected)
 
 
 @needs_compiler
@@ -575,8 +663,15 @@ def test_another_attention_backend_is_refused(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_other_dtypes_attention_is_plain(make_llm, dtype):
+@pytest.mark.parametrize("has_instruction", [False, True])
+def test_in_other_dtypes_attention_is_plain_unless_the_processor_multiplies_them(
+    make_llm, monkeypatch, dtype, has_instruction
+):
+    if not has_instruction:
+        monkeypatch.setattr(cpp_ops, "load_bfloat16", lambda: None)
     llm = make_llm(dtype=dtype)
-    assert llm.engine.runner.info.attention == "plain"
+    has_kernels = dtype == "bfloat16" and cpp_ops.load_bfloat16() is not None
+    assert llm.engine.runner.info.attention == ("C++" if has_kernels else "plain")
+    assert layers.float32_is_faster(dtype) != has_kernels
     (output,) = llm.generate(PROMPTS[:1], greedy(4), use_tqdm=False)
     assert len(output["token_ids"]) == 4

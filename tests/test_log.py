@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from nanovllm import TINY_MODEL
+from nanovllm.backends.cpu import cpp_ops
 from nanovllm.frontend.log import parameters
 
 LINE = (
@@ -86,6 +87,7 @@ def test_a_dtype_that_a_cpu_computes_slowly_is_said_to_be_slow(
     caplog, make_llm, monkeypatch, dtype, has_amx, said
 ):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    monkeypatch.setattr(cpp_ops, "load_bfloat16", lambda: None)
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         make_llm(dtype=dtype)
     assert said in caplog.text

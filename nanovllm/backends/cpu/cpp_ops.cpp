@@ -1,5 +1,8 @@
 // The kernels of cpp_ops.py and decoder.py. Each computes what a plain layer computes, in float32 and in one pass over memory.
 //
+// A Value is what layers pass on and what parameters and the KV cache hold: float, or, with -DVALUES_IN_BFLOAT16, bfloat16.
+// Then products multiply bfloat16 and add up in float32, by the instruction that AVX512_BF16 has for it.
+//
 // T tokens, B sequences, H query heads, G KV heads, D head size, W block-table width. Arrays are dense unless a stride
 // is given. Each token or sequence is computed alone, so its result does not depend on the batch.
 
@@ -7,13 +10,38 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
 
-static float dot(const float* a, const float* b, int64_t n) {
+// The upper half of a float.
+struct Bfloat16 {
+    uint16_t bits;
+
+    // Round to nearest, ties to even. A NaN stays one, because its lower half is 0: it came from a bfloat16 or from the
+    // processor.
+    Bfloat16& operator=(float x) {
+        union { float value; uint32_t bits; } of = {x};
+        bits = (of.bits + 0x7fff + (of.bits >> 16 & 1)) >> 16;
+        return *this;
+    }
+    operator float() const {
+        union { uint32_t bits; float value; } of = {static_cast<uint32_t>(bits) << 16};
+        return of.value;
+    }
+};
+
+#ifdef VALUES_IN_BFLOAT16
+typedef Bfloat16 Value;
+#else
+typedef float Value;
+#endif
+
+template <typename Number>
+static float dot(const Number* a, const Number* b, int64_t n) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
@@ -49,22 +77,16 @@ typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(s
 extern "C" int64_t panel_width() { return WIDTH; }
 
 // A panel's numbers are float, or of 16 bits where these hold the floats exactly. All become float before they are
-// multiplied. A bfloat16 is the upper half of a float. Processors without an instruction for it have no float16 here.
-struct Bfloat16 {
-    uint16_t bits;
-};
+// multiplied, but a bfloat16 by a bfloat16. Processors without an instruction for it have no float16 here. Two neighbouring
+// inputs' bfloat16 lie side by side: one shift and one mask make floats of them.
 struct Float16 {
     uint16_t bits;
 };
 enum Kind { FLOAT32, BFLOAT16, FLOAT16, INT8, GROUPED };  // of a weight
 
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t))));
+typedef uint32_t Bits __attribute__((vector_size(LANES * sizeof(uint32_t)), aligned(sizeof(uint16_t)), may_alias));
 
 static inline Lanes load_lanes(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
-static inline Lanes load_lanes(const Bfloat16* from) {
-    return reinterpret_cast<Lanes>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
-}
 
 #if defined(__F16C__)
 extern "C" int64_t takes_float16() { return true; }
@@ -82,75 +104,97 @@ static inline Lanes load_lanes(const Float16* from) { return Lanes{}; }
 
 // What is added to a product: bias [N], and residual [T, N], which may be the result's memory. Either may be null.
 struct Added {
-    const float *bias, *residual;
+    const Value *bias, *residual;
 };
 
-// Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], into rows of `out` that are N apart, as those of
-// the residual are. Each sum runs over k in order, whatever the number of rows, so a row's result does not depend on
-// other rows.
+// Multiply `rows` rows of x, which are K apart, by a panel [K, WIDTH], or [K / 2, WIDTH, 2] of bfloat16, into rows of `out`
+// that are N apart, as those of the residual are. Each sum runs over k in order, whatever the number of rows, so a row's
+// result does not depend on other rows.
 template <int64_t rows, typename Number>
-static void multiply_tile(const float* x, const Number* panel, Added added, float* out, int64_t K, int64_t N) {
+static void multiply_tile(const Value* x, const Number* panel, Added added, Value* out, int64_t K, int64_t N) {
     Lanes sums[rows][2] = {};
-    for (int64_t k = 0; k < K; k++) {
-        const Lanes left = load_lanes(panel + k * WIDTH), right = load_lanes(panel + k * WIDTH + LANES);
+#ifdef VALUES_IN_BFLOAT16
+    const Bits* pairs = reinterpret_cast<const Bits*>(panel);
+    for (int64_t k = 0; k < K; k += 2, pairs += 2)
+#pragma GCC unroll 12
+        for (int64_t r = 0; r < rows; r++) {
+            int32_t both;
+            std::memcpy(&both, x + r * K + k, sizeof both);
+            for (int64_t half = 0; half < 2; half++)
+                sums[r][half] = _mm512_dpbf16_ps(sums[r][half], (__m512bh)_mm512_set1_epi32(both), (__m512bh)pairs[half]);
+        }
+#else
+    auto add_input = [&](int64_t k, Lanes left, Lanes right) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int64_t r = 0; r < rows; r++) {
             sums[r][0] += x[r * K + k] * left;
             sums[r][1] += x[r * K + k] * right;
         }
+    };
+    if constexpr (std::is_same_v<Number, Bfloat16>) {
+        const Bits* pairs = reinterpret_cast<const Bits*>(panel);
+        for (int64_t k = 0; k + 1 < K; k += 2, pairs += 2) {
+            const Bits left = pairs[0], right = pairs[1];
+            add_input(k, reinterpret_cast<Lanes>(left << 16), reinterpret_cast<Lanes>(right << 16));
+            add_input(k + 1, reinterpret_cast<Lanes>(left & 0xffff0000), reinterpret_cast<Lanes>(right & 0xffff0000));
+        }
+        if (K % 2) add_input(K - 1, reinterpret_cast<Lanes>(pairs[0] << 16), reinterpret_cast<Lanes>(pairs[1] << 16));
+    } else {
+        for (int64_t k = 0; k < K; k++)
+            add_input(k, load_lanes(panel + k * WIDTH), load_lanes(panel + k * WIDTH + LANES));
     }
-    for (int64_t r = 0; r < rows; r++) {
-        for (const float* more : {added.bias, added.residual ? added.residual + r * N : nullptr})
-            for (int64_t half = 0; more && half < 2; half++) sums[r][half] += reinterpret_cast<const Lanes*>(more)[half];
-        std::memcpy(out + r * N, sums[r], sizeof(sums[r]));
+#endif
+    for (int64_t r = 0; r < rows; r++, out += N) {
+        float row[WIDTH];
+        Value values[WIDTH];
+        std::memcpy(row, sums[r], sizeof row);
+        for (int64_t i = 0; added.bias && i < WIDTH; i++) row[i] += added.bias[i];
+        for (int64_t i = 0; i < WIDTH; i++) values[i] = row[i];
+        for (int64_t i = 0; added.residual && i < WIDTH; i++) values[i] = values[i] + added.residual[r * N + i];
+        std::memcpy(out, values, sizeof values);
     }
 }
 
-// Multiply any number of rows as tiles of `rows` rows, and the rest as smaller ones.
-template <int64_t rows, typename Number>
-static void multiply_panel(const float* x, const Number* panel, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+// Multiply `count` rows, at most `most`, as one tile.
+template <int64_t most, typename Number>
+static void multiply_rows(int64_t count, const Value* x, const Number* panel, Added added, Value* out, int64_t K, int64_t N) {
+    if (count == most)
+        multiply_tile<most>(x, panel, added, out, K, N);
+    else if constexpr (most > 1)
+        multiply_rows<most - 1>(count, x, panel, added, out, K, N);
+}
+
+// Multiply any number of rows as tiles of about the same size, because small ones are slow.
+template <typename Number>
+static void multiply_panel(const Value* x, const Number* panel, Added added, Value* out, int64_t T, int64_t K, int64_t N) {
     int64_t t = 0;
-    for (; t + rows <= T; t += rows) {
-        multiply_tile<rows>(x + t * K, panel, added, out + t * N, K, N);
-        if (added.residual) added.residual += rows * N;
+    for (int64_t tiles = (T + ROWS - 1) / ROWS; tiles > 0; tiles--) {
+        const int64_t count = (T - t + tiles - 1) / tiles;
+        const Added here = {added.bias, added.residual ? added.residual + t * N : nullptr};
+        multiply_rows<ROWS>(count, x + t * K, panel, here, out + t * N, K, N);
+        t += count;
     }
-    if constexpr (rows > 1) multiply_panel<rows - 1>(x + t * K, panel, added, out + t * N, T - t, K, N);
 }
 
-// Return a panel as floats, which several tiles read. A single tile takes its numbers as they are.
-static const float* floats_of(const float* panel, int64_t n) { return panel; }
+// Compute x W^T + bias + residual: x [T, K], panels of W -> out [T, N].
 template <typename Number>
-static const float* floats_of(const Number* panel, int64_t n) {
-    static thread_local std::vector<float> floats;
-    floats.resize(n);
-    for (int64_t i = 0; i < n; i += LANES) {
-        const Lanes lanes = load_lanes(panel + i);
-        std::memcpy(&floats[i], &lanes, sizeof lanes);
-    }
-    return floats.data();
-}
-
-// Compute x W^T + bias + residual: x [T, K], panels of W [N / WIDTH, K, WIDTH] -> out [T, N].
-template <typename Number>
-static void multiply(const float* x, const Number* panels, Added added, float* out, int64_t T, int64_t K, int64_t N) {
+static void multiply(const Value* x, const Number* panels, Added added, Value* out, int64_t T, int64_t K, int64_t N) {
     constexpr int64_t AT_ONCE = 96;  // rows that stay in a core's cache while panels pass
+    const int64_t inputs = std::is_same_v<Number, Bfloat16> ? K + K % 2 : K;  // that a panel has
 #pragma omp parallel for collapse(2) schedule(dynamic, 2) if (T * K * N > 65536)
     for (int64_t t = 0; t < T; t += AT_ONCE)
         for (int64_t n = 0; n < N; n += WIDTH) {
             const int64_t count = std::min(AT_ONCE, T - t);
-            const Number* panel = panels + n * K;
+            const Number* panel = panels + n * inputs;
             const Added here = {added.bias ? added.bias + n : nullptr,
                                 added.residual ? added.residual + t * N + n : nullptr};
-            if (count <= ROWS)
-                multiply_panel<ROWS>(x + t * K, panel, here, out + t * N + n, count, K, N);
-            else
-                multiply_panel<ROWS>(x + t * K, floats_of(panel, K * WIDTH), here, out + t * N + n, count, K, N);
+            multiply_panel(x + t * K, panel, here, out + t * N + n, count, K, N);
         }
 }
 
-static void multiply_any(Kind kind, const float* x, const void* panels, Added added, float* out, int64_t T, int64_t K,
+static void multiply_any(Kind kind, const Value* x, const void* panels, Added added, Value* out, int64_t T, int64_t K,
                          int64_t N) {
-    if (kind == BFLOAT16)
+    if (kind == BFLOAT16 || std::is_same_v<Value, Bfloat16>)
         multiply(x, static_cast<const Bfloat16*>(panels), added, out, T, K, N);
     else if (kind == FLOAT16)
         multiply(x, static_cast<const Float16*>(panels), added, out, T, K, N);
@@ -158,30 +202,30 @@ static void multiply_any(Kind kind, const float* x, const void* panels, Added ad
         multiply(x, static_cast<const float*>(panels), added, out, T, K, N);
 }
 
-extern "C" void linear(const float* x, const void* panels, const float* bias, float* out, int64_t T, int64_t K, int64_t N,
+extern "C" void linear(const Value* x, const void* panels, const Value* bias, Value* out, int64_t T, int64_t K, int64_t N,
                        int64_t kind) {
     multiply_any(static_cast<Kind>(kind), x, panels, {bias, nullptr}, out, T, K, N);
 }
 
 // Scale x [n] to a root mean square of 1 and multiply it by weight [n]. `out` may be `x`.
-static void norm_row(const float* x, const float* weight, float* out, int64_t n, float eps) {
+static void norm_row(const Value* x, const Value* weight, Value* out, int64_t n, float eps) {
     const float scale = 1 / std::sqrt(dot(x, x, n) / n + eps);
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * scale * weight[i];
 }
 
 // Norm each row: x [T, N] -> out [T, N].
-extern "C" void rms_norm(const float* x, const float* weight, float* out, int64_t T, int64_t N, float eps) {
+extern "C" void rms_norm(const Value* x, const Value* weight, Value* out, int64_t T, int64_t N, float eps) {
 #pragma omp parallel for if (T * N > 4096)
     for (int64_t t = 0; t < T; t++) norm_row(x + t * N, weight, out + t * N, N, eps);
 }
 
 // Compute silu(gate) * up, where a row of x holds gate and then up: x [T, 2F] -> out [T, F].
-extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
+extern "C" void silu_and_mul(const Value* x, Value* out, int64_t T, int64_t F) {
 #pragma omp parallel for if (T * F > 4096)
     for (int64_t t = 0; t < T; t++) {
-        const float *gate = x + t * 2 * F, *up = gate + F;
-        float* row = out + t * F;
+        const Value *gate = x + t * 2 * F, *up = gate + F;
+        Value* row = out + t * F;
 #pragma omp simd
         for (int64_t i = 0; i < F; i++) row[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
     }
@@ -190,15 +234,15 @@ extern "C" void silu_and_mul(const float* x, float* out, int64_t T, int64_t F) {
 // Norm q and k (where there are weights) and rotate them, in place in qkv [T, H + 2G, D]. Store k and v in the caches, but
 // not those of a token whose slot is -1.
 extern "C" void qk_norm_rope_store(
-    float* qkv, const float* q_weight, const float* k_weight, const float* cos_sin, const int64_t* positions,
-    const int64_t* slots, float* k_cache, float* v_cache, int64_t T, int64_t H, int64_t G, int64_t D, float eps) {
+    Value* qkv, const Value* q_weight, const Value* k_weight, const float* cos_sin, const int64_t* positions,
+    const int64_t* slots, Value* k_cache, Value* v_cache, int64_t T, int64_t H, int64_t G, int64_t D, float eps) {
     const int64_t half = D / 2;
 #pragma omp parallel for if (T * (H + G) * D > 4096)
     for (int64_t t = 0; t < T; t++) {
-        float* heads = qkv + t * (H + 2 * G) * D;
+        Value* heads = qkv + t * (H + 2 * G) * D;
         const float *cos = cos_sin + positions[t] * D, *sin = cos + half;
         for (int64_t h = 0; h < H + G; h++) {
-            float *x1 = heads + h * D, *x2 = x1 + half;
+            Value *x1 = heads + h * D, *x2 = x1 + half;
             if (q_weight) norm_row(x1, h < H ? q_weight : k_weight, x1, D, eps);
 #pragma omp simd
             for (int64_t i = 0; i < half; i++) {
@@ -208,7 +252,7 @@ extern "C" void qk_norm_rope_store(
             }
         }
         if (k_cache && slots[t] >= 0) {
-            const float *k = heads + H * D, *v = k + G * D;
+            const Value *k = heads + H * D, *v = k + G * D;
             std::copy(k, v, k_cache + slots[t] * G * D);
             std::copy(v, v + G * D, v_cache + slots[t] * G * D);
         }
@@ -234,10 +278,14 @@ struct Numbers {
 };
 
 // Return the numbers of `count` tokens: those of a float cache, or decoded into `space`.
-static Numbers numbers(const float* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+static inline Numbers numbers(const float* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
     return {tokens, stride};
 }
-static Numbers numbers(const uint8_t* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+static inline Numbers numbers(const Bfloat16* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
+    for (int64_t t = 0; t < count; t++) std::copy_n(tokens + t * stride, D, space + t * D);
+    return {space, D};
+}
+static inline Numbers numbers(const uint8_t* tokens, int64_t count, int64_t stride, float* space, int64_t D) {
     for (int64_t t = 0; t < count; t++) decode_codes(tokens + t * stride, space + t * D, D);
     return {space, D};
 }
@@ -266,17 +314,19 @@ static void add_values(const float* weights, Numbers v, int64_t count, float* su
 
 // Attend with the queries of `groups` neighbouring KV heads of one sequence, `heads` of each, to its tokens [first, end). The
 // memory of the KV heads is read once, in the order in which it lies. A score s becomes softcap tanh(s / softcap) unless
-// softcap is 0. Where there are sinks, each head has one more score, of a token that does not exist. Stored is float, or
+// softcap is 0. Where there are sinks, each head has one more score, of a token that does not exist. Stored is Value, or
 // uint8_t for FP8 codes; v_scale multiplies the result, as the caller's scale does the scores. DIM is the head size where it
 // is a constant, so that loops over it compile to straight vector code, and 0 where the head size is known only at run time.
 template <int64_t DIM, typename Stored>
-static void attend(const float* query, const Stored* k_cache, const Stored* v_cache, const int32_t* table, int64_t first,
+static void attend(const Value* query, const Stored* k_cache, const Stored* v_cache, const int32_t* table, int64_t first,
                    int64_t end, int64_t groups, int64_t heads, int64_t G, int64_t any_dim, int64_t block_size, float scale,
-                   float v_scale, float softcap, const float* sinks, float* out) {
+                   float v_scale, float softcap, const Value* sinks, Value* out) {
     const int64_t D = DIM ? DIM : any_dim, len = end - first;
     constexpr int64_t AT_ONCE = 16;  // tokens that stay in a core's smallest cache while its heads pass
-    static thread_local std::vector<float> space;
+    static thread_local std::vector<float> space, queries, sums;
     space.resize(AT_ONCE * D);
+    queries.assign(query, query + groups * heads * D);
+    sums.assign(groups * heads * D, 0);
     // Calls use(h, t, count, K or V of `count` tokens from first + t on) for each head.
     auto for_each_head = [&](const Stored* cache, auto use) {
         for (int64_t start = first, stop; start < end; start = stop) {
@@ -293,7 +343,7 @@ static void attend(const float* query, const Stored* k_cache, const Stored* v_ca
     float* weights = of_thread.data();
     for_each_head(k_cache, [&](int64_t h, int64_t from, int64_t count, Numbers k) {
         for (int64_t t = 0; t < count; t++)
-            weights[h * len + from + t] = scale * dot(query + h * D, k.first + t * k.stride, D);
+            weights[h * len + from + t] = scale * dot(&queries[h * D], k.first + t * k.stride, D);
     });
     for (int64_t h = 0; h < groups * heads; h++) {
         float* row = weights + h * len;
@@ -305,7 +355,7 @@ static void attend(const float* query, const Stored* k_cache, const Stored* v_ca
 #pragma omp simd reduction(max : peak)
         for (int64_t t = 0; t < len; t++) peak = std::max(peak, row[t]);
         if (sinks) {
-            peak = std::max(peak, sinks[h]);
+            peak = std::max<float>(peak, sinks[h]);
             total = exponential(sinks[h] - peak);
         }
 #pragma omp simd reduction(+ : total)
@@ -314,16 +364,16 @@ static void attend(const float* query, const Stored* k_cache, const Stored* v_ca
 #pragma omp simd
         for (int64_t t = 0; t < len; t++) row[t] /= total;
     }
-    std::fill(out, out + groups * heads * D, 0.0f);
     for_each_head(v_cache, [&](int64_t h, int64_t from, int64_t count, Numbers v) {
-        add_values<DIM>(weights + h * len + from, v, count, out + h * D, D);
+        add_values<DIM>(weights + h * len + from, v, count, &sums[h * D], D);
     });
+    std::copy(sums.begin(), sums.end(), out);
 }
 
 template <typename Stored>
 static void decode_all(
-    const float* q, const Stored* k_cache, const Stored* v_cache, const int32_t* lens, const int32_t* tables,
-    const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
+    const Value* q, const Stored* k_cache, const Stored* v_cache, const int32_t* lens, const int32_t* tables,
+    const Value* sinks, Value* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D, int64_t W,
     int64_t block_size, int64_t window, float scale, float v_scale, float softcap) {
     const int64_t heads = H / G;
     const int64_t groups = B > 8 ? G : 1;  // KV heads of a sequence that one thread takes: they are neighbours in memory
@@ -339,14 +389,14 @@ static void decode_all(
 // Attend with one query a sequence: q [B, H, D] with rows q_stride apart, caches [blocks, block_size, G, D], tables [B, W]
 // -> out [B, H, D]. Where there are scales, of K and of V, the caches hold FP8 codes.
 extern "C" void decode_attention(
-    const float* q, const void* k_cache, const void* v_cache, const float* scales, const int32_t* lens,
-    const int32_t* tables, const float* sinks, float* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D,
+    const Value* q, const void* k_cache, const void* v_cache, const float* scales, const int32_t* lens,
+    const int32_t* tables, const Value* sinks, Value* out, int64_t B, int64_t q_stride, int64_t H, int64_t G, int64_t D,
     int64_t W, int64_t block_size, int64_t window, float scale, float softcap) {
     if (scales)
         decode_all(q, static_cast<const uint8_t*>(k_cache), static_cast<const uint8_t*>(v_cache), lens, tables, sinks, out,
                    B, q_stride, H, G, D, W, block_size, window, scale * scales[0], scales[1], softcap);
     else
-        decode_all(q, static_cast<const float*>(k_cache), static_cast<const float*>(v_cache), lens, tables, sinks, out, B,
+        decode_all(q, static_cast<const Value*>(k_cache), static_cast<const Value*>(v_cache), lens, tables, sinks, out, B,
                    q_stride, H, G, D, W, block_size, window, scale, 1.0f, softcap);
 }
 
@@ -389,10 +439,10 @@ extern "C" void arg_max(const int32_t* logits, int64_t* tokens, int32_t* values,
 
 // ---- a decoder ----
 
-// The kernels of quantised_ops.cpp, or null where no weight needs them.
+// The kernels of quantised_ops.cpp, or null where no weight needs them, as no Value does that is not a float.
 struct QuantisedKernels {
-    void (*int8_linear)(const float*, const int8_t*, const float*, const float*, float*, int64_t, int64_t, int64_t);
-    void (*grouped_linear)(const float*, const uint32_t*, const float*, const uint8_t*, const float*, float*, int64_t, int64_t,
+    void (*int8_linear)(const Value*, const int8_t*, const float*, const Value*, Value*, int64_t, int64_t, int64_t);
+    void (*grouped_linear)(const Value*, const uint32_t*, const float*, const uint8_t*, const Value*, Value*, int64_t, int64_t,
                            int64_t, int64_t, int64_t);
 };
 
@@ -401,25 +451,27 @@ struct Linear {
     const void* weights;
     const float* scales;
     const uint8_t* zeros;
-    const float* bias;
+    const Value* bias;
     int64_t kind, bits, group;
 };
 
 // A layer with its part of the KV cache: see Layer in decoder.py.
 struct Layer {
     Linear qkv, o, gate_up, down;
-    const float *input_norm, *post_norm, *q_norm, *k_norm, *cos_sin, *sinks;
-    float *k_cache, *v_cache;
+    const Value *input_norm, *post_norm, *q_norm, *k_norm;
+    const float* cos_sin;
+    const Value* sinks;
+    Value *k_cache, *v_cache;
     int64_t hidden, heads, kv_heads, head_dim, intermediate, window;
     float input_eps, post_eps, qk_eps, scale, softcap;
 };
 
 // Run one token of each of B sequences through all layers, in place: x [B, hidden].
-extern "C" void decode(const QuantisedKernels* quantised, const Layer* layers, int64_t count, float* x,
+extern "C" void decode(const QuantisedKernels* quantised, const Layer* layers, int64_t count, Value* x,
                        const int64_t* positions, const int64_t* slots, const int32_t* lens, const int32_t* tables,
                        int64_t B, int64_t W, int64_t block_size) {
-    std::vector<float> normed, heads, attended, both, activated, added;
-    auto project = [&](const Linear& linear, const float* from, float* to, int64_t K, int64_t N) {
+    std::vector<Value> normed, heads, attended, both, activated, added;
+    auto project = [&](const Linear& linear, const Value* from, Value* to, int64_t K, int64_t N) {
         if (linear.kind == INT8)
             quantised->int8_linear(from, static_cast<const int8_t*>(linear.weights), linear.scales, linear.bias, to, B, K, N);
         else if (linear.kind == GROUPED)
@@ -428,13 +480,13 @@ extern "C" void decode(const QuantisedKernels* quantised, const Layer* layers, i
         else
             multiply_any(static_cast<Kind>(linear.kind), from, linear.weights, {linear.bias, nullptr}, to, B, K, N);
     };
-    auto project_and_add = [&](const Linear& linear, const float* from, int64_t K, int64_t N) {
+    auto project_and_add = [&](const Linear& linear, const Value* from, int64_t K, int64_t N) {
         if (linear.kind != INT8 && linear.kind != GROUPED) {
             multiply_any(static_cast<Kind>(linear.kind), from, linear.weights, {linear.bias, x}, x, B, K, N);
             return;
         }
         project(linear, from, added.data(), K, N);
-        for (int64_t i = 0; i < B * N; i++) x[i] += added[i];
+        for (int64_t i = 0; i < B * N; i++) x[i] = x[i] + added[i];
     };
     for (const Layer* layer = layers; layer < layers + count; layer++) {
         const int64_t hidden = layer->hidden, H = layer->heads, G = layer->kv_heads, D = layer->head_dim;

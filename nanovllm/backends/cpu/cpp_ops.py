@@ -1,7 +1,8 @@
-"""Fused CPU kernels in C++ for float32 (cpp_ops.cpp), compiled for this machine at the first start.
+"""Fused CPU kernels in C++ (cpp_ops.cpp), compiled for this machine at the first start.
 
 The kernels compute products with weights, and what the plain layers RMSNorm, GatedMLP and
-SelfAttention compute.
+SelfAttention compute: in float32, and in bfloat16 where the processor has an instruction for its
+products (AVX512_BF16).
 """
 
 import ctypes
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends.cpu.library_cache import load_library, open_cache
@@ -24,13 +26,14 @@ from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
-# Let loops with sums, exponentials and comparisons become vector code. The flags are safe because
-# no loop meets a NaN, an infinity or a trap.
-FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only"]
-FLAGS += ["-fno-signed-zeros", "-fassociative-math"]
+# Let loops with exponentials and comparisons become vector code. The flags are safe because no loop
+# meets a NaN, an infinity or a trap. None of them lets the compiler reorder a sum, so the sums of a
+# token are the same however many tokens a kernel takes at a time.
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros"]
 # Tell only the compiler of -fopenmp, not the linker. Then no second OpenMP library is linked, and
 # the kernels run on the threads of the one that PyTorch has loaded.
 FLAGS += ["-Wp,-fopenmp", str(SOURCE)]
+BFLOAT16_FLAGS = ["-DVALUES_IN_BFLOAT16", *FLAGS]
 
 KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 # The kinds of each kernel's arguments, in order, by the letters above.
@@ -56,6 +59,28 @@ def load() -> ctypes.CDLL | None:
     Returns None if there is no compiler, or if it fails.
     """
     return load_kernels(SOURCE, FLAGS, ARGUMENTS)
+
+
+@cache
+def load_bfloat16() -> ctypes.CDLL | None:
+    """Load the kernels of models in bfloat16, as `load` does.
+
+    Returns None, too, if the processor has no AVX512_BF16.
+    """
+    return load_kernels(SOURCE, BFLOAT16_FLAGS, ARGUMENTS) if has_avx512_bf16() else None
+
+
+def has_avx512_bf16() -> bool:
+    """Return whether the processor has an instruction for products of bfloat16."""
+    # Older releases of PyTorch cannot tell.
+    return getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)()
+
+
+def kernels_of(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Load the kernels of models in this dtype. Returns None if there are none."""
+    if dtype == torch.bfloat16:
+        return load_bfloat16()
+    return load() if dtype == torch.float32 else None
 
 
 def load_kernels(source: Path, flags: list[str], arguments: dict[str, str]) -> ctypes.CDLL | None:
@@ -129,8 +154,9 @@ def compile_library(command: list[str]) -> bytes:
         return library.read_bytes()
 
 
-def _call(name: str, *args: Tensor | int | float | None) -> None:
-    call(load(), name, *args)
+def _call(name: str, x: Tensor, *args: Tensor | int | float | None) -> None:
+    """Call the kernel of x's dtype."""
+    call(kernels_of(x.dtype), name, x, *args)
 
 
 def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | None) -> None:
@@ -148,28 +174,36 @@ def call(kernels: ctypes.CDLL | None, name: str, *args: Tensor | int | float | N
 def pack(weight: Tensor) -> Tensor | None:
     """Copy a weight [N, K] into the order in which `linear` reads it: panels [N / width, K, width].
 
+    In bfloat16, pairs of inputs lie side by side: [N / width, ceil(K / 2), 2 width].
     The panels are in bfloat16 or float16 if that changes no number, as it changes none of a
     checkpoint in this dtype: a step of few tokens takes the time in which memory yields the
     weights. The kernels compute in float32 all the same. Returns None if the width of a panel does
-    not divide N.
+    not divide N, or if K is odd in a model of bfloat16.
     """
-    kernels = load()
+    kernels = kernels_of(weight.dtype)
     assert kernels is not None
     width = kernels.panel_width()
-    if len(weight) % width:
+    if len(weight) % width or weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
         return None
-    for dtype in PANEL_DTYPES[1 : 3 if kernels.takes_float16() else 2]:
-        halves = weight.to(dtype)
-        if torch.equal(halves.float(), weight):
-            weight = halves
-            break
-    return weight.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+    if weight.dtype == torch.float32:
+        for dtype in PANEL_DTYPES[1 : 3 if kernels.takes_float16() else 2]:
+            halves = weight.to(dtype)
+            if torch.equal(halves.float(), weight):
+                weight = halves
+                break
+    panels = weight.unflatten(0, (-1, width)).transpose(1, 2)  # [N / width, K, width]
+    if weight.dtype == torch.bfloat16:
+        pairs = F.pad(panels, (0, 0, 0, weight.shape[1] % 2)).unflatten(1, (-1, 2))
+        panels = pairs.transpose(2, 3).flatten(2)
+    return panels.contiguous()
 
 
 def linear(x: Tensor, panels: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x W^T + bias for packed weights: [..., K] -> [..., N]."""
-    num_panels, inputs, width = panels.shape
-    out = x.new_empty(*x.shape[:-1], num_panels * width)
+    kernels = kernels_of(x.dtype)
+    assert kernels is not None
+    inputs = x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], len(panels) * kernels.panel_width())
     sizes = x.numel() // inputs, inputs, out.shape[-1]
     kind = PANEL_DTYPES.index(panels.dtype)
     _call("linear", x.contiguous(), panels, bias, out, *sizes, kind)
@@ -246,8 +280,9 @@ def decode_attention(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Tenso
     block_size, num_kv_heads, head_dim = cache.k.shape[1:]
     if q.stride()[1:] != (head_dim, 1):
         q = q.contiguous()
+    kernels = kernels_of(q.dtype)
     sizes = q.shape[0], q.stride(0), q.shape[1], num_kv_heads, head_dim, tables.shape[1], block_size
     how = options.window or 2**62, options.scale, options.softcap or 0.0
     tensors = cache.k, cache.v, cache.scales, kv.context_lens, tables, options.sinks, out
-    _call("decode_attention", q.data_ptr(), *tensors, *sizes, *how)
+    call(kernels, "decode_attention", q.data_ptr(), *tensors, *sizes, *how)
     return out

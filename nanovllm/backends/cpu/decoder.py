@@ -8,6 +8,7 @@ equal to the last bit, whichever steps a sequence takes part in.
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.cpu import cpp_ops, quantised
@@ -89,7 +90,7 @@ class CppDecoder(Decoder):
         tables = metadata.block_tables
         assert tables is not None
         cpp_ops.call(
-            cpp_ops.load(),
+            cpp_ops.kernels_of(x.dtype),
             "decode",
             ctypes.addressof(self.quantised_kernels),
             ctypes.addressof(self.described),
@@ -126,15 +127,17 @@ def is_known(layer: Any) -> bool:
     linears: list[Any] = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
     # A product in several ranks is summed over the ranks before it goes on.
     is_whole: bool = attention.o_proj.group.size == 1
-    return is_whole and all(map(is_known_linear, linears))
+    in_float32: bool = layer.input_layernorm.weight.dtype == torch.float32
+    return is_whole and all(is_known_linear(linear, in_float32) for linear in linears)
 
 
-def is_known_linear(linear: Any) -> bool:
+def is_known_linear(linear: Any, in_float32: bool) -> bool:
     """Return whether a linear layer has a weight that the C++ code multiplies by."""
     if not hasattr(linear, "packed"):
         return has_panels(linear)
     weight = linear.packed["weight"]
-    return type(weight) in (CppInt8Weight, CppIntegerWeight) and not weight.is_split
+    kinds = (CppInt8Weight, CppIntegerWeight)
+    return in_float32 and type(weight) in kinds and not weight.is_split
 
 
 def describe(layer: Any) -> Layer:

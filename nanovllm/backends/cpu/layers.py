@@ -1,10 +1,11 @@
 """Layers for a CPU that replace the plain layers, and compute the same faster.
 
-In float32, all layers but attention to prompts go to C++ (cpp_ops.py) where there is a compiler.
-The weights are packed for that at the start. Other products go to oneDNN, for which the weights are
-packed, too: PyTorch itself gives products in float32 to MKL, which is slower. Two cores of an AMD
-EPYC with AVX2, PyTorch 2.13, [rows, 576] x [576, 3072]: C++ 149 and oneDNN 118 GFLOP/s for 40 rows,
-153 and 144 for 256; [rows, 576] x [576, 576]: 18 and 9 for one row.
+In float32, and in bfloat16 on a processor with AVX512_BF16, all layers but attention to prompts go
+to C++ (cpp_ops.py) where there is a compiler. The weights are packed for that at the start. Other
+products go to oneDNN, for which the weights are packed, too: PyTorch itself gives products in
+float32 to MKL, which is slower. Two cores of an AMD EPYC with AVX2, PyTorch 2.13, float32,
+[rows, 576] x [576, 3072]: C++ 149 and oneDNN 118 GFLOP/s for 40 rows, 153 and 144 for 256;
+[rows, 576] x [576, 576]: 18 and 9 for one row.
 """
 
 from dataclasses import replace
@@ -28,7 +29,7 @@ ROWS = 1024
 
 def has_cpp(dtype: torch.dtype) -> bool:
     """Return whether there are C++ kernels for this dtype."""
-    return dtype == torch.float32 and cpp_ops.load() is not None
+    return cpp_ops.kernels_of(dtype) is not None
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -43,11 +44,17 @@ def can_pack(dtype: torch.dtype) -> bool:
 def float32_is_faster(dtype: str) -> bool:
     """Return whether a model in float32 is faster on this CPU than in the dtype of this name.
 
-    Only float32 has C++ kernels. A processor with AMX multiplies bfloat16 so fast that it may win
-    all the same: that was not measured.
+    It is faster than bfloat16 where neither C++ nor AMX multiplies bfloat16.
     """
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # newer than PyTorch 2.5
-    return dtype != "float32" and not (dtype == "bfloat16" and has_amx())
+    if dtype == "bfloat16":
+        return not has_amx() and not has_cpp(torch.bfloat16)
+    return dtype != "float32"
+
+
+def has_amx() -> bool:
+    """Return whether the processor multiplies tiles of bfloat16, as oneDNN lets it."""
+    # PyTorch 2.5 cannot tell.
+    return getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
 
 
 def pack_weights(model: nn.Module) -> None:
@@ -70,8 +77,11 @@ def pack_weights(model: nn.Module) -> None:
 
 def packed(weight: Tensor) -> nn.Parameter:
     """Copy a weight into the order in which C++ or oneDNN reads it; keep it if there is neither."""
-    reordered = cpp_ops.pack(weight.data) if has_cpp(weight.dtype) else None
-    if reordered is None and can_pack(weight.dtype):
+    dtype = weight.dtype
+    # The C++ code does not use AMX, which was not measured.
+    leaves_amx = dtype == torch.bfloat16 and has_amx() and can_pack(dtype)
+    reordered = cpp_ops.pack(weight.data) if has_cpp(dtype) and not leaves_amx else None
+    if reordered is None and can_pack(dtype):
         # oneDNN chooses the order for a number of rows. The order for one row is slow for any other
         # number; the order for 64 is fast for all.
         reordered = torch.ops.mkldnn._reorder_linear_weight(weight.data, 64)

@@ -19,10 +19,9 @@ from nanovllm.backends.quantised.int8 import GROUP, Int8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
 
 SOURCE = Path(__file__).with_name("quantised_ops.cpp")
-# The order of sums and products stays that of the source. So a token's result does not depend on
-# how many tokens a kernel takes at a time.
-FLAGS = [flag for flag in cpp_ops.FLAGS[:-1] if flag != "-fassociative-math"]
-FLAGS += ["-ffp-contract=off", str(SOURCE)]
+# Products and sums stay those of the source. So a token's result does not depend on how many tokens
+# a kernel takes at a time.
+FLAGS = [*cpp_ops.FLAGS[:-1], "-ffp-contract=off", str(SOURCE)]
 # The kinds of each kernel's arguments, as in cpp_ops.py.
 ARGUMENTS = {
     "int8_linear": "pppppnnn",

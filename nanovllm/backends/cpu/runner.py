@@ -15,7 +15,8 @@ class CPUModelRunner(ModelRunner):
         self, logits: Tensor, *, temperatures: Tensor, vocab_start: int = 0, **options: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Sample a token for each row, as `sample` does. All cores share the rows of a batch."""
-        in_cpp = logits.dtype == torch.float32 and cpp_ops.load() is not None
+        logits = logits.float()
+        in_cpp = cpp_ops.load() is not None
         if not in_cpp or not len(logits) or (temperatures > 0).any():
             return sample(logits, temperatures=temperatures, vocab_start=vocab_start, **options)
         tokens, values = cpp_ops.arg_max(logits)
