@@ -30,6 +30,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     arrivals,
     is_hopper,
+    needs_register_limit,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -363,7 +364,9 @@ def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
     stages = 3
     if rows > 64 and tiles > wanted or 8 < rows <= 16 and splits > 1:
         stages = 2  # leave room for more programs
-    return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4)
+    # With 168 registers a thread, the three programs that are wanted fit a multiprocessor.
+    registers = 168 if 16 < rows <= 64 and needs_register_limit(x.device) else None
+    return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4, registers)
 
 
 def weave(x: Tensor, bits: int) -> Tensor:
