@@ -8,6 +8,7 @@ card. `--cards 86 90` compiles for these alone, `--cases "prefill.*256"` only ca
 import argparse
 import ast
 import contextlib
+import gc
 import io
 import os
 import re
@@ -25,6 +26,7 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -77,8 +79,6 @@ SPILLS_ON_HOPPER = {
     # It loads all tensors of a block at once, beside the state and its two parts.
     ("gated_delta._pass_over_blocks_kernel", ""): 324,
 }
-# Cards whose tensor cores take operands from registers spill what this kernel holds (Triton 3.6).
-SPILLS_ON_OTHERS = {("gated_delta._solve_blocks_kernel", ""): 448}
 # float16 takes what bfloat16 takes, but for other instructions: it gets fewer cases, on one card
 # that multiplies as RTX cards do, and on one that multiplies as data centers' do.
 FOR_FLOAT16 = (86, 90)
@@ -87,7 +87,11 @@ FLOAT16 = (
     r"|prefill page 16), heads|skinny 1 4096 4096|decode 64 1024|gated 64 2048|prefill gated$"
     r"|(decode 64|prefill 4096) of 128|norms 4096|rotation 128$|sample 64|sum of 2"
 )
+# Triton 3.6 writes the same PTX for sm_80 as for sm_86: it did so for all 236 variants that both
+# launch. ptxas makes other code of it. Triton 3.9 does not write the same.
+SAME_PTX_ON_80 = triton.__version__.startswith("3.6.")
 META = torch.device("meta")
+Variant = tuple[str, str]  # a kernel, and Triton's key: it compiles the kernel anew for each
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -107,9 +111,8 @@ class Compiled(NamedTuple):
     @property
     def may_spill(self) -> int:
         """The bytes that a thread may spill."""
-        exceptions = SPILLS_ON_HOPPER if self.card == 90 else SPILLS_ON_OTHERS
-        for (kernel, part), most in exceptions.items():
-            if kernel == self.kernel and part in self.case:
+        for (kernel, part), most in SPILLS_ON_HOPPER.items():
+            if self.card == 90 and kernel == self.kernel and part in self.case:
                 return most
         return MAX_SPILLS if self.case.startswith("prefill") else 0
 
@@ -552,16 +555,15 @@ def launch(do: Callable[..., Any], kernel: Any, grid: tuple, *args: Any, **optio
     return do(kernel, grid, args, options)
 
 
-def variants_of(card: int, dtype: torch.dtype, wanted: str) -> list[tuple[str, str, str]]:
-    """List what the cases whose names match launch on a card, without compiling it.
+def variants_of(card: int, dtype: torch.dtype, wanted: str) -> dict[Variant, str]:
+    """Find what the cases whose names match launch on a card, without compiling it.
 
-    Yields (case, kernel, key) for each variant, the first case that launches it. Triton compiles
-    a kernel anew for each key.
+    Returns each variant, and the first case that launches it.
     """
-    found: list[tuple[str, str, str]] = []
+    found: dict[Variant, str] = {}
 
     def note(*, key: str, fn: Any, **_: Any) -> bool:
-        found.append((case, f"{fn.module}.{fn.name}", key))
+        found.setdefault((f"{fn.module}.{fn.name}", key), case)
         return True  # Triton does not compile
 
     stand_in_for(card, run_kernel)
@@ -569,30 +571,49 @@ def variants_of(card: int, dtype: torch.dtype, wanted: str) -> list[tuple[str, s
     for case, run in cases(dtype):
         if re.search(wanted, case):
             run()
-    return list({variant[1:]: variant for variant in reversed(found)}.values())[::-1]
+    return found
 
 
 def compile_variants(
-    card: int, dtype: torch.dtype, case: str, variants: set[tuple[str, str]], folder: str
+    card: int,
+    dtype: torch.dtype,
+    case: str,
+    variants: set[Variant],
+    assembled: dict[Variant, tuple[int, str]],
+    folder: str,
 ) -> list[Compiled]:
-    """Compile for a card those kernels of a case that are among `variants`: (kernel, key)."""
+    """Compile for a card those kernels of a case that are among `variants`.
+
+    assembled: the card and the case that a variant's PTX is assembled for besides.
+    """
     knobs.cache.dir = folder
     knobs.nvidia.dump_ptxas_log = True
     found: list[Compiled] = []
+    variant = ("", "")  # the last one that Triton asked about
 
     def is_not_asked_for(*, key: str, fn: Any, **_: Any) -> bool:
-        return (f"{fn.module}.{fn.name}", key) not in variants
+        nonlocal variant
+        variant = f"{fn.module}.{fn.name}", key
+        return variant not in variants
+
+    def note(kernel: Any, case: str, card: int, shared: int, report: str) -> None:
+        spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
+        registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
+        of_dtype = case + (" float16" if dtype == torch.float16 else "")
+        found.append(Compiled(name_of(kernel), of_dtype, card, shared, registers, spills))
 
     def compile_it(kernel, grid, args, options):
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             compiled = run_kernel(kernel, grid, args, options)
-        if report := said.getvalue():  # else it was not asked for, or is compiled already
-            spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
-            registers = max(map(int, re.findall(r"Used (\d+) registers", report)))
-            took = compiled.metadata.shared, registers, spills
-            of_dtype = case + (" float16" if dtype == torch.float16 else "")
-            found.append(Compiled(name_of(kernel), of_dtype, card, *took))
+        if not said.getvalue():  # it was not asked for, or is compiled already
+            return
+        note(kernel, case, card, compiled.metadata.shared, said.getvalue())
+        if variant in assembled:
+            other, other_case = assembled[variant]
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                assemble(compiled, card, other)
+            note(kernel, other_case, other, compiled.metadata.shared, said.getvalue())
 
     stand_in_for(card, compile_it)
     knobs.runtime.jit_cache_hook = is_not_asked_for
@@ -606,13 +627,25 @@ def run_kernel(kernel: Any, grid: tuple, args: tuple, options: dict[str, Any]) -
     return kernel.run(*args, grid=grid, warmup=True, **options)
 
 
+def assemble(compiled: Any, card: int, other: int) -> None:
+    """Assemble the PTX of a kernel, compiled for a card, for another card."""
+    ptx = compiled.asm["ptx"].replace(f".target sm_{card}", f".target sm_{other}")
+    CUDABackend(GPUTarget("cuda", other, 32)).make_cubin(ptx, {}, compiled.metadata, other)
+
+
 def compiled_for(card: int) -> int:
     """Return the card for which a variant is compiled that both launch.
 
     sm_89 takes as much as sm_86 does for the same variant. What it can do besides is in a variant's
-    arguments. sm_80 takes other registers (Triton 3.6).
+    arguments.
     """
     return 86 if card == 89 else card
+
+
+def spare_garbage_collection() -> None:
+    """Let a process that compiles look for garbage seldom, and not among what was imported."""
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 def name_of(kernel: Any) -> str:
@@ -638,24 +671,33 @@ def main() -> None:
     parser.add_argument("--cases", help="a regular expression that their names match")
     options = parser.parse_args()
     begin = time.monotonic()
-    wanted = [(torch.bfloat16, card, options.cases or "") for card in sorted(options.cards)]
+    cards = sorted(options.cards, key=lambda card: (card == 80, card))  # see SAME_PTX_ON_80
+    wanted = [(torch.bfloat16, card, options.cases or "") for card in cards]
     if options.cases is None:
         wanted += [(torch.float16, card, FLOAT16) for card in options.cards if card in FOR_FLOAT16]
     # Triton says what a kernel takes when it compiles it, and nothing about one that it kept.
-    with TemporaryDirectory() as folder, ProcessPoolExecutor(os.cpu_count()) as pool:
-        if missing := pool.submit(kernels_without_case).result():
-            sys.exit(f"no case launches {sorted(missing)}: add one to tests/cards.py")
+    with (
+        TemporaryDirectory() as folder,
+        ProcessPoolExecutor(os.cpu_count(), initializer=spare_garbage_collection) as pool,
+    ):
+        without_case = pool.submit(kernels_without_case)
         noted = [pool.submit(variants_of, card, dtype, names) for dtype, card, names in wanted]
-        tasks: dict[tuple, set] = {}
-        seen: set[tuple] = set()
+        if missing := without_case.result():
+            sys.exit(f"no case launches {sorted(missing)}: add one to tests/cards.py")
+        tasks: dict[tuple, set[Variant]] = {}
+        tasks_of: dict[tuple[int, Variant], tuple] = {}  # by card and variant
+        assembled: dict[tuple, dict[Variant, tuple[int, str]]] = {}
         for (dtype, card, _), variants in zip(wanted, noted):
-            for case, *variant in variants.result():
-                known = compiled_for(card), *variant
-                if known not in seen:
-                    seen.add(known)
-                    tasks.setdefault((card, dtype, case), set()).add(tuple(variant))
+            for variant, case in variants.result().items():
+                known, task = (compiled_for(card), variant), (card, dtype, case)
+                alike = tasks_of.get((86, variant))
+                if SAME_PTX_ON_80 and card == 80 and alike is not None and alike[0] == 86:
+                    assembled.setdefault(alike, {})[variant] = card, case
+                elif known not in tasks_of:
+                    tasks_of[known] = task
+                    tasks.setdefault(task, set()).add(variant)
         compiling = [
-            pool.submit(compile_variants, *task, variants, folder)
+            pool.submit(compile_variants, *task, variants, assembled.get(task, {}), folder)
             for task, variants in tasks.items()
         ]
         found = [compiled for task in compiling for compiled in task.result()]

@@ -35,3 +35,17 @@ def test_the_largest_kernels_fit_a_card_of_99_kb_of_shared_memory():
     assert result.returncode == 0, result.stdout + result.stderr
     kernels = {line.split()[0].partition(".")[2] for line in result.stdout.splitlines()}
     assert {"_decode_kernel", "prefix_kernel", "_prefill_kernel", "_product_kernel"} <= kernels
+
+
+def test_a_card_takes_the_same_kernels_beside_another_card_as_alone():
+    """cards.py may assemble for sm_80 what it compiled for sm_86, if that is the same."""
+
+    def rows(*cards: str) -> list[str]:
+        names = "decode norms 4096|decode INT4 16 by 128 4096|decode sample 64"
+        result = compile_for_cards("--cards", *cards, "--cases", names)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return [line for line in result.stdout.splitlines() if " sm_80 " in line]
+
+    compiled, assembled = rows("80"), rows("80", "86")
+    assert len(compiled) > 5
+    assert assembled == compiled

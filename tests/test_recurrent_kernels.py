@@ -208,6 +208,27 @@ def test_the_delta_rule_of_chunks_equals_its_twin(heads, dims, lengths, tiled, w
     layer.check(rows, STATE_ERROR[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_large", [False, True])
+def test_products_of_keys_may_take_their_columns_in_slices(is_large, dtype, monkeypatch):
+    """They do where a program may take little shared memory."""
+    monkeypatch.setattr(gated_delta, "has_large_shared_memory", lambda device: is_large)
+    monkeypatch.setattr(gated_delta, "KEY_SLICE", 16)
+    launched, launch = [], gated_delta.launch
+
+    def note(kernel, grid, *args, **options):
+        launched.append((kernel.__name__, args[-1]))
+        launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(gated_delta, "launch", note)
+    layer = Layer(HEADS[2], (32, 16), DECODES + 67, dtype)
+    begin, of, blocks = step_of([67], [4], False)
+    layer.run("delta_rule_chunks", of, blocks, begin=begin)
+    assert ("_solve_blocks_kernel", 32 if is_large else 16) in launched
+    assert_near(layer.out, layer.expected, ERROR[dtype])
+    layer.check([4], STATE_ERROR[dtype])
+
+
 @pytest.mark.parametrize("state_dtype", HALVES)
 @pytest.mark.parametrize("is_chunk", [False, True])
 def test_states_of_half_the_bytes_are_rounded_once_a_step(is_chunk, state_dtype):

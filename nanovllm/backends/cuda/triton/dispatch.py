@@ -129,7 +129,7 @@ def num_processors(device: torch.device) -> int:
     return gpu(device).processors
 
 
-# Tiles were measured on an H200. By the next two functions, other GPUs get tiles that fit them.
+# Tiles were measured on an H200. By the next three functions, other GPUs get tiles that fit them.
 # Those tiles were only compiled: tests/cards.py compiles every kernel for six cards.
 
 
@@ -148,6 +148,16 @@ def is_hopper(device: torch.device) -> bool:
     There, some kernels were measured to be fastest with tiles that do not quite fit its registers.
     """
     return gpu(device).capability[0] == 9
+
+
+def needs_register_limit(device: torch.device) -> bool:
+    """Tell whether a kernel may spill unless it says how many registers a thread may have.
+
+    For a GPU of 12.0, ptxas limits registers by itself and spills a few bytes, so that one more
+    program fits a multiprocessor. If a kernel sets the limit, ptxas takes up to that many (Triton
+    3.6; never timed on such a GPU).
+    """
+    return gpu(device).capability[0] == 12
 
 
 @triton.jit

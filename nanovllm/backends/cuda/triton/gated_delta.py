@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import (
+    has_large_shared_memory,
     is_hopper,
     launch,
     num_processors,
@@ -43,6 +44,9 @@ from nanovllm.backends.cuda.triton.short_conv import TOKENS, ChunkBlocks, block_
 # Values of a head that a program updates at once, if there are many programs. 256 sequences of 32
 # heads on an H200 (Triton 3.6): 3.4 TB/s in slices of 32, 3.8 of 64, 2.6 of 128.
 TOKEN_SLICE = 64
+# Columns of keys that products of a prompt's blocks take at a time, on a GPU without large shared
+# memory: a thread's registers do not hold what it needs of 128 (448 bytes are spilled; Triton 3.6).
+KEY_SLICE = 64
 # Of keys and values: powers of two, of which tensor cores take 16 or more.
 SIZES = (16, 32, 64, 128)
 
@@ -238,11 +242,13 @@ def delta_rule_chunks(
         torch.empty(tokens, heads, 4, dtype=torch.float32, device=device),
     )
     sizes = inputs.num_key_heads, heads, key_dim
+    key_slice = key_dim if has_large_shared_memory(device) else min(key_dim, KEY_SLICE)
     launch(
         _solve_blocks_kernel,
         (blocks.most, heads, blocks.chunks),
         *(inputs.qkv, inputs.ba, inputs.A_log, inputs.dt_bias, blocks.starts, blocks.tiles),
         *(*solution, inputs.qkv.stride(0), inputs.ba.stride(0), *sizes, TOKENS, splits),
+        key_slice,
         num_warps=4,
     )
     # On an H100 (Triton 3.6), 8 prompts of 2,048 tokens and 32 heads take the first kernel 0.41 ms,
@@ -292,6 +298,7 @@ def _solve_blocks_kernel(
     DK: tl.constexpr,
     TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    KEY_SLICE: tl.constexpr,
 ):
     """Compute what a block of a head contributes by itself: see Solution."""
     chunk, first = block_of(tiles, TOKENS)
@@ -306,9 +313,11 @@ def _solve_blocks_kernel(
         ba += token * ba_stride + head
         row = token * H + head  # of the block's first token
         rows_held = held[:, None]
-        q_at = qkv + head // (H // G) * DK + i[:, None] * qkv_stride + tl.arange(0, DK)[None, :]
-        k = tl.load(q_at + G * DK, mask=rows_held, other=0.0)
-        q = tl.load(q_at, mask=rows_held, other=0.0)
+        q_at = qkv + head // (H // G) * DK + i[:, None] * qkv_stride
+        k_at = q_at + G * DK
+        column = tl.arange(0, DK)[None, :]
+        k = tl.load(k_at + column, mask=rows_held, other=0.0)
+        q = tl.load(q_at + column, mask=rows_held, other=0.0)
         b = tl.load(ba + i * ba_stride, mask=held, other=0.0)
         a = tl.load(ba + H + i * ba_stride, mask=held, other=0.0)
         beta, g = strength_and_gate(b, a, A_log + head, dt_bias + head)
@@ -324,10 +333,11 @@ def _solve_blocks_kernel(
         between = (d[:, None] - d[None, :]) + (d_low[:, None] - d_low[None, :])
         decay = tl.exp(tl.where(is_causal, between, float("-inf"))) * k_norm[None, :]
         q_norm = inverse_norms(q) * DK**-0.5
-        products = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (decay * q_norm[:, None])
+        products = multiply_rows(q, k, q_at, k_at, rows_held, KEY_SLICE)
+        products *= decay * q_norm[:, None]
         place = row * TOKENS + (i[:, None] * (H * TOKENS) + i[None, :])
         tl.store(products_out + place, products.to(products_out.dtype.element_ty), mask=rows_held)
-        system = tl.dot(k, tl.trans(k), input_precision="tf32x3")
+        system = multiply_rows(k, k, k_at, k_at, rows_held, KEY_SLICE)
         system *= decay * (beta * k_norm)[:, None]
         inverse = inverse_of(tl.where(i[:, None] > i[None, :], system, 0.0), TOKENS, SPLITS)
         inverse *= beta[None, :]
@@ -345,6 +355,25 @@ def _solve_blocks_kernel(
         end, end_low = tl.sum(tl.where(is_last, d, 0.0)), tl.sum(tl.where(is_last, d_low, 0.0))
         tl.store(factors_at + 2, tl.exp((end - d) + (end_low - d_low)) * k_norm, mask=held)
         tl.store(factors_at + 3, start, mask=held)
+
+
+@triton.jit
+def multiply_rows(x, y, x_at, y_at, held, SLICE: tl.constexpr):
+    """Multiply matrices, x by y transposed.
+
+    If they have more columns than SLICE, load so many at a time: rows begin at x_at and y_at
+    [rows, 1], and those that are not `held` are 0.
+    """
+    if x.shape[1] <= SLICE:
+        result = tl.dot(x, tl.trans(y), input_precision="tf32x3")
+    else:
+        result = tl.zeros([x.shape[0], y.shape[0]], tl.float32)
+        column = tl.arange(0, SLICE)[None, :]
+        for first in range(0, x.shape[1], SLICE):
+            x_part = tl.load(x_at + first + column, mask=held, other=0.0)
+            y_part = tl.load(y_at + first + column, mask=held, other=0.0)
+            result = tl.dot(x_part, tl.trans(y_part), result, input_precision="tf32x3")
+    return result
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     gpu,
     has_large_shared_memory,
     is_hopper,
+    needs_register_limit,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -269,6 +270,9 @@ def multiply_packed(
     code_bytes, number_bytes = weight.words.element_size(), rows.numbers.element_size()
     stage = words * (block_n * code_bytes + tile.rows * parts * number_bytes)
     stages = max(1, min(tile.stages, (gpu(out.device).shared_memory - OTHER_BYTES) // stage))
+    registers = None
+    if weight.kind == "int4" and tile.rows == 16 and needs_register_limit(out.device):
+        registers = 96  # with so many, five programs fit a multiprocessor
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
     splits = tile.splits
     sums = out
@@ -284,6 +288,7 @@ def multiply_packed(
         splits,
         num_warps=tile.warps if block_n >= 64 else 4,
         num_stages=stages,
+        maxnreg=registers,
         **overlap(out, top_k),
     )
     if splits > 1 and is_gated:

@@ -28,6 +28,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     arrivals,
     is_hopper,
+    needs_register_limit,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -79,6 +80,7 @@ class Tiling(NamedTuple):
     splits: int  # programs that share a tile
     stages: int
     warps: int
+    registers: int | None = None  # at most, of a thread
 
 
 def takes_woven(device: torch.device, bits: int, group: int, inputs: int) -> bool:
@@ -315,7 +317,9 @@ def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
     stages = 3
     if rows > 64 and tiles > wanted or 8 < rows <= 16 and splits > 1:
         stages = 2  # leave room for more programs
-    return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4)
+    # With 168 registers a thread, the three programs that are wanted fit a multiprocessor.
+    registers = 168 if 16 < rows <= 64 and needs_register_limit(x.device) else None
+    return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4, registers)
 
 
 def transpose_runs(x: Tensor, bits: int) -> Tensor:
@@ -371,7 +375,7 @@ def tiled_linear(
     rows, inputs = x.shape
     outputs = weight.outputs // 2 if gated else weight.outputs
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_n, block_m, block_w, splits, stages, warps = tiling
+    block_n, block_m, block_w, splits, stages, warps, registers = tiling
     steps = triton.cdiv(weight.codes.shape[1], block_w)
     span = triton.cdiv(steps, splits) * block_w
     own = block_n // 2 if gated else block_n
@@ -389,6 +393,7 @@ def tiled_linear(
         x.device.type != "cpu" and x.dtype != torch.float32,
         num_warps=warps,
         num_stages=stages,
+        maxnreg=registers,
         **overlap(x),
     )
     return out
