@@ -48,6 +48,9 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
     if not getattr(model, "stacks_experts", False):
         split_experts(checkpoint)
     with ThreadPoolExecutor(READERS) as pool:
+        # In a forked process, the first thread that asks for the number of threads replaces a pool
+        # of PyTorch's. If two do so at the same time, one of them finds none, and raises.
+        pool.submit(torch.get_num_threads).result()
         untie_heads(model, checkpoint, pool)
         slices = list(model_weight_slices(model))
         check_coverage(model, slices)
