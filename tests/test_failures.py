@@ -290,6 +290,7 @@ def test_a_score_that_is_no_number_says_so_beside_those_of_the_others(folder, po
     contexts, continuations = [SOUND[0], BAD, SOUND[1]], [[[1, 2], [3]], [4, 5], [6]]
     with make_llm(folder) as llm:
         right = llm.score(contexts, continuations, use_tqdm=False)
+    poisoned_llm.reset_prefix_cache()  # the last bits depend on what is computed anew
     scores = poisoned_llm.score(contexts, continuations, use_tqdm=False)
     assert scores[::2] == right[::2]
     assert scores[1]["token_ids"] == [4, 5] and math.isnan(scores[1]["cumulative_logprob"])
