@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 
 class Bits(NamedTuple):
-    """What must not depend on other requests: of an output, all that is computed."""
+    """The parts of an output that must not depend on other requests."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  # those of the tokens

@@ -309,7 +309,7 @@ def test_experts_of_gemma_4_are_quantised_as_those_of_other_families(name, tmp_p
 
 @pytest.mark.parametrize("name", ["int4", "fp8-channels", "nvfp4"])
 def test_projections_of_gemma_4s_own_inputs_of_layers_are_read_packed(name, tmp_path):
-    """Those who quantise all linear layers quantise these, too."""
+    """Checkpoints whose linear layers are all quantised quantise these projections, too."""
     pack, config, inputs = FORMATS[name]
     modules = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
     plain, packed = make_pair(
