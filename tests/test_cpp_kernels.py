@@ -148,7 +148,7 @@ def test_in_bfloat16_one_call_for_all_layers_changes_no_bit(get_checkpoint, mode
 def test_kernels_in_bfloat16_are_as_near_to_float32_as_plain_layers(
     get_checkpoint, model, has_amx, monkeypatch
 ):
-    """Where the processor has AMX, oneDNN multiplies."""
+    """On a processor with AMX, the products are those of oneDNN."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
     folder = get_checkpoint(model).folder
     exact = load(folder)
