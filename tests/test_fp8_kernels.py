@@ -79,6 +79,15 @@ def expected(x, matrix, bias=None):
     return product if bias is None else product + bias.double()
 
 
+def assert_product(actual, want, matrix):
+    """As assert_close; but Hopper's tensor cores add products of FP8 up in some 14 bits."""
+    if DEVICE == "cuda" and matrix.activations is not None and want.dtype == torch.float32:
+        error = (actual.double() - want.double()).norm() / want.double().norm()
+        assert error < 1e-3, f"relative error {error:.2e}"
+    else:
+        assert_close(actual, want)
+
+
 @spread({"name": list(FORMATS), "dtype": DTYPES})
 def test_linear_equals_the_plain_layers_product(name, dtype):
     matrix = make_matrix(*FORMATS[name])
@@ -87,7 +96,7 @@ def test_linear_equals_the_plain_layers_product(name, dtype):
         x = make_inputs(rows, 288, dtype)
         assert fp8_linear.suits(x, matrix)
         want = expected(x, matrix, bias).to(dtype)
-        assert_close(linear_fp8(x, matrix, bias, dtype), want)
+        assert_product(linear_fp8(x, matrix, bias, dtype), want, matrix)
 
 
 @spread({"name": list(FORMATS), "dtype": DTYPES[::-1], "gelu": [False, True]})
@@ -98,7 +107,7 @@ def test_gated_linear_equals_the_plain_layers_product(name, gelu, dtype):
         gates, ups = expected(x, matrix).to(dtype).float().chunk(2, dim=1)
         active = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
         want = (active.to(dtype).float() * ups).to(dtype)
-        assert_close(gated_linear_fp8(x, matrix, dtype, gelu), want)
+        assert_product(gated_linear_fp8(x, matrix, dtype, gelu), want, matrix)
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -192,7 +201,7 @@ def test_a_token_whose_inputs_lie_on_several_ranks_has_one_scale():
     scale = largest[:, None] / 448
     weight = matrix.codes.double() * matrix.scales.double()
     want = rounded(x, scale).double() @ weight.T
-    assert_close(linear_fp8(x, matrix, None, x.dtype, largest), want.float())
+    assert_product(linear_fp8(x, matrix, None, x.dtype, largest), want.float(), matrix)
 
 
 def test_formats_that_no_kernel_knows_are_told():

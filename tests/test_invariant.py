@@ -94,7 +94,7 @@ def test_packed_experts_equal_the_plain_ones(name, tokens):
 
 
 def test_a_norm_over_all_heads_equals_its_twin():
-    norm = ShardedRMSNorm(Shard(None, 48, 0, 48), 1e-5, ParallelGroup())
+    norm = ShardedRMSNorm(Shard(None, 48, 0, 48), 1e-5, ParallelGroup()).to(DEVICE)
     norm.weight.copy_(randn(48))
     heads = randn(5, 9, 8)[:, :6]  # not contiguous
     expected = norm(heads)

@@ -353,7 +353,10 @@ def _part(
 ):
     """Multiply columns of the inputs and the weight: -> [BLOCK_M, BLOCK_N], or [N, M] if SWAP."""
     weights = decoded(weights, inputs.dtype)
-    part = tl.dot(weights, inputs.T) if SWAP else tl.dot(inputs, weights.T)
+    if SWAP:
+        part = tl.dot(weights, inputs.T, input_precision="ieee")
+    else:
+        part = tl.dot(inputs, weights.T, input_precision="ieee")
     if W_GROUPED:
         if UNIFORM:
             # Both scales together cost one product a number.
