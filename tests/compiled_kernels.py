@@ -26,13 +26,13 @@ from nanovllm.backends.cuda.triton import (
     fp8_linear,
     gated_delta,
     gemv,
-    invariant_gated,
     invariant_linear,
     moe,
     moe_packed,
     packed_linear,
     sampler,
     short_conv,
+    whole_gated,
     woven_experts,
     woven_linear,
 )
@@ -110,7 +110,7 @@ def run_all() -> None:
     gemv.linear(x, new(64, HIDDEN), new(64))
     gemv.gated_linear(x, new(128, HIDDEN))
     invariant_linear.linear(x, new(64, HIDDEN), new(64))
-    invariant_gated.gated_linear(x, new(128, HIDDEN))
+    whole_gated.gated_linear(x, new(128, HIDDEN))
     many = new(64, HIDDEN)
     tiling = decode_gemm.Tiling(32, 2, 3)
     decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)

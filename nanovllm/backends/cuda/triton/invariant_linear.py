@@ -41,9 +41,9 @@ from nanovllm.backends.cuda.triton.elementwise import activate_and_mul, activate
 from nanovllm.backends.cuda.triton.prefill_gemm import COLUMN, place
 
 try:
-    from nanovllm.backends.cuda.triton import invariant_gated
+    from nanovllm.backends.cuda.triton import whole_gated
 except ImportError:  # this release of Triton lacks Gluon for Hopper
-    invariant_gated = None  # type: ignore[assignment]
+    whole_gated = None  # type: ignore[assignment]
 
 SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
 FEW_ROWS = 64  # up to so many, the kernel of this file is as fast as cuBLAS
@@ -87,8 +87,8 @@ def gated_linear(
     weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias. No running
     kernel may write to the weights.
     """
-    if bias is None and invariant_gated is not None and invariant_gated.takes(x, weight):
-        return invariant_gated.gated_linear(x, weight, gelu)
+    if bias is None and whole_gated is not None and whole_gated.takes(x, weight):
+        return whole_gated.gated_linear(x, weight, gelu)
     if bias is None and _approved_for(x, weight) is not None:
         return activate_and_mul(linear(x, weight), gelu)
     return _multiply(x, weight, bias, len(weight) // 2, gated=True, gelu=gelu)
