@@ -207,6 +207,13 @@ def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"decode {rows} {outputs} {inputs}", partial(run, rows, outputs, inputs, False)
     for rows, outputs in ((64, 2048), (128, 6144)):
         yield f"decode gated {rows} {outputs}", partial(run, rows, outputs, 1024, True)
+    # Turned tiles: fetched at once, or in steps; of 64 gates, of 32 gates; whole_gated.
+    for rows in (5, 16, 32):
+        for outputs, inputs in ((1024, 2048), (4096, 1024), (4096, 4096), (6144, 4096)):
+            name = f"decode {rows} {outputs} {inputs}"
+            yield name, partial(run, rows, outputs, inputs, False)
+        for outputs, inputs in ((6144, 1024), (24576, 4096)):
+            yield f"decode gated {rows} {outputs}", partial(run, rows, outputs, inputs, True)
     yield "prefill gated", partial(run, 16384, 6144, 1024, True)
     yield "prefill gated gelu", partial(run, 16384, 6144, 1024, True, True)
 

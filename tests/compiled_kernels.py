@@ -26,13 +26,13 @@ from nanovllm.backends.cuda.triton import (
     fp8_linear,
     gated_delta,
     gemv,
-    invariant_gated,
     invariant_linear,
     moe,
     moe_packed,
     packed_linear,
     sampler,
     short_conv,
+    whole_gated,
     woven_experts,
     woven_linear,
 )
@@ -109,12 +109,22 @@ def run_all() -> None:
     x, weight = new(rows, HIDDEN), new(HIDDEN)
     gemv.linear(x, new(64, HIDDEN), new(64))
     gemv.gated_linear(x, new(128, HIDDEN))
-    invariant_linear.linear(x, new(64, HIDDEN), new(64))
-    invariant_gated.gated_linear(x, new(128, HIDDEN))
+    chained = new(64, 2048)
+    assert invariant_linear.num_chains(*chained.shape) > 1
+    invariant_linear.linear(new(1, 2048), chained, new(64))
+    whole_gated.gated_linear(x, new(128, HIDDEN))
     many = new(64, HIDDEN)
-    tiling = decode_gemm.Tiling(32, 2, 3)
-    decode_gemm.linear(many, new(64, HIDDEN), new(64), tiling)
-    decode_gemm.gated_linear(many, new(64, HIDDEN), tiling)
+    for tiling in (
+        decode_gemm.Tiling(64, 32, 128, splits=2, stages=3),
+        decode_gemm.Tiling(16, 64, 128, splits=2, stages=3, turned=True),
+        decode_gemm.Tiling(16, 64, 256, splits=2, stages=1, turned=True),  # in one step
+    ):
+        decode_gemm.multiply(many, new(64, HIDDEN), new(64), tiling)
+    for tiling in (
+        decode_gemm.Tiling(64, 32, 128, splits=1, stages=3),
+        decode_gemm.Tiling(16, 64, 64, splits=1, stages=3, turned=True),
+    ):
+        decode_gemm.multiply(many, new(64, HIDDEN), None, tiling, gated=True)
     fp8 = torch.float8_e4m3fn
     scales = new(64, HIDDEN // 128, dtype=torch.float32)
     matrix = fp8_inputs.Fp8Matrix(new(64, HIDDEN, dtype=fp8), scales, 128, 128, "group")

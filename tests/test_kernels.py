@@ -531,31 +531,74 @@ LOW_DTYPES = [torch.float16] + [pytest.param(torch.bfloat16, marks=pytest.mark.g
 @spread(
     {
         "rows, tiling": [
-            (33, (32, 4, 6)),
-            (64, (64, 1, 4)),
-            (70, (32, 2, 3)),
-            (130, (128, 1, 4)),
+            (33, (64, 32, 128, 4, 6)),
+            (64, (64, 64, 128, 1, 4)),
+            (70, (64, 32, 128, 2, 3)),
+            (130, (64, 128, 128, 1, 4)),
+            # Turned; in four steps that three programs share; fetched at once, alone and shared.
+            (2, (16, 64, 128, 1, 5, 4, True)),
+            (16, (16, 64, 128, 3, 5, 4, True)),
+            (20, (32, 64, 64, 8, 4, 4, True)),
+            (5, (16, 64, 512, 1, 1, 4, True)),
+            (32, (32, 64, 128, 4, 1, 4, True)),
         ],
         "bias": [False, True],
         "dtype": LOW_DTYPES,
     }
 )
 def test_decode_gemm_equals_its_twin_however_it_is_cut(rows, tiling, bias, dtype):
-    x, weight = randn(rows, 512, dtype=dtype), randn(128, 512, dtype=dtype)
-    b = randn(128, dtype=dtype) if bias else None
-    expected = F.linear(x.float(), weight.float(), b.float() if bias else None).to(dtype)
+    outputs = 100 if tiling[-1] is True else 128  # turned tiles may be cut off
+    x, weight = randn(rows, 512, dtype=dtype), randn(outputs, 512, dtype=dtype)
+    b = randn(outputs, dtype=dtype) if bias else None
+    expected = F.linear(x.double(), weight.double(), b.double() if bias else None).to(dtype)
     for _ in range(2):  # programs that share a tile count themselves: each launch must find zeros
-        assert_close(decode_gemm.linear(x, weight, b, decode_gemm.Tiling(*tiling)), expected)
+        assert_close(decode_gemm.multiply(x, weight, b, decode_gemm.Tiling(*tiling)), expected)
 
 
 @needs_tiles
-@pytest.mark.parametrize("dtype", LOW_DTYPES)
-@pytest.mark.parametrize("rows, block_n, gelu", [(33, 32, False), (64, 64, True), (100, 32, False)])
-def test_gated_linear_equals_its_twin(rows, block_n, gelu, dtype):
+@spread(
+    {
+        "rows, tiling": [
+            (33, (64, 32, 128, 1, 4)),
+            (64, (64, 64, 128, 1, 4)),
+            (100, (64, 32, 128, 1, 4)),
+            # Turned: gates and ups as two operands, and as one.
+            (5, (16, 64, 64, 1, 4, 4, True)),
+            (30, (32, 32, 64, 1, 4, 4, True)),
+        ],
+        "gelu": [False, True],
+        "dtype": LOW_DTYPES,
+    }
+)
+def test_gated_decode_gemm_equals_its_twin(rows, tiling, gelu, dtype):
     x, weight = randn(rows, 256, dtype=dtype), randn(2 * 192, 256, dtype=dtype)
-    expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).to(dtype), gelu)
-    tiling = decode_gemm.Tiling(block_n, 1, 4)
-    assert_close(decode_gemm.gated_linear(x, weight, tiling, gelu), expected)
+    weight /= 16  # where the activation bends
+    product = F.linear(x.double(), weight.double()).to(dtype)
+    result = decode_gemm.multiply(
+        x, weight, None, decode_gemm.Tiling(*tiling), gated=True, gelu=gelu
+    )
+    assert_close(result, plain.activate_and_mul(product, gelu))
+
+
+@needs_tiles
+def test_turned_tiles_run_at_the_same_time_and_cover_all_inputs():
+    shapes = [(1024, 2048), (1024, 3072), (4096, 1024), (2048, 6144), (6144, 2560), (2560, 9728)]
+    for outputs, inputs in [*shapes, (4096, 12288), (24576, 4096), (100, 128), (1, 1152)]:
+        for rows in range(1, decode_gemm.TURNED_ROWS + 1):
+            for gated in (False, True):
+                t = decode_gemm.turned_tiling(rows, outputs, inputs, gated, 132)
+                if t is None:
+                    continue
+                programs = -(-outputs // t.block_n) * t.splits
+                assert programs <= decode_gemm.PROGRAMS * 132
+                steps = -(-inputs // t.block_k)
+                assert -(-steps // -(-steps // t.splits)) == t.splits  # each has a step
+                tensors = 2 if gated else 1
+                tile = (t.block_m + tensors * t.block_n) * t.block_k * 2
+                # CUDA takes 1 KB of each program, and Triton a few bytes.
+                of_program = tile * t.stages + 1024 + 256
+                assert of_program * decode_gemm.PROGRAMS <= 228 << 10 and t.stages >= 1
+                assert t.block_m >= rows and tensors * t.block_n >= 64
 
 
 @needs_tiles
@@ -640,6 +683,30 @@ def test_few_rows_are_multiplied_and_activated_by_one_kernel(launched):
 
 @on_cpu
 @needs_tiles
+@pytest.mark.parametrize("rows, gated", [(5, False), (5, True), (16, True), (32, False)])
+def test_the_rows_of_a_small_decode_step_are_multiplied_by_turned_tiles(rows, gated, monkeypatch):
+    monkeypatch.setattr(decode_gemm, "is_able", lambda x, weight: True)
+    monkeypatch.setattr(decode_gemm, "is_hopper", lambda device: True)
+    tilings = []
+
+    def spy(x, weight, bias, tiling, **options):
+        tilings.append(tiling)
+        return multiply(x, weight, bias, tiling, **options)
+
+    multiply = decode_gemm.multiply
+    monkeypatch.setattr(decode_gemm, "multiply", spy)
+    x, weight = gated_inputs(rows, inputs=256)
+    weight /= 16
+    expected = F.linear(x.double(), weight.double()).half()
+    if gated:
+        assert_close(gated_linear(x, weight), plain.activate_and_mul(expected))
+    else:
+        assert_close(linear(x, weight), expected)
+    assert [tiling.turned for tiling in tilings] == [True]
+
+
+@on_cpu
+@needs_tiles
 @pytest.mark.parametrize(
     "case",
     ["rows", "tiles", "bias", "float32", "inputs", "outputs", "strides", "device", "release"],
@@ -684,7 +751,7 @@ def test_warmup_launches_what_prompts_need(bias, gelu, launched, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 def test_every_tiling_of_a_decode_step_fits_the_device():
-    for rows in (33, 64, 65, 128, 129, 192, 256):
+    for rows in (2, 5, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256):
         for outputs, inputs in (
             (4096, 1024),
             (1024, 2048),

@@ -3,15 +3,16 @@
 The format of the weight and the number of rows decide. With few rows, a product takes as long as
 its weight takes to read; with many, as long as its arithmetic. The functions of this file choose:
 
-    weight             few rows         rows of a decode step          rows of a prompt
-    plain              gemv             decode_gemm or cuBLAS          cuBLAS or prefill_gemm
-    INT4, INT8         packed_linear    woven_linear or packed_linear  dequantised, then as plain
-    FP8                fp8_gemv         fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
-    batch_invariant    invariant_linear, invariant_gated, cuBLAS; FP8: fp8_linear alone
+    weight             few rows            rows of a decode step          rows of a prompt
+    plain              gemv, whole_gated   decode_gemm or cuBLAS          cuBLAS or prefill_gemm
+    INT4, INT8         packed_linear       woven_linear or packed_linear  dequantised, then as plain
+    FP8                fp8_gemv            fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
+    batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
-in `is_skinny`, `suits`, `takes_woven` and the like. Weights in other formats are dequantised as
-they are used (PackedWeight.forward). Experts are a matter of their own: triton/moe.py chooses.
+in `is_skinny`, `tiling`, `suits`, `takes_woven` and the like. Weights in other formats are
+dequantised as they are used (PackedWeight.forward). Experts are a matter of their own:
+triton/moe.py chooses.
 """
 
 from collections.abc import Callable
@@ -40,6 +41,11 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
 )
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
 
+try:
+    from nanovllm.backends.cuda.triton import whole_gated
+except ImportError:  # this release of Triton lacks Gluon for Hopper
+    whole_gated = None  # type: ignore[assignment]
+
 # Plain weights.
 
 
@@ -54,7 +60,7 @@ def linear(
     if gemv.is_skinny(x, weight):
         return gemv.linear(x, weight, bias)
     if tiling := decode_gemm.tiling(x, weight):
-        return decode_gemm.linear(x, weight, bias, tiling)
+        return decode_gemm.multiply(x, weight, bias, tiling)
     return cublas.linear(x, weight, bias, out)
 
 
@@ -67,8 +73,10 @@ def gated_linear(
     """
     if bias is None and gemv.is_skinny(x, weight):
         return gemv.gated_linear(x, weight, gelu)
+    if bias is None and whole_gated is not None and whole_gated.takes(x, weight):
+        return whole_gated.gated_linear(x, weight, gelu)
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
-        return decode_gemm.gated_linear(x, weight, tiling, gelu)
+        return decode_gemm.multiply(x, weight, None, tiling, gated=True, gelu=gelu)
     if bias is None and prefill_gemm.suits(x, weight):
         return prefill_gemm.gated_linear(x, weight, gelu)
     return activate_and_mul(linear(x, weight, bias), gelu)

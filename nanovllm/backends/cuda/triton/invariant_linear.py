@@ -1,11 +1,11 @@
 """Products whose result for a row does not depend, to the bit, on the number of rows.
 
 On Hopper's tensor cores, a sum over K is a chain: each instruction adds the products of 16 inputs
-to the sum so far. The kernels of this file let every output go through this chain from the first
-input to the last. Measured on an H200, 24 shapes of tiles gave the same bits, by both kinds of
-instructions (mma.sync and wgmma), with rows and weights in either order. So the tile may depend on
-the number of rows. What would change bits is left out: sharing K among programs, and sums on other
-cores than tensor cores.
+to the sum so far. The kernels of this file, and that of decode_gemm.py if no programs share a tile,
+let every output go through this chain from the first input to the last. Measured on an H200, 24
+shapes of tiles gave the same bits, by both kinds of instructions (mma.sync and wgmma), with rows
+and weights in either order. So the tile may depend on the number of rows. What would change bits is
+left out: sharing K among programs, and sums on other cores than tensor cores.
 
 A product of one row takes as long as its chain if the weight is small: few programs compute few
 outputs. So small weights with few outputs have several chains, one for each part of K. Their sums
@@ -28,7 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.cublas import zero_bias
-from nanovllm.backends.cuda.triton.decode_gemm import PREFETCH, prefetch
+from nanovllm.backends.cuda.triton import decode_gemm
+from nanovllm.backends.cuda.triton.decode_gemm import (
+    BLOCK_WEIGHTS,
+    SHARED_MEMORY,
+    Tiling,
+    gated_product,
+)
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
@@ -37,31 +43,19 @@ from nanovllm.backends.cuda.triton.dispatch import (
     overlap,
     wait_for_inputs,
 )
-from nanovllm.backends.cuda.triton.elementwise import activate_and_mul, activated
+from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.prefill_gemm import COLUMN, place
 
 try:
-    from nanovllm.backends.cuda.triton import invariant_gated
+    from nanovllm.backends.cuda.triton import whole_gated
 except ImportError:  # this release of Triton lacks Gluon for Hopper
-    invariant_gated = None  # type: ignore[assignment]
+    whole_gated = None  # type: ignore[assignment]
 
-SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
-FEW_ROWS = 64  # up to so many, the kernel of this file is as fast as cuBLAS
+FEW_ROWS = 64  # up to so many, decode_gemm.py is as fast as cuBLAS
 FEW_ROWS_STAGES = 6  # of 128 inputs, that a program of few rows fetches in advance
 CHAINS = 8  # of a weight that has several
 WHOLE_ROWS = 16  # rows of x that a program takes at once, with all of their inputs
 WHOLE_INPUTS = 1024  # that a program takes at once
-BLOCK_WEIGHTS = 64  # rows of weights of a tile: tensor cores take no fewer
-
-
-class Tile(NamedTuple):
-    """The shape of a program's tile. A tile of a gated product has as many gates and ups."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    warps: int
-    turned: bool = False  # whether weights are the rows of tensor cores, which take 64 at least
 
 
 def linear(
@@ -76,7 +70,7 @@ def linear(
             return F.linear(x, weight, _zeros(weight) if bias is None else bias)
         if approved.without and bias is None:
             return F.linear(x, weight)
-    return _multiply(x, weight, bias, len(weight), gated=False, gelu=False)
+    return _multiply(x, weight, bias)
 
 
 def gated_linear(
@@ -87,11 +81,11 @@ def gated_linear(
     weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias. No running
     kernel may write to the weights.
     """
-    if bias is None and invariant_gated is not None and invariant_gated.takes(x, weight):
-        return invariant_gated.gated_linear(x, weight, gelu)
+    if bias is None and whole_gated is not None and whole_gated.takes(x, weight):
+        return whole_gated.gated_linear(x, weight, gelu)
     if bias is None and _approved_for(x, weight) is not None:
         return activate_and_mul(linear(x, weight), gelu)
-    return _multiply(x, weight, bias, len(weight) // 2, gated=True, gelu=gelu)
+    return _multiply(x, weight, bias, gated=True, gelu=gelu)
 
 
 def warmup_gated_linear(weight: Tensor, bias: Tensor | None = None, gelu: bool = False) -> None:
@@ -139,9 +133,7 @@ def approve_cublas(weight: Tensor, rows: int) -> None:
         all(
             torch.equal(
                 F.linear(rows_, like_, b if has_bias else None),
-                _multiply(
-                    rows_, like_, b if has_bias else None, len(like), gated=False, gelu=False
-                ),
+                _multiply(rows_, like_, b if has_bias else None),
             )
             for rows_, like_, b in ((x, like, bias), mirrored)
         )
@@ -169,108 +161,124 @@ def _zeros(weight: Tensor) -> Tensor:
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, *, gated: bool, gelu: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False, gelu: bool = False
 ) -> Tensor:
     x = x.contiguous()
-    rows, inputs = x.shape
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    (rows, inputs), outputs = x.shape, len(weight) // (2 if gated else 1)
     if rows == 0:
-        return out
+        return x.new_empty(0, outputs)
     chains = 1 if gated else num_chains(outputs, inputs)
+    if rows > MAX_ROWS:
+        return _multiply_many_rows(x, weight, bias, outputs, chains, gated=gated, gelu=gelu)
     processors = num_processors(x.device)
-    if not gated and rows * chains <= WHOLE_ROWS and inputs // chains <= WHOLE_INPUTS:
-        # If all programs run at the same time, each fetches all its weights at once.
-        programs = triton.cdiv(outputs * chains, BLOCK_WEIGHTS)
-        size = _whole_columns(inputs, chains) * (BLOCK_WEIGHTS + WHOLE_ROWS) * x.element_size()
-        if programs <= processors * max(1, SHARED_MEMORY // size):
-            _multiply_at_once(out, x, weight, bias, chains)
-            return out
-    tile = tile_for(rows, outputs, gated, processors, chains)
-    block_m, block_n, block_k, warps, turned = tile
+    if chains > 1 and fits_at_once(rows, outputs, inputs, chains, processors):
+        return _multiply_chains_at_once(x, weight, bias, chains)
     chain = inputs // chains if chains > 1 else 0
-    stage = (block_m + (2 if gated else 1) * block_n) * block_k * x.element_size()
-    x_tiles = TensorDescriptor.from_tensor(x, [block_m, block_k])
-    grid = triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n)
-    matrices = weight.view(2 if gated else 1, outputs, inputs)
-    w_tiles = TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k])
-    if rows <= MAX_ROWS:
-        if not (turned and gated):
-            # Tensor cores read such a tile from shared memory. A tile of three dimensions, whose
-            # rows are their rows, passes through registers first.
-            w_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
-        launch(
-            _few_rows_kernel,
-            grid,
-            *(out, x_tiles, w_tiles),
-            *(weight, bias, outputs, inputs, chain),
-            *(block_m, block_n, block_k, turned, gated, gelu),
-            num_warps=warps,
-            num_stages=min(FEW_ROWS_STAGES * 128 // block_k, SHARED_MEMORY // stage),
-            **overlap(x),
-        )
-        return out
-    parts = 2 if block_n == 256 else 1  # a tile of 256 outputs is stored in two parts
-    out_tiles = None
-    if outputs % 8 == 0:  # the accelerator needs rows of a multiple of 16 bytes
-        out_tiles = TensorDescriptor.from_tensor(out, [block_m, block_n // parts])
-    launch(
-        _many_rows_kernel,
-        (min(grid[0] * grid[1], processors),),
-        *(out, x_tiles, w_tiles, out_tiles, bias, outputs, inputs),
-        *(chain, block_m, block_n, block_k, COLUMN, parts, gated, gelu),
-        num_warps=warps,
-        num_stages=3 if gated else 4,
-    )
-    return out
+    tiling = few_rows_tiling(rows, outputs, inputs, gated, processors, chains)
+    return decode_gemm.multiply(x, weight, bias, tiling, gated=gated, gelu=gelu, chain=chain)
 
 
-def _multiply_at_once(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, chains: int
-) -> None:
+def fits_at_once(rows: int, outputs: int, inputs: int, chains: int, processors: int) -> bool:
+    """Tell whether all programs run at the same time, and each fetches all its weights at once."""
+    if rows * chains > WHOLE_ROWS or inputs // chains > WHOLE_INPUTS:
+        return False
+    programs = triton.cdiv(outputs * chains, BLOCK_WEIGHTS)
+    size = (BLOCK_WEIGHTS + WHOLE_ROWS) * triton.next_power_of_2(inputs // chains) * 2
+    return programs <= processors * max(1, SHARED_MEMORY // size)
+
+
+def few_rows_tiling(
+    rows: int, outputs: int, inputs: int, gated: bool, processors: int, chains: int = 1
+) -> Tiling:
+    """Choose a tile, as measured on an H200. The choice changes no bit of the result."""
+    if not gated and chains == 1 and fits_at_once(rows, outputs, inputs, chains, processors):
+        columns = triton.next_power_of_2(inputs)
+        return Tiling(WHOLE_ROWS, BLOCK_WEIGHTS, columns, splits=1, stages=1, turned=True)
+    if rows <= 32:
+        # 32 gates and as many ups are 64 rows of weights.
+        block_m = 16 if rows <= 16 else 32
+        block_n, block_k = (BLOCK_WEIGHTS // 2, 64) if gated else (BLOCK_WEIGHTS, 128)
+    else:
+        block_m, block_k, rows_of_tiles = 64, 128, triton.cdiv(rows, 64)
+        fitting = [n for n in (16, 32, 64) if rows_of_tiles * triton.cdiv(outputs, n) <= processors]
+        block_n = fitting[0] if fitting else 64
+        if not fitting and rows > 64 and not gated:
+            block_n, block_k = 128, 64
+    stage = (block_m + (2 if gated else 1) * block_n) * block_k * 2
+    stages = min(FEW_ROWS_STAGES * 128 // block_k, SHARED_MEMORY // stage)
+    return Tiling(block_m, block_n, block_k, splits=1, stages=stages, turned=rows <= 32)
+
+
+def _multiply_chains_at_once(x: Tensor, weight: Tensor, bias: Tensor | None, chains: int) -> Tensor:
     """Compute few rows by programs that fetch all their weights before the inputs are there."""
-    outputs, inputs = out.shape[1], x.shape[1] // chains
-    block_n, block_k = BLOCK_WEIGHTS // chains, _whole_columns(x.shape[1], chains)
+    (rows, inputs), outputs = x.shape, len(weight)
+    length, block_n = inputs // chains, BLOCK_WEIGHTS // chains
+    block_k = triton.next_power_of_2(length)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     # A weight's row consists of `chains` rows of a matrix with shorter rows, and so does a row of
     # x. Of the products of all these rows, those of equal parts of K are wanted.
-    x_tiles = TensorDescriptor.from_tensor(x.view(-1, inputs), [WHOLE_ROWS, block_k])
-    w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [BLOCK_WEIGHTS, block_k])
+    x_tiles = TensorDescriptor.from_tensor(x.view(-1, length), [WHOLE_ROWS, block_k])
+    w_tiles = TensorDescriptor.from_tensor(weight.view(-1, length), [BLOCK_WEIGHTS, block_k])
     launch(
-        _whole_rows_kernel,
+        _chains_kernel,
         (triton.cdiv(outputs, block_n),),
         *(out, x_tiles, w_tiles, bias, outputs, chains, block_n),
         num_warps=4,
         num_stages=1,
         **overlap(x),
     )
+    return out
 
 
-def _whole_columns(inputs: int, chains: int) -> int:
-    """Return the columns of a tile that has all inputs of a chain."""
-    return triton.next_power_of_2(inputs // chains)
+def _multiply_many_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    outputs: int,
+    chains: int,
+    *,
+    gated: bool,
+    gelu: bool,
+) -> Tensor:
+    rows, inputs = x.shape
+    processors, chain = num_processors(x.device), inputs // chains if chains > 1 else 0
+    block_m, block_k = 128, 64
+    block_n = many_rows_width(rows, outputs, gated, processors, chains)
+    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    matrices = weight.view(2 if gated else 1, outputs, inputs)
+    parts = 2 if block_n == 256 else 1  # a tile of 256 outputs is stored in two parts
+    out_tiles = None
+    if outputs % 8 == 0:  # the accelerator needs rows of a multiple of 16 bytes
+        out_tiles = TensorDescriptor.from_tensor(out, [block_m, block_n // parts])
+    launch(
+        _many_rows_kernel,
+        (min(triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n), processors),),
+        out,
+        TensorDescriptor.from_tensor(x, [block_m, block_k]),
+        TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k]),
+        *(out_tiles, bias, outputs, inputs),
+        *(chain, block_m, block_n, block_k, COLUMN, parts, gated, gelu),
+        num_warps=8,
+        num_stages=3 if gated else 4,
+    )
+    return out
 
 
-def tile_for(rows: int, outputs: int, gated: bool, processors: int, chains: int = 1) -> Tile:
-    """Choose a tile, as measured on an H200. The choice changes no bit of the result."""
-    if rows <= 32:
-        return Tile(16 if rows <= 16 else 32, 32 if gated else 64, 64 if gated else 128, 4, True)
-    if rows <= MAX_ROWS:
-        for block_n in (16, 32, 64):
-            if triton.cdiv(rows, 64) * triton.cdiv(outputs, block_n) <= processors:
-                return Tile(64, block_n, 128, 4)
-        return Tile(64, 64, 128, 4) if rows <= 64 or gated else Tile(64, 128, 64, 4)
+def many_rows_width(rows: int, outputs: int, gated: bool, processors: int, chains: int) -> int:
+    """Choose the outputs of a tile, as measured on an H200."""
     if chains > 1:  # a program holds the sum of one chain and that of those before it
-        return Tile(128, 128, 64, 8)
+        return 128
     # The time of tiles of 256 columns and of 128: waves of programs, times that of a tile.
     rows_of_tiles = triton.cdiv(rows, 128)
     columns = outputs * (2 if gated else 1)
     wide = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 256), processors) * 2
     narrow = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 128), processors) * 1.12
     width = 256 if wide <= narrow else 128
-    return Tile(128, width // 2 if gated else width, 64, 8)
+    return width // 2 if gated else width
 
 
 @triton.jit
-def _whole_rows_kernel(
+def _chains_kernel(
     out,
     x_tiles,
     w_tiles,
@@ -296,91 +304,19 @@ def _whole_rows_kernel(
     rows = x_tiles.shape[0] // CHAINS
     row, col = tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N)
     dtype = out.dtype.element_ty
-    if CHAINS == 1:
-        result = acc.T
-        if bias is not None:
-            result += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-        inside = (row < rows)[:, None] & (col < N)[None, :]
-        tl.store(out + row[:, None] * N + col[None, :], result.to(dtype), mask=inside)
-    else:
-        part_of_weight = (tl.arange(0, BLOCK_N * CHAINS) % CHAINS)[:, None]
-        part = tl.arange(0, CHAINS)
-        for i in tl.static_range(ROWS // CHAINS):
-            # All but one of the summands are 0, so the order of these sums does not matter.
-            if i < rows:
-                wanted = row[None, :] == i * CHAINS + part_of_weight
-                sums = tl.sum(tl.where(wanted, acc, 0.0), axis=1).reshape(BLOCK_N, CHAINS)
-                total = tl.zeros([BLOCK_N], tl.float32)
-                for number in tl.static_range(CHAINS):
-                    total += tl.sum(tl.where(part[None, :] == number, sums, 0.0), axis=1)
-                if bias is not None:
-                    total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)
-                tl.store(out + i * N + col, total.to(dtype), mask=col < N)
-
-
-# M is read from the descriptor of x: as an argument of its own, each number of rows would be
-# another launch to `launch`.
-@triton.jit
-def _few_rows_kernel(
-    out,
-    x_tiles,
-    w_tiles,
-    weight,
-    bias,
-    N,
-    K,
-    CHAIN: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TURNED: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    m, n = tl.program_id(0), tl.program_id(1)
-    if PDL and m == 0 and (n + 1) * BLOCK_N <= N:
-        end = tl.minimum(K // BLOCK_K * BLOCK_K, PREFETCH)
-        prefetch(weight, n * BLOCK_N, K, 0, end, BLOCK_N, BLOCK_K)
-        if GATED:
-            prefetch(weight, N + n * BLOCK_N, K, 0, end, BLOCK_N, BLOCK_K)
-    wait_for_inputs(PDL)
-    WIDTH: tl.constexpr = 2 * BLOCK_N if GATED and TURNED else BLOCK_N
-    if TURNED:
-        acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    ups, total = acc, acc
-    for k in range(0, K, BLOCK_K):
-        inputs = x_tiles.load([m * BLOCK_M, k])
-        if TURNED:
-            if GATED:
-                weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
-            else:
-                weights = w_tiles.load([n * BLOCK_N, k])
-            acc = tl.dot(weights, inputs.T, acc)
-        else:
-            acc = tl.dot(inputs, w_tiles.load([n * BLOCK_N, k]).T, acc)
-            if GATED:
-                ups = tl.dot(inputs, w_tiles.load([N + n * BLOCK_N, k]).T, ups)
-        if CHAIN > 0:
-            if (k + BLOCK_K) % CHAIN == 0:
-                total += acc
-                acc = tl.zeros(acc.shape, tl.float32)
-    if CHAIN > 0:
-        acc = total
-    if TURNED:
-        acc = acc.T
-        if GATED:
-            acc, ups = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-    row, col = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
-    dtype = out.dtype.element_ty
-    if GATED:
-        acc = _gated(acc, ups, bias, col, N, dtype, GELU)
-    elif bias is not None:
-        acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-    inside = (row < x_tiles.shape[0])[:, None] & (col < N)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * N + col[None, :], acc.to(dtype), mask=inside)
+    part_of_weight = (tl.arange(0, BLOCK_N * CHAINS) % CHAINS)[:, None]
+    part = tl.arange(0, CHAINS)
+    for i in tl.static_range(ROWS // CHAINS):
+        # All but one of the summands are 0, so the order of these sums does not matter.
+        if i < rows:
+            wanted = row[None, :] == i * CHAINS + part_of_weight
+            sums = tl.sum(tl.where(wanted, acc, 0.0), axis=1).reshape(BLOCK_N, CHAINS)
+            total = tl.zeros([BLOCK_N], tl.float32)
+            for number in tl.static_range(CHAINS):
+                total += tl.sum(tl.where(part[None, :] == number, sums, 0.0), axis=1)
+            if bias is not None:
+                total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)
+            tl.store(out + i * N + col, total.to(dtype), mask=col < N)
 
 
 @triton.jit
@@ -422,7 +358,7 @@ def _many_rows_kernel(
         dtype = out.dtype.element_ty
         if GATED:
             gates, ups = acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
-            result = _gated(gates, ups, bias, col, N, dtype, GELU)
+            result = gated_product(gates, ups, bias, col, N, dtype, GELU)
         else:
             result = acc
             if bias is not None:
@@ -437,13 +373,3 @@ def _many_rows_kernel(
             left, right = result.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
             out_tiles.store([m * BLOCK_M, n * BLOCK_N], left)
             out_tiles.store([m * BLOCK_M, n * BLOCK_N + BLOCK_N // 2], right)
-
-
-@triton.jit
-def _gated(gate, up, bias, col, N, dtype: tl.constexpr, GELU: tl.constexpr):
-    """Compute silu(gate) * up or, with GELU, gelu(gate) * up. Round as separate kernels would."""
-    if bias is not None:
-        gate += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(bias + N + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-    return activated(gate, GELU).to(dtype).to(tl.float32) * up

@@ -1,11 +1,12 @@
-"""The gated product of a few rows in a small model, by one chain of sums, on Hopper.
+"""The gated product of a few rows in a small model, on Hopper: programs fetch all weights at once.
 
 A decode step of few rows waits for the weights. Here a program asks for all of its weights at once,
 before the kernel that computes the inputs has ended. 32 gates and 32 ups are the rows of a tensor
 core's operand, which it reads from shared memory; the rows of x are its columns.
 
-The sums are those of invariant_linear.py, to the bit. With one row, 1,024 inputs and 3,072 outputs
-on an H200 (torch 2.11, Triton 3.6) the product takes 4.3 us, and 9.8 us by the kernel there.
+The default and batch_invariant use it: the sums are those of invariant_linear.py, to the bit. With
+one row, 1,024 inputs and 3,072 outputs on an H200 (torch 2.11, Triton 3.6) the product takes 4.3
+us, and 9.8 us by the kernel there.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -34,10 +35,14 @@ SHARED_MEMORY = 200_000  # bytes that the tiles of a program may fill
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Tell whether `gated_linear` takes x [M, K] and weight [2 N, K]."""
     rows, inputs = x.shape
-    tiles = (2 * OUTPUTS + ROWS) * inputs * x.element_size()
+    tiles = (2 * OUTPUTS + rows_of_tile(rows)) * inputs * x.element_size()
     fits = rows <= ROWS and inputs % COLUMNS == 0 and tiles <= SHARED_MEMORY
     aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
     return fits and aligned and x.is_contiguous() and weight.is_contiguous() and is_hopper(x.device)
+
+
+def rows_of_tile(rows: int) -> int:
+    return max(8, triton.next_power_of_2(rows))
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
@@ -48,7 +53,7 @@ def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
     """
     rows, inputs = x.shape
     outputs = len(weight) // 2
-    block_m = 8 if rows <= 8 else ROWS
+    block_m = rows_of_tile(rows)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     layouts = [gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3)]
     matrices = weight.view(2, outputs, inputs)
