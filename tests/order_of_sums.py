@@ -25,11 +25,12 @@ from cards import new, stand_in_for
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
-from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear
+from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear, packed_linear
 
 # Each kernel, with the argument that is the columns of a step.
 KERNELS = {
     "_linear_kernel": "BLOCK_K",
+    "_tiled_linear_kernel": "BLOCK_W",
 }
 ROWS = range(1, 513)
 
@@ -44,9 +45,18 @@ def cases() -> Iterator[tuple[str, Callable[[int], Any]]]:
         matrix = fp8_inputs.Fp8Matrix(codes, scales, group, 128, how)
         fp8_linear.invariant_linear(new(rows, inputs), matrix, None, torch.bfloat16)
 
+    def integers(bits: int, group: int, gated: bool, rows: int) -> None:
+        codes = new(outputs, inputs * bits // 32, dtype=torch.int32)
+        factors = new(inputs // group, outputs, dtype=torch.int32)
+        weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs)
+        packed_linear.invariant_linear(new(rows, inputs), weight, gated=gated)
+
     yield "FP8 by blocks", partial(fp8, "group", 128)
     yield "FP8 by tokens", partial(fp8, "token", inputs)
     yield "FP8 weights by blocks", partial(fp8, None, 128)
+    for group in (128, 32):
+        yield f"INT4 by {group}", partial(integers, 4, group, False)
+    yield "INT4 gated", partial(integers, 4, 128, True)
 
 
 def order_of(compiled: Any, arguments: dict[str, Any], step: str) -> str:

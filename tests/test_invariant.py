@@ -202,7 +202,7 @@ QUANTISED = {  # each format, and the layers that may have it
     Fp8(1, 0, None): BOTH,
     Fp8(0, 0, "tensor"): {"self_attn"},
     Fp8(0, 0, None): BOTH,
-    Integers("gptq", 4, 32, has_zeros=True): {"mlp.experts"},
+    Integers("gptq", 4, 32, has_zeros=True): BOTH,
     Integers("gptq", 4, 32, has_zeros=True, has_g_idx=True): set(),
     Integers("gptq", 8, 32, has_zeros=True): set(),
     Fp4(is_nvidia=False): {"mlp.experts"},

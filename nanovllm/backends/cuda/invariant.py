@@ -4,7 +4,7 @@
 
 - products of linear layers that sum in the order of inputs, whatever the number of rows:
   triton/invariant_linear.py;
-- products of linear layers in FP8, and of packed experts, in tiles that sum in one order;
+- products of linear layers in FP8 and INT4, and of packed experts, in tiles that sum in one order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
+from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import (
     ROTARIES,
     FusedConvolutionLayer,
@@ -135,7 +136,8 @@ def is_row_invariant(module: nn.Module) -> bool:
     """
     if isinstance(module, FusedQuantised):
         weight = module.packed["weight"]
-        # The kernels for integers sum in an order that depends on the number of rows.
+        if isinstance(weight, FusedIntegerWeight):
+            return weight.scheme.bits == 4
         return isinstance(weight, FusedFp8Weight) and all(
             fp8_linear.is_known(matrix) for matrix in weight.matrices(None)
         )
