@@ -57,6 +57,8 @@ def cases() -> Iterator[tuple[str, Callable[[int], Any]]]:
     for group in (128, 32):
         yield f"INT4 by {group}", partial(integers, 4, group, False)
     yield "INT4 gated", partial(integers, 4, 128, True)
+    yield "INT8 by 32", partial(integers, 8, 32, False)
+    yield "INT8 gated", partial(integers, 8, 128, True)
 
 
 def order_of(compiled: Any, arguments: dict[str, Any], step: str) -> str:

@@ -85,7 +85,14 @@ def test_a_row_of_a_packed_fp8_product_does_not_depend_on_the_number_of_rows(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
     "outputs, inputs, group, bits",
-    [(1024, 3072, 128, 4), (4096, 1024, 64, 4), (1006, 2304, 32, 4), (512, 4104, 4104, 4)],
+    [
+        (1024, 3072, 128, 4),
+        (4096, 1024, 64, 4),
+        (1006, 2304, 32, 4),
+        (512, 4104, 4104, 4),
+        (1024, 3072, 128, 8),
+        (1006, 2304, 32, 8),
+    ],
 )
 def test_a_row_of_a_packed_integer_product_does_not_depend_on_the_number_of_rows(
     outputs, inputs, group, bits, gated
@@ -291,6 +298,7 @@ INTEGERS = {
     "gptq": (gptq(4, 64), GPTQ),
     "gptq-woven-by-default": (gptq(4, 128), GPTQ | dict(group_size=128)),
     "awq": (awq(64), AWQ),
+    "gptq-8-bits": (gptq(8, 64), GPTQ | dict(bits=8)),
 }
 
 

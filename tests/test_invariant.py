@@ -204,7 +204,7 @@ QUANTISED = {  # each format, and the layers that may have it
     Fp8(0, 0, None): BOTH,
     Integers("gptq", 4, 32, has_zeros=True): BOTH,
     Integers("gptq", 4, 32, has_zeros=True, has_g_idx=True): set(),
-    Integers("gptq", 8, 32, has_zeros=True): set(),
+    Integers("gptq", 8, 32, has_zeros=True): {"self_attn"},
     Fp4(is_nvidia=False): {"mlp.experts"},
     Fp4(is_nvidia=True): set(),
 }

@@ -4,7 +4,8 @@
 
 - products of linear layers that sum in the order of inputs, whatever the number of rows:
   triton/invariant_linear.py;
-- products of linear layers in FP8 and INT4, and of packed experts, in tiles that sum in one order;
+- products of linear layers in FP8, INT4 and INT8, and of packed experts, in tiles that sum in one
+  order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
@@ -136,11 +137,9 @@ def is_row_invariant(module: nn.Module) -> bool:
     """
     if isinstance(module, FusedQuantised):
         weight = module.packed["weight"]
-        if isinstance(weight, FusedIntegerWeight):
-            return weight.scheme.bits == 4
-        return isinstance(weight, FusedFp8Weight) and all(
-            fp8_linear.is_known(matrix) for matrix in weight.matrices(None)
-        )
+        if isinstance(weight, FusedFp8Weight):
+            return all(fp8_linear.is_known(matrix) for matrix in weight.matrices(None))
+        return isinstance(weight, FusedIntegerWeight)
     if isinstance(module, QuantisedExperts):
         return all(are_row_invariant(packed_experts(weight)) for weight in module.packed.values())
     return type(module) in ROW_INVARIANT or isinstance(module, (*LINEAR, CausalLM, PackedWeight))

@@ -8,7 +8,7 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
     INT4, INT8         packed_linear    woven_linear or packed_linear  dequantised, then as plain
     FP8                fp8_gemv         fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
     batch_invariant    invariant_linear, invariant_gated, cuBLAS; FP8: fp8_linear alone;
-                       INT4: packed_linear alone
+                       INT4, INT8: packed_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
 in `is_skinny`, `suits`, `takes_woven` and the like. Weights in other formats are dequantised as
