@@ -7,7 +7,7 @@ import torch
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
 from quantised_helpers import awq, change_config, fp8_blocks, gptq, make_pair
-from transformers import GptOssConfig, Qwen3Config
+from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 
@@ -109,16 +109,20 @@ def test_a_row_of_a_packed_integer_product_does_not_depend_on_the_number_of_rows
     check_rows_alike(lambda x: invariant_linear(x, weight, bias, gated=gated), x)
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "int4-zeros", "fp8-rows"])
+FP8_EXPERTS = ("fp8-blocks", "fp8-blocks-and-groups", "fp8-rows-and-tokens", "fp8-published")
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4-zeros", "fp8-rows", *FP8_EXPERTS])
 def test_a_token_of_packed_experts_gets_the_same_bits_among_any_others(scheme):
-    from test_packed_experts import ALONE, mixture_of
+    from test_packed_experts import ALONE, WITH_INPUTS, mixture_of
 
     from nanovllm.backends.cuda.fused_layers import fuse
     from nanovllm.backends.cuda.invariant import invariant_attention
     from nanovllm.backends.cuda.products import INVARIANT
+    from nanovllm.backends.quantised.config import Fp8
 
-    sizes = 512, 768, 8, 3
-    mixture = mixture_of(ALONE[scheme], torch.bfloat16, sizes=sizes)
+    schemes = ALONE | WITH_INPUTS | {"fp8-published": Fp8(128, 128, "group")}
+    mixture = mixture_of(schemes[scheme], torch.bfloat16, sizes=(512, 768, 8, 3))
     fuse(mixture, invariant_attention(), INVARIANT)
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -286,10 +290,20 @@ WIDE = dict(hidden_size=256, intermediate_size=256, head_dim=64)
 MIXTURE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=128)
 
 
+BLOCKS = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+
+
 def test_a_model_in_fp8_gives_the_same_bits_whatever_runs_beside_a_request(tmp_path):
-    blocks = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
-    _, folder = make_pair(tmp_path, Qwen3Config(**SHAPE | WIDE), fp8_blocks(128, 128), blocks)
+    _, folder = make_pair(tmp_path, Qwen3Config(**SHAPE | WIDE), fp8_blocks(128, 128), BLOCKS)
     check_bits_of(str(folder), [{}, dict(max_num_batched_tokens=70, enforce_eager=True)])
+
+
+def test_experts_in_fp8_give_the_same_bits_whatever_runs_beside_a_request(tmp_path):
+    config = Qwen3MoeConfig(**SHAPE | WIDE | MIXTURE)
+    plain, packed = make_pair(tmp_path, config, fp8_blocks(128, 128), BLOCKS)
+    others = [{}, dict(max_num_batched_tokens=70, enforce_eager=True)]
+    check_bits_of(str(packed), others)
+    check_bits_of(str(plain), others, quantization="fp8")
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=False)

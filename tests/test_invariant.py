@@ -23,7 +23,7 @@ from effort import spread
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
 from test_kernels import DEVICE, assert_close, needs_tiles, randn
-from test_packed_experts import ALONE, mixture_of
+from test_packed_experts import ALONE, WITH_INPUTS, mixture_of
 from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, TINY_MODEL
@@ -84,9 +84,9 @@ def test_a_product_equals_its_twin(rows, outputs, inputs, has_bias):
     assert_close(invariant_linear.gated_linear(x, weight, bias), gated)
 
 
-@spread({"name": [name for name in ALONE if name != "fp8-blocks"], "tokens": [1, 40]})
+@spread({"name": list(ALONE | WITH_INPUTS), "tokens": [1, 40]})
 def test_packed_experts_equal_the_plain_ones(name, tokens):
-    mixture = mixture_of(ALONE[name], torch.float16)
+    mixture = mixture_of((ALONE | WITH_INPUTS)[name], torch.float16)
     x = randn(tokens, 64, dtype=torch.float16)
     expected = mixture(x)
     fuse(mixture, invariant_backend(), INVARIANT)
@@ -196,9 +196,9 @@ def test_layers_that_were_not_shown_are_refused_by_name(name, layer, tmp_path):
 
 BOTH = ("mlp.experts", "self_attn")
 QUANTISED = {  # each format, and the layers that may have it
-    Fp8(16, 32, "group"): {"self_attn"},
-    Fp8(16, 32, None): {"self_attn"},
-    Fp8(1, 0, "token"): {"self_attn"},
+    Fp8(16, 32, "group"): BOTH,
+    Fp8(16, 32, None): BOTH,
+    Fp8(1, 0, "token"): BOTH,
     Fp8(1, 0, None): BOTH,
     Fp8(0, 0, "tensor"): {"self_attn"},
     Fp8(0, 0, None): BOTH,

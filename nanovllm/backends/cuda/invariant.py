@@ -141,22 +141,10 @@ def is_row_invariant(module: nn.Module) -> bool:
             return all(fp8_linear.is_known(matrix) for matrix in weight.matrices(None))
         return isinstance(weight, FusedIntegerWeight)
     if isinstance(module, QuantisedExperts):
-        return all(are_row_invariant(packed_experts(weight)) for weight in module.packed.values())
+        # Woven experts are multiplied by other tiles for other numbers of tokens.
+        weights = module.packed.values()
+        return all(isinstance(packed_experts(weight), PackedExperts) for weight in weights)
     return type(module) in ROW_INVARIANT or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
-
-
-def are_row_invariant(experts: Any) -> bool:
-    """Tell whether tiles of any size compute the same bits of a product with packed experts.
-
-    Woven experts are multiplied by other tiles for other numbers of tokens. Inputs in FP8 are
-    multiplied in FP8 by tiles of 64 outputs or more, whose sums have fewer bits than those of
-    smaller tiles, which convert to float16. Nobody has shown that sums with a scale for each block
-    are alike.
-    """
-    if not isinstance(experts, PackedExperts):
-        return False
-    has_blocks = experts.scales.shape[-1] > 1
-    return experts.kind != "e4m3" or experts.sharing is None and not has_blocks
 
 
 def warmup_products(model: CausalLM) -> None:
