@@ -8,6 +8,9 @@
   order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
+- sums over two ranks, rounded once: a sum of two numbers has one result, by whatever kernel of NCCL
+  or of symmetric memory, while a sum of more would depend on the order, which NCCL chooses by the
+  size of the tensor;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
 
 Norms, rotary embeddings, activations, embeddings and the sampler compute each row by itself in any
@@ -135,6 +138,9 @@ def is_row_invariant(module: nn.Module) -> bool:
 
     A packed weight is judged with the layer that it belongs to.
     """
+    if isinstance(module, FusedShardedRMSNorm):
+        # For several ranks, PyTorch sums a row's squares, in an order that may depend on the rows.
+        return module.group.size == 1
     if isinstance(module, FusedQuantised):
         weight = module.packed["weight"]
         if isinstance(weight, FusedFp8Weight):

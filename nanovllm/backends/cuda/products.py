@@ -89,8 +89,8 @@ class Products(NamedTuple):
     linear: Callable[..., Tensor]
     gated_linear: Callable[..., Tensor]
     warmup_gated_linear: Callable[..., None]
-    # Whether a row's results do not depend on the number of rows. If so, layers with packed weights
-    # and experts must hold this, too.
+    # Whether a row's results do not depend on the number of rows. If so, layers with packed
+    # weights, experts and sums over ranks must hold this, too.
     is_invariant: bool = False
 
 
