@@ -251,7 +251,7 @@ def check_batch_invariance(config: Config, device: torch.device) -> None:
         kernels=("auto",),
         attention_backend=("auto", "triton"),
         kv_cache_dtype=("auto",),
-        tensor_parallel_size=(1,),
+        tensor_parallel_size=(1, 2),
     )
     for name, values in wanted.items():
         given = getattr(config, name)

@@ -223,7 +223,7 @@ class Config:
     batch_invariant: bool = option(
         False,
         "give a request the same tokens and log-probabilities, to the bit, whatever runs beside "
-        "it; on one Hopper GPU, in bfloat16, for models without Gated DeltaNet",
+        "it; on one or two Hopper GPUs, in bfloat16, for models without Gated DeltaNet",
     )
     overlap: bool | None = option(
         None, "launch a step before the last one's tokens are read; `None`: on a GPU alone"

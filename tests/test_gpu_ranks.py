@@ -1,7 +1,8 @@
 """Two GPUs at the full depth of large models: the same bits in every run, and the tokens of one.
 
 What lies in memory, and which rank comes first, differs from run to run. Few rows are padded to
-more, so both would show here. Weights are random.
+more, so both would show here. Weights are random. With batch_invariant, a small model must give the
+same bits in any batch.
 """
 
 import json
@@ -9,6 +10,10 @@ from itertools import cycle, islice
 
 import pytest
 import torch
+from engine_helpers import SHAPE
+from model_helpers import make_checkpoint
+from test_gpu_invariant import MIXTURE, WIDE, check_bits_of
+from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
 
@@ -112,3 +117,19 @@ def test_two_gpus_give_the_tokens_of_one_in_float32(tmp_path, name):
     with LLM(folder, **options, tensor_parallel_size=2) as llm:
         for prompts, tokens in zip(CALLS, expected):
             assert [found for found, _ in run(llm, prompts)] == tokens
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs Hopper GPUs",
+)
+def test_two_ranks_give_the_same_bits_whatever_runs_beside_a_request(tmp_path):
+    """Once by sums in symmetric memory, once by those of NCCL.
+
+    Ranks that hang print their stacks and end at the time limits.
+    """
+    experts = MIXTURE | dict(mlp_only_layers=[0])  # of two layers: the first has an MLP
+    make_checkpoint(tmp_path, Qwen3MoeConfig(**SHAPE | WIDE | experts))
+    limits = dict(start_timeout=90, step_timeout=30)
+    others = [{}, dict(symmetric_memory=False, max_num_batched_tokens=70)]
+    check_bits_of(str(tmp_path), others, tensor_parallel_size=2, **limits)

@@ -7,6 +7,7 @@ import copy
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from effort import spread
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
 from test_kernels import DEVICE, assert_close, needs_tiles, randn
-from test_packed_experts import ALONE, mixture_of
+from test_packed_experts import ALONE, WITH_INPUTS, mixture_of
 from transformers import Qwen3MoeConfig
 
 from nanovllm import LLM, TINY_MODEL
@@ -84,9 +85,9 @@ def test_a_product_equals_its_twin(rows, outputs, inputs, has_bias):
     assert_close(invariant_linear.gated_linear(x, weight, bias), gated)
 
 
-@spread({"name": [name for name in ALONE if name != "fp8-blocks"], "tokens": [1, 40]})
+@spread({"name": list(ALONE | WITH_INPUTS), "tokens": [1, 40]})
 def test_packed_experts_equal_the_plain_ones(name, tokens):
-    mixture = mixture_of(ALONE[name], torch.float16)
+    mixture = mixture_of((ALONE | WITH_INPUTS)[name], torch.float16)
     x = randn(tokens, 64, dtype=torch.float16)
     expected = mixture(x)
     fuse(mixture, invariant_backend(), INVARIANT)
@@ -156,7 +157,7 @@ def test_a_cpu_is_refused_with_what_it_promises():
         ("attention_backend", "flash-attn", "'auto' or 'triton'"),
         ("attention_backend", "torch", "'auto' or 'triton'"),
         ("kv_cache_dtype", "fp8", "'auto'"),
-        ("tensor_parallel_size", 2, "1"),
+        ("tensor_parallel_size", 4, "1 or 2"),
     ],
 )
 def test_options_that_cannot_are_refused_by_name(name, given, use, monkeypatch):
@@ -194,17 +195,48 @@ def test_layers_that_were_not_shown_are_refused_by_name(name, layer, tmp_path):
         check_model(model, torch.float32)
 
 
+@pytest.mark.parametrize(
+    "name, layer", [("gqa-2", None), ("experts", None), ("olmo2", "ShardedRMSNorm")]
+)
+def test_two_ranks_are_known_unless_a_norm_spans_them(name, layer, tmp_path):
+    make_checkpoint(tmp_path, copy.deepcopy((MODELS | FAMILIES)[name]))
+    model = build_model(load_model_config(tmp_path), ParallelGroup(0, 2))
+    fuse(model, invariant_backend(), INVARIANT)
+    if layer is None:
+        check_model(model, torch.bfloat16)
+    else:
+        with pytest.raises(ValueError, match=f"layer .* is of class {layer}"):
+            check_model(model, torch.bfloat16)
+
+
+def test_the_sum_over_two_ranks_is_rounded_before_the_residual_is_added(tmp_path):
+    """No kernel that adds both at once knows the rows of a long prompt."""
+    make_checkpoint(tmp_path, copy.deepcopy(MODELS["gqa-2"]))
+    model = build_model(load_model_config(tmp_path), ParallelGroup())
+    fuse(model, invariant_backend(), INVARIANT)
+    x, others, residual = (randn(3, 32, dtype=torch.float16) for _ in range(3))
+    model.model.embed_tokens.group = SimpleNamespace(
+        size=2,
+        all_reduce=lambda x: x + others,
+        shared_rows=lambda x: pytest.fail("this sum adds the residual, too"),
+    )
+    norm = model.model.norm.half().to(DEVICE)
+    expected = x + others + residual
+    _, total = model.model.add_and_norm(x, residual, None, norm)
+    assert torch.equal(total, expected)
+
+
 BOTH = ("mlp.experts", "self_attn")
 QUANTISED = {  # each format, and the layers that may have it
-    Fp8(16, 32, "group"): {"self_attn"},
-    Fp8(16, 32, None): {"self_attn"},
-    Fp8(1, 0, "token"): {"self_attn"},
+    Fp8(16, 32, "group"): BOTH,
+    Fp8(16, 32, None): BOTH,
+    Fp8(1, 0, "token"): BOTH,
     Fp8(1, 0, None): BOTH,
     Fp8(0, 0, "tensor"): {"self_attn"},
     Fp8(0, 0, None): BOTH,
-    Integers("gptq", 4, 32, has_zeros=True): {"mlp.experts"},
+    Integers("gptq", 4, 32, has_zeros=True): BOTH,
     Integers("gptq", 4, 32, has_zeros=True, has_g_idx=True): set(),
-    Integers("gptq", 8, 32, has_zeros=True): set(),
+    Integers("gptq", 8, 32, has_zeros=True): {"self_attn"},
     Fp4(is_nvidia=False): {"mlp.experts"},
     Fp4(is_nvidia=True): set(),
 }

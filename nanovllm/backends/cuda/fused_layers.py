@@ -81,7 +81,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
     """Turn the model's layers into fused ones, where their class and options are known here.
 
     products: the products of linear layers whose weights are plain. Whether they are invariant
-        decides on the kernels of packed weights, and experts, too.
+        decides on the kernels of packed weights, experts and sums over ranks, too.
     """
     for module in reversed(list(model.modules())):  # children before their parents
         use_packed_kernels(module, products.is_invariant)
@@ -506,6 +506,7 @@ class FusedDecoder(Decoder):
     """
 
     norm: FusedRMSNorm
+    products = FASTEST
     # Whether a forward pass runs only one layer of each kind and the last one, which launch every
     # kernel of the decoder.
     dry_run = False
@@ -585,7 +586,10 @@ class FusedDecoder(Decoder):
         # tensor_parallel/collectives.py.
         group: Any = self.embed_tokens.group
         if group.size > 1:
-            if after is None and norm is not None and not norm.zero_centered:
+            # The kernel that adds the residual to a sum, too, knows few rows alone, and does not
+            # round the sum before: so none or all rows may be summed by it.
+            may_fuse = not self.products.is_invariant and after is None
+            if may_fuse and norm is not None and not norm.zero_centered:
                 if (rows := group.shared_rows(x)) is not None:
                     return sum_add_rms_norm(
                         x, residual, weight=norm.weight, eps=norm.eps, shared=rows
@@ -653,6 +657,7 @@ TAKES_PRODUCTS = (
     FusedRowParallelLinear,
     FusedLMHead,
     FusedMixtureOfExperts,
+    FusedDecoder,
 )
 FUSED: dict[type[nn.Module], type[nn.Module]] = {
     RMSNorm: FusedRMSNorm,

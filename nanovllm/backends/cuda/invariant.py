@@ -4,9 +4,13 @@
 
 - products of linear layers that sum in the order of inputs, whatever the number of rows:
   triton/invariant_linear.py;
-- products of linear layers in FP8, and of packed experts, in tiles that sum in one order;
+- products of linear layers in FP8, INT4 and INT8, and of packed experts, in tiles that sum in one
+  order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
+- sums over two ranks, rounded once: a sum of two numbers has one result, by whatever kernel of NCCL
+  or of symmetric memory, while a sum of more would depend on the order, which NCCL chooses by the
+  size of the tensor;
 - log-probabilities of prompts by the kernels that compute those of sampled tokens.
 
 Norms, rotary embeddings, activations, embeddings and the sampler compute each row by itself in any
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
+from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import (
     ROTARIES,
     FusedConvolutionLayer,
@@ -133,29 +138,19 @@ def is_row_invariant(module: nn.Module) -> bool:
 
     A packed weight is judged with the layer that it belongs to.
     """
+    if isinstance(module, FusedShardedRMSNorm):
+        # For several ranks, PyTorch sums a row's squares, in an order that may depend on the rows.
+        return module.group.size == 1
     if isinstance(module, FusedQuantised):
         weight = module.packed["weight"]
-        # The kernels for integers sum in an order that depends on the number of rows.
-        return isinstance(weight, FusedFp8Weight) and all(
-            fp8_linear.is_known(matrix) for matrix in weight.matrices(None)
-        )
+        if isinstance(weight, FusedFp8Weight):
+            return all(fp8_linear.is_known(matrix) for matrix in weight.matrices(None))
+        return isinstance(weight, FusedIntegerWeight)
     if isinstance(module, QuantisedExperts):
-        return all(are_row_invariant(packed_experts(weight)) for weight in module.packed.values())
+        # Woven experts are multiplied by other tiles for other numbers of tokens.
+        weights = module.packed.values()
+        return all(isinstance(packed_experts(weight), PackedExperts) for weight in weights)
     return type(module) in ROW_INVARIANT or isinstance(module, (*LINEAR, CausalLM, PackedWeight))
-
-
-def are_row_invariant(experts: Any) -> bool:
-    """Tell whether tiles of any size compute the same bits of a product with packed experts.
-
-    Woven experts are multiplied by other tiles for other numbers of tokens. Inputs in FP8 are
-    multiplied in FP8 by tiles of 64 outputs or more, whose sums have fewer bits than those of
-    smaller tiles, which convert to float16. Nobody has shown that sums with a scale for each block
-    are alike.
-    """
-    if not isinstance(experts, PackedExperts):
-        return False
-    has_blocks = experts.scales.shape[-1] > 1
-    return experts.kind != "e4m3" or experts.sharing is None and not has_blocks
 
 
 def warmup_products(model: CausalLM) -> None:

@@ -7,7 +7,8 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
     plain              gemv, whole_gated   decode_gemm or cuBLAS          cuBLAS or prefill_gemm
     INT4, INT8         packed_linear       woven_linear or packed_linear  dequantised, then as plain
     FP8                fp8_gemv            fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
-    batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
+    batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone;
+                       INT4, INT8: packed_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
 in `is_skinny`, `tiling`, `suits`, `takes_woven` and the like. Weights in other formats are
@@ -96,8 +97,8 @@ class Products(NamedTuple):
     linear: Callable[..., Tensor]
     gated_linear: Callable[..., Tensor]
     warmup_gated_linear: Callable[..., None]
-    # Whether a row's results do not depend on the number of rows. If so, layers with packed weights
-    # and experts must hold this, too.
+    # Whether a row's results do not depend on the number of rows. If so, layers with packed
+    # weights, experts and sums over ranks must hold this, too.
     is_invariant: bool = False
 
 

@@ -28,11 +28,11 @@ from nanovllm.backends.cuda.triton.dispatch import (
 )
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import (
-    INVARIANT_INPUTS,
     PackedExperts,
     Rows,
     SortedPairs,
     Tile,
+    invariant_tile,
     multiply_packed,
     packed_tile,
     prepare_row,
@@ -107,7 +107,7 @@ def moe(
     if isinstance(gate_up, PackedExperts):
         tile = packed_tile(gate_up, pairs / num_experts, x)
         if is_invariant:
-            tile = tile._replace(inputs=INVARIANT_INPUTS, splits=1)
+            tile = invariant_tile(gate_up, tile)
         inputs, preparation = rows_for(x, gate_up)
     elif isinstance(gate_up, Tensor):
         tile = plain_tile(pairs / num_experts, x)

@@ -168,6 +168,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     splits: int = 1  # programs that share the inputs of a product
+    least_outputs: int = 32  # outputs are halved down to these while programs are too few
 
 
 # Tiles by kind and by the greatest number of pairs for each expert, measured on an H200.
@@ -193,8 +194,6 @@ TILES = {
         (float("inf"), Tile(128, 128, 128, 4, 3)),
     ),
 }
-# A step's inputs decide the order of a sum. Batch invariance lets all tiles take so many.
-INVARIANT_INPUTS = 128
 SMALL_TILE = Tile(64, 128, 128, 8, 4, 8)  # the most on a GPU without large shared memory
 OTHER_BYTES = 4096  # of shared memory that a program leaves to its other needs than its stages
 LARGEST_BLOCK = 128  # the most outputs of a tile
@@ -218,6 +217,16 @@ def packed_tile(weight: PackedExperts, pairs: float, x: Tensor) -> Tile:
         # suffice for two of them (48 bytes a thread are spilled; Triton 3.6).
         tile = tile._replace(warps=8)
     return tile
+
+
+def invariant_tile(weight: PackedExperts, tile: Tile) -> Tile:
+    """Change a tile so that every tile of the weight sums in the same order.
+
+    A step's inputs decide the order of a sum. Tiles of fewer than 64 outputs cannot multiply in
+    FP8: Triton converts their numbers to float16, and sums have more bits.
+    """
+    least = 64 if weight.kind == "e4m3" else tile.least_outputs
+    return tile._replace(inputs=128, splits=1, least_outputs=least)
 
 
 def multiply_packed(
@@ -257,7 +266,10 @@ def multiply_packed(
             words = min(words, (size & -size) // parts)
     # There shall be enough programs to keep the device busy.
     block_n, enough = tile.outputs, 2 * num_processors(out.device)
-    while block_n > 32 and tile.splits * max_tiles * triton.cdiv(outputs, block_n) < enough:
+    while (
+        block_n > tile.least_outputs
+        and tile.splits * max_tiles * triton.cdiv(outputs, block_n) < enough
+    ):
         block_n //= 2
     block = block_n // 2 if is_gated else block_n
     # The scales of all tiles are multiplied in the same order, so that a row's result does not
