@@ -236,13 +236,6 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             matrix = fp8_inputs.Fp8Matrix(codes, scales, group, block, how)
             fp8_linear.invariant_linear(x, matrix, new(4096, dtype=dtype), dtype)
 
-    def integers(rows):
-        x = new(rows, 2048, dtype=dtype)
-        for gated in (False, True):
-            codes, factors = (new(*shape, dtype=torch.int32) for shape in ((8192, 256), (16, 8192)))
-            weight = packed_linear.PackedTensors(codes, factors, 4, 128, 2048)
-            packed_linear.invariant_linear(x, weight, new(8192, dtype=dtype), gated=gated)
-
     def attention(head_dim):
         options = AttentionOptions(0.1, softcap=50.0, window=1024)
         ends, tables = new(2, dtype=torch.int32), new(1, 16, dtype=torch.int32)
@@ -259,7 +252,6 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     for rows in (1, 32, 64, 256, 16384):
         yield f"invariant products {rows}", partial(on_hopper, products, rows)
         yield f"invariant FP8 products {rows}", partial(on_hopper, fp8, rows)
-        yield f"invariant INT4 products {rows}", partial(on_hopper, integers, rows)
     for head_dim in (64, 128, 256):
         yield f"invariant attention {head_dim}", partial(on_hopper, attention, head_dim)
 

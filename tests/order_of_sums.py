@@ -25,13 +25,12 @@ from cards import new, stand_in_for
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 
-from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear, moe, moe_packed, packed_linear
+from nanovllm.backends.cuda.triton import fp8_inputs, fp8_linear, moe, moe_packed
 
 # Each kernel, with the argument that is the columns of a step.
 KERNELS = {
     "_packed_product_kernel": "BLOCK_W",
     "_linear_kernel": "BLOCK_K",
-    "_tiled_linear_kernel": "BLOCK_W",
 }
 ROWS = range(1, 513)
 
@@ -45,12 +44,6 @@ def cases() -> Iterator[tuple[str, Callable[[int], Any]]]:
         scales = new(outputs, inputs // group, dtype=torch.float32)
         matrix = fp8_inputs.Fp8Matrix(codes, scales, group, 128, how)
         fp8_linear.invariant_linear(new(rows, inputs), matrix, None, torch.bfloat16)
-
-    def integers(bits: int, group: int, gated: bool, rows: int) -> None:
-        codes = new(outputs, inputs * bits // 32, dtype=torch.int32)
-        factors = new(inputs // group, outputs, dtype=torch.int32)
-        weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs)
-        packed_linear.invariant_linear(new(rows, inputs), weight, gated=gated)
 
     def experts(sharing: int | None, group: int, block: int, width: int, rows: int) -> None:
         def make(outputs: int, inputs: int) -> moe_packed.PackedExperts:
@@ -80,11 +73,6 @@ def cases() -> Iterator[tuple[str, Callable[[int], Any]]]:
     yield "FP8 by blocks", partial(fp8, "group", 128)
     yield "FP8 by tokens", partial(fp8, "token", inputs)
     yield "FP8 weights by blocks", partial(fp8, None, 128)
-    for group in (128, 32):
-        yield f"INT4 by {group}", partial(integers, 4, group, False)
-    yield "INT4 gated", partial(integers, 4, 128, True)
-    yield "INT8 by 32", partial(integers, 8, 32, False)
-    yield "INT8 gated", partial(integers, 8, 128, True)
 
 
 def order_of(compiled: Any, arguments: dict[str, Any], step: str) -> str:

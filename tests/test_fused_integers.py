@@ -94,29 +94,6 @@ def test_fused_weights_multiply_as_plain_ones(folder, scheme, dtype):
 
 
 @torch.inference_mode()
-def test_weights_of_a_batch_invariant_model_have_one_kernel_for_all_rows(folder, monkeypatch):
-    monkeypatch.setattr(packed_linear, "is_hopper", lambda device: True)
-    torch.manual_seed(0)
-    weights = load(folder, SCHEMES["symmetric"], torch.float16)
-    inputs = [
-        [torch.randn(n, w.width, device=DEVICE).half() for n in (1, 20, 300)] for w in weights
-    ]
-    want = [[weight(x) for x in xs] for weight, xs in zip(weights, inputs)]
-    for name in ("few_rows_linear", "woven_product", "dequantise"):
-        monkeypatch.delattr(packed_linear, name)
-    for weight, xs, expected in zip(weights, inputs, want):
-        use_packed_kernels(weight, is_invariant=True)
-        await_weights(weight)
-        arrange_weights(weight)
-        assert not weight.is_woven
-        for x, product in zip(xs, expected):
-            assert_close(weight(x), product)
-            gates, ups = product.chunk(2, dim=1)
-            assert_close(weight.gated(x, None, gelu=False), F.silu(gates) * ups)
-        weight.warmup_gated(None, gelu=False)
-
-
-@torch.inference_mode()
 def test_fused_weights_follow_an_update(folder):
     """Graphs hold the address of the factors, so an update must write to the same memory."""
     scheme = SCHEMES["gptq"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_helpers import FAMILIES, MODELS, SHAPE
 from model_helpers import make_checkpoint
-from quantised_helpers import awq, change_config, fp8_blocks, gptq, make_pair
+from quantised_helpers import change_config, fp8_blocks, make_pair
 from transformers import GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from nanovllm import LLM, SamplingParams
@@ -80,33 +80,6 @@ def test_a_row_of_a_packed_fp8_product_does_not_depend_on_the_number_of_rows(
     check_rows_alike(lambda x: fp8_linear.invariant_linear(x, matrix, None, dtype), x)
     linear = fp8_linear.invariant_linear
     check_rows_alike(lambda x: gated_linear_fp8(x, matrix, dtype, linear=linear), x)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "outputs, inputs, group, bits",
-    [
-        (1024, 3072, 128, 4),
-        (4096, 1024, 64, 4),
-        (1006, 2304, 32, 4),
-        (512, 4104, 4104, 4),
-        (1024, 3072, 128, 8),
-        (1006, 2304, 32, 8),
-    ],
-)
-def test_a_row_of_a_packed_integer_product_does_not_depend_on_the_number_of_rows(
-    outputs, inputs, group, bits, gated
-):
-    from test_packed_linear import make
-
-    from nanovllm.backends.cuda.triton.packed_linear import invariant_linear
-
-    torch.manual_seed(0)
-    weight, _ = make(outputs, inputs, group, bits=bits, dtype=torch.bfloat16)
-    x = torch.randn(1100, inputs, **BF16)
-    # This bias leaves the last bits of the last row's sums, which rounding would hide.
-    bias = -invariant_linear(x[-1:], weight)[0]
-    check_rows_alike(lambda x: invariant_linear(x, weight, bias, gated=gated), x)
 
 
 FP8_EXPERTS = ("fp8-blocks", "fp8-blocks-and-groups", "fp8-rows-and-tokens", "fp8-published")
@@ -304,22 +277,6 @@ def test_experts_in_fp8_give_the_same_bits_whatever_runs_beside_a_request(tmp_pa
     others = [{}, dict(max_num_batched_tokens=70, enforce_eager=True)]
     check_bits_of(str(packed), others)
     check_bits_of(str(plain), others, quantization="fp8")
-
-
-GPTQ = dict(quant_method="gptq", bits=4, group_size=64, desc_act=False, sym=False)
-AWQ = dict(quant_method="awq", bits=4, group_size=64, zero_point=True, version="gemm")
-INTEGERS = {
-    "gptq": (gptq(4, 64), GPTQ),
-    "gptq-woven-by-default": (gptq(4, 128), GPTQ | dict(group_size=128)),
-    "awq": (awq(64), AWQ),
-    "gptq-8-bits": (gptq(8, 64), GPTQ | dict(bits=8)),
-}
-
-
-@pytest.mark.parametrize("name", INTEGERS)
-def test_a_model_in_integers_gives_the_same_bits_whatever_runs_beside_a_request(name, tmp_path):
-    _, folder = make_pair(tmp_path, Qwen3Config(**SHAPE | WIDE), *INTEGERS[name])
-    check_bits_of(str(folder), [{}, dict(max_num_batched_tokens=70, enforce_eager=True)])
 
 
 def test_experts_in_mxfp4_give_the_same_bits_whatever_runs_beside_a_request(tmp_path):

@@ -95,15 +95,6 @@ def test_rows_of_a_decode_step_equal_their_product_in_float64(
     assert_close(gated, activated(expected, dtype, gelu=True))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@spread({"shape": SHAPES, "rows": [1, 20, 70]})
-def test_products_of_batch_invariance_equal_their_product_in_float64(rows, shape, dtype):
-    x, weight, bias, expected = case(rows, shape, dtype)
-    assert_close(packed_linear.invariant_linear(x, weight, bias), expected)
-    gated = packed_linear.invariant_linear(x, weight, bias, gated=True)
-    assert_close(gated, activated(expected, dtype, gelu=False))
-
-
 WOVEN_SHAPES = [(48, 256, 128), (34, 2304, 256), (40, 384, 384)]
 
 

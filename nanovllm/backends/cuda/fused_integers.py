@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from nanovllm.backends.cuda import products
 from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import packed_linear
-from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
 from nanovllm.backends.quantised.integers import IntegerWeight
 
@@ -39,21 +38,15 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
         )
 
     def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
-        linear = packed_linear.invariant_linear if self.is_invariant else products.linear_int
-        return linear(x, self.tensors(expert), bias)
+        return products.linear_int(x, self.tensors(expert), bias)
 
     def gated(self, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
-        if self.is_invariant:
-            return packed_linear.invariant_linear(x, self.tensors(), bias, gated=True, gelu=gelu)
         return products.gated_linear_int(x, self.tensors(), bias, gelu)
 
     def warmup_gated(self, bias: Tensor | None, gelu: bool) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
-        if self.is_invariant:
-            self.gated(self.scales.new_zeros(MAX_ROWS + 1, self.width), bias, gelu)
-        else:
-            products.warmup_gated_linear_int(self.tensors(), self.scales.dtype, bias, gelu)
+        products.warmup_gated_linear_int(self.tensors(), self.scales.dtype, bias, gelu)
 
     def tensors(self, expert: int | None = None) -> PackedTensors:
         """Return what the kernels read, of an expert if there are any."""
@@ -72,8 +65,8 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
     @property
     def shall_weave(self) -> bool:
         """True if the kernels want the codes woven."""
-        # Kernels for experts, and those of batch invariance, know no other order.
-        return not (self.lead or self.is_invariant) and packed_linear.takes_woven(
+        # Kernels for experts know no other order.
+        return not self.lead and packed_linear.takes_woven(
             self.codes.device, self.scheme.bits, self.group, self.width
         )
 

@@ -4,8 +4,7 @@
 
 - products of linear layers that sum in the order of inputs, whatever the number of rows:
   triton/invariant_linear.py;
-- products of linear layers in FP8, INT4 and INT8, and of packed experts, in tiles that sum in one
-  order;
+- products of linear layers in FP8, and of packed experts, in tiles that sum in one order;
 - attention that cuts a context at fixed places, for prompts and for decoding alike:
   triton/invariant_attention.py;
 - sums over two ranks, rounded once: a sum of two numbers has one result, by whatever kernel of NCCL
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
-from nanovllm.backends.cuda.fused_integers import FusedIntegerWeight
 from nanovllm.backends.cuda.fused_layers import (
     ROTARIES,
     FusedConvolutionLayer,
@@ -143,9 +141,10 @@ def is_row_invariant(module: nn.Module) -> bool:
         return module.group.size == 1
     if isinstance(module, FusedQuantised):
         weight = module.packed["weight"]
-        if isinstance(weight, FusedFp8Weight):
-            return all(fp8_linear.is_known(matrix) for matrix in weight.matrices(None))
-        return isinstance(weight, FusedIntegerWeight)
+        # The kernels for integers sum in an order that depends on the number of rows.
+        return isinstance(weight, FusedFp8Weight) and all(
+            fp8_linear.is_known(matrix) for matrix in weight.matrices(None)
+        )
     if isinstance(module, QuantisedExperts):
         # Woven experts are multiplied by other tiles for other numbers of tokens.
         weights = module.packed.values()

@@ -7,8 +7,7 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
     plain              gemv, whole_gated   decode_gemm or cuBLAS          cuBLAS or prefill_gemm
     INT4, INT8         packed_linear       woven_linear or packed_linear  dequantised, then as plain
     FP8                fp8_gemv            fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
-    batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone;
-                       INT4, INT8: packed_linear alone
+    batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
 in `is_skinny`, `tiling`, `suits`, `takes_woven` and the like. Weights in other formats are
@@ -72,10 +71,10 @@ def gated_linear(
 
     weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias.
     """
-    if bias is None and gemv.is_skinny(x, weight):
-        return gemv.gated_linear(x, weight, gelu)
     if bias is None and whole_gated is not None and whole_gated.takes(x, weight):
         return whole_gated.gated_linear(x, weight, gelu)
+    if bias is None and gemv.is_skinny(x, weight):
+        return gemv.gated_linear(x, weight, gelu)
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
         return decode_gemm.multiply(x, weight, None, tiling, gated=True, gelu=gelu)
     if bias is None and prefill_gemm.suits(x, weight):

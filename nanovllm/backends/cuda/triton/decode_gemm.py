@@ -42,17 +42,17 @@ from nanovllm.backends.cuda.triton.elementwise import activated
 SHARED_MEMORY = 200_000  # bytes that a program may fill with tiles that it fetches in advance
 ALL_SHARED_MEMORY = 228 << 10  # bytes of a multiprocessor of Hopper
 BLOCK_WEIGHTS = 64  # rows of weights of a turned tile: tensor cores take no fewer
-# The programs of a multiprocessor prefetch the weights of so many inputs, divided among them. The
-# cache would not hold more.
+# Each program prefetches the weights of so many inputs. The cache would not hold more.
 PREFETCH = 1024
-# How `turned_tiling` cuts a product. Measured: on an H100 with Qwen3-0.6B's shape, a decode step of
-# 16 rows took 1,743 us by cuBLAS, and 1,501 us by the products of batch_invariant, which are turned
-# tiles that no programs share, and whole_gated.py. Not measured: other rows and shapes, and turned
-# tiles that programs share. The numbers below are estimates.
+# How `turned_tiling` cuts a product. Measured on an H200 (torch 2.11, Triton 3.6) by whole decode
+# steps: with Qwen3-0.6B's shape, 8 and 16 rows took 1,146 and 1,274 us by cuBLAS, and 962 and 1,030
+# us by turned tiles; with Qwen3-8B's, 4,916 and 5,040 us, and 4,737 and 4,867 us. Products alone
+# chose the other numbers. With 64 rows, turned tiles took 1.2 to 1.4 times as long as others.
 TURNED_ROWS = 32  # up to so many rows of x, tiles are turned
 PROGRAMS = 2  # that a multiprocessor runs at a time
 WAVES = 1  # of programs, at most: larger products are left to cuBLAS
-SPANS = 512, 256  # inputs of a program that fetches all its weights at once
+TURNED_PREFETCH = 256  # inputs: fewer than PREFETCH, since more programs run at a time
+SPANS = 1024, 512, 256  # inputs of a program that fetches all its weights at once
 MAX_SPLITS = 12  # programs that share a tile
 GATES = 64, 32  # of a tile; a tile has as many ups
 GATED_STEP = 64  # inputs of a step of a gated product
@@ -125,8 +125,8 @@ def turned_tiling(
         steps = inputs // block_k
         splits = max(1, min(most // tiles, steps // 2, MAX_SPLITS))
         splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none is left without a step
-    stages, prefetch = room // (block_k * column), PREFETCH // PROGRAMS
-    return Tiling(block_m, block_n, block_k, splits, stages, turned=True, prefetch=prefetch)
+    stages = room // (block_k * column)
+    return Tiling(block_m, block_n, block_k, splits, stages, turned=True, prefetch=TURNED_PREFETCH)
 
 
 def upright_tiling(

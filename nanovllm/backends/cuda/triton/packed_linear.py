@@ -322,26 +322,6 @@ def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
     return Tiling(BLOCK_N, block_m, block_w, splits, stages, 4, registers)
 
 
-def invariant_linear(
-    x: Tensor,
-    weight: PackedTensors,
-    bias: Tensor | None = None,
-    *,
-    gated: bool = False,
-    gelu: bool = False,
-) -> Tensor:
-    """Compute what products.linear_int or gated_linear_int does, of codes that are not woven.
-
-    A row's result does not depend on the number of rows: all tiles sum by the same instructions
-    over the same columns, a run of words at a time, and no programs share a sum. Tiles of 8 rows
-    are left out, for which Triton 3.6 lets an instruction take other columns.
-    """
-    assert not weight.woven
-    block_m = min(max(16, triton.next_power_of_2(len(x))), 128)
-    t = Tiling(BLOCK_N, block_m, RUN, splits=1, stages=3, warps=4)
-    return tiled_linear(x.contiguous(), weight, bias, t, gated=gated, gelu=gelu)
-
-
 def transpose_runs(x: Tensor, bits: int) -> Tensor:
     """Return inputs in the order of the tiled kernel: x [M, K] -> [M, K'].
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nanovllm.backends.cuda.triton.dispatch import is_hopper, overlap
 from nanovllm.backends.cuda.triton.woven_linear import fetch, run
 
-ROWS = 16  # of x, at most
+ROWS = 32  # of x, at most
 OUTPUTS = 32  # of a program
 COLUMNS = 64  # of a tile in shared memory: 128 bytes a row
 SHARED_MEMORY = 200_000  # bytes that the tiles of a program may fill
