@@ -52,7 +52,7 @@ TURNED_ROWS = 32  # up to so many rows of x, tiles are turned
 PROGRAMS = 2  # that a multiprocessor runs at a time
 WAVES = 1  # of programs, at most: larger products are left to cuBLAS
 TURNED_PREFETCH = 256  # inputs: fewer than PREFETCH, since more programs run at a time
-SPANS = 1024, 512, 256  # inputs of a program that fetches all its weights at once
+SPANS = 1024, 512  # inputs of a program that fetches all its weights at once
 MAX_SPLITS = 12  # programs that share a tile
 GATES = 64, 32  # of a tile; a tile has as many ups
 GATED_STEP = 64  # inputs of a step of a gated product
@@ -104,7 +104,7 @@ def turned_tiling(
 ) -> Tiling | None:
     """Choose a turned tile, and how many programs share it."""
     block_m, block_n = max(16, triton.next_power_of_2(rows)), BLOCK_WEIGHTS
-    block_k = 64 if gated or block_m > 32 else 128
+    block_k = GATED_STEP if gated else 128
     most, least = PROGRAMS * processors, 2 * processors / 3  # with fewer programs, many idle
     if gated:
         enough = [gates for gates in GATES if triton.cdiv(outputs, gates) >= least]
@@ -113,20 +113,29 @@ def turned_tiling(
     if tiles > WAVES * most:
         return None
     column = (block_m + (2 if gated else 1) * block_n) * 2  # bytes
-    room = ALL_SHARED_MEMORY // PROGRAMS - 2048
     splits = 1
     if not gated:
         for span in SPANS:
             splits = triton.cdiv(inputs, span)
-            is_enough = tiles * splits >= least or span == SPANS[-1]
-            fits = span * column <= room and tiles * splits <= most and splits <= MAX_SPLITS
-            if fits and is_enough:
+            is_enough = splits == 1 or tiles * splits >= least or span == SPANS[-1]
+            beside = triton.cdiv(tiles * splits, processors)  # programs of a multiprocessor
+            if (
+                is_enough
+                and beside <= PROGRAMS
+                and splits <= MAX_SPLITS
+                and span * column <= room_of(beside)
+            ):
                 return Tiling(block_m, block_n, span, splits, stages=1, turned=True)
         steps = inputs // block_k
         splits = max(1, min(most // tiles, steps // 2, MAX_SPLITS))
         splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none is left without a step
-    stages = room // (block_k * column)
+    stages = room_of(PROGRAMS) // (block_k * column)
     return Tiling(block_m, block_n, block_k, splits, stages, turned=True, prefetch=TURNED_PREFETCH)
+
+
+def room_of(programs: int) -> int:
+    """Return the bytes of tiles that each of the programs of a multiprocessor may have."""
+    return ALL_SHARED_MEMORY // programs - 2048
 
 
 def upright_tiling(
