@@ -15,7 +15,7 @@ from effort import spread
 
 from nanovllm.backends.cuda import attention_backends, flash_attention
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, select_attention_backend
-from nanovllm.backends.cuda.products import gated_linear, linear, warmup_gated_linear
+from nanovllm.backends.cuda.products import gated_linear, linear, warmup_gated_linear, whole_gated
 from nanovllm.backends.cuda.triton import (
     decode_attention,
     decode_gemm,
@@ -597,7 +597,7 @@ def test_turned_tiles_run_at_the_same_time_and_cover_all_inputs():
                 tile = (t.block_m + tensors * t.block_n) * t.block_k * 2
                 # CUDA takes 1 KB of each program, and Triton a few bytes.
                 of_program = tile * t.stages + 1024 + 256
-                assert of_program * decode_gemm.PROGRAMS <= 228 << 10 and t.stages >= 1
+                assert of_program * -(-programs // 132) <= 228 << 10 and t.stages >= 1
                 assert t.block_m >= rows and tensors * t.block_n >= 64
 
 
@@ -679,6 +679,14 @@ def test_few_rows_are_multiplied_and_activated_by_one_kernel(launched):
     expected = plain.activate_and_mul(F.linear(x.float(), weight.float()).half())
     assert_close(gated_linear(x, weight), expected)
     assert not launched  # neither the activation nor what many rows take
+
+
+@pytest.mark.skipif(whole_gated is None, reason="needs Gluon")
+def test_gates_in_float32_are_not_fetched_at_once(monkeypatch):
+    monkeypatch.setattr(whole_gated, "is_hopper", lambda device: True)
+    x, weight = torch.zeros(4, 256), torch.zeros(512, 256)
+    assert not whole_gated.takes(x, weight)  # tiles of float32 are none of tensor cores
+    assert whole_gated.takes(x.bfloat16(), weight.bfloat16())
 
 
 @on_cpu

@@ -71,10 +71,10 @@ def gated_linear(
 
     weight [2 N, K] and bias [2 N] yield gates first, then ups: x @ weight.T + bias.
     """
-    if bias is None and whole_gated is not None and whole_gated.takes(x, weight):
-        return whole_gated.gated_linear(x, weight, gelu)
     if bias is None and gemv.is_skinny(x, weight):
         return gemv.gated_linear(x, weight, gelu)
+    if bias is None and whole_gated is not None and whole_gated.takes(x, weight):
+        return whole_gated.gated_linear(x, weight, gelu)
     if bias is None and (tiling := decode_gemm.tiling(x, weight, gated=True)):
         return decode_gemm.multiply(x, weight, None, tiling, gated=True, gelu=gelu)
     if bias is None and prefill_gemm.suits(x, weight):

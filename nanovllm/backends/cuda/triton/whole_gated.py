@@ -34,6 +34,8 @@ SHARED_MEMORY = 200_000  # bytes that the tiles of a program may fill
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Tell whether `gated_linear` takes x [M, K] and weight [2 N, K]."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
     rows, inputs = x.shape
     tiles = (2 * OUTPUTS + rows_of_tile(rows)) * inputs * x.element_size()
     fits = rows <= ROWS and inputs % COLUMNS == 0 and tiles <= SHARED_MEMORY
