@@ -1,7 +1,6 @@
 """Kernels that are compiled for a GPU that is not here, and must fit it.
 
 `.ci/run` compiles all kernels for all cards, by cards.py. Here are the largest, for a small card.
-Those of batch_invariant must sum in one order, too.
 """
 
 import os
@@ -22,11 +21,11 @@ pytestmark = pytest.mark.skipif(not dispatch.TAKES_ALL_ARGUMENTS, reason="Triton
 TESTS = Path(__file__).parent
 
 
-def compile_for_cards(*arguments: str, script: str = "cards.py") -> subprocess.CompletedProcess:
-    """Run a script that compiles, without the interpreter that other tests use."""
+def compile_for_cards(*arguments: str) -> subprocess.CompletedProcess:
+    """Run cards.py, without the interpreter that other tests use."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    command = [sys.executable, "-W", "ignore", str(TESTS / script), *arguments]
+    command = [sys.executable, "-W", "ignore", str(TESTS / "cards.py"), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
 
 
@@ -50,9 +49,3 @@ def test_a_card_takes_the_same_kernels_beside_another_card_as_alone():
     compiled, assembled = rows("80"), rows("80", "86")
     assert len(compiled) > 5
     assert assembled == compiled
-
-
-def test_products_of_batch_invariance_sum_in_one_order_for_any_number_of_rows():
-    result = compile_for_cards(script="order_of_sums.py")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "FP8 by tokens, 512 numbers of rows from 1 on" in result.stdout
