@@ -21,7 +21,7 @@ from nanovllm.foreign_names import IN_FORM, PARAMETERS, Foreign
 from nanovllm.options import check_options, keep, option, options_of
 
 MAX_LOGPROBS = 20
-INVALID_TOKEN = -1  # stands for the sampled token if the logits are NaN or infinite
+INVALID_TOKEN = -1  # stands for the sampled token if logits are NaN or infinite, or all are barred
 LogitsProcessor = Callable[[list[int], Any], Any]  # as SamplingParams describes it
 # At a lower temperature, the noise of sampling is smaller than the rounding of the logits, so the
 # likeliest token is sampled.

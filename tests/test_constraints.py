@@ -419,6 +419,17 @@ def test_a_request_with_no_token_left_ends_alone_and_says_so(llm, rules, tempera
     assert generate(llm, [[7]], other) == [expected]
 
 
+@pytest.mark.parametrize("options", [dict(), dict(top_p=0.9), dict(top_k=3, min_p=0.1)], ids=str)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_processor_may_bar_every_token_by_the_lowest_number(llm, options, temperature):
+    def bar_all(output, logits):
+        return torch.full_like(logits, torch.finfo(logits.dtype).min)
+
+    params = SamplingParams(temperature=temperature, logits_processors=[bar_all], **options)
+    with pytest.raises(InvalidLogitsError, match="no token can come next"):
+        generate(llm, [[5, 6]], params)
+
+
 @pytest.mark.parametrize(
     "options",
     [

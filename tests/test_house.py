@@ -25,6 +25,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 PLAIN_DATA = {
     "checks",
     "config",
+    "control_groups",
     "foreign_names",
     "options",
     "outputs",

@@ -449,6 +449,22 @@ def test_a_row_with_logits_that_are_no_numbers_samples_no_token(
     )
 
 
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e30], ids=str)
+@pytest.mark.parametrize(
+    "sampler_under_test", [triton_sampler.sample, sample], ids=["triton", "plain"]
+)
+def test_a_row_that_the_lowest_number_bars_samples_no_token_unless_it_is_greedy(
+    sampler_under_test, lowest
+):
+    logits = torch.full((6, 100), lowest, device=DEVICE)
+    logits[5, 70] = 0.0
+    at = torch.arange(6, device=DEVICE)
+    temperatures = torch.tensor([1e-6, 0.5, 1.0, 1.25, 0.0, 1.0], device=DEVICE)
+    tokens, values = sampler_under_test(logits, temperatures=temperatures, seeds=at, positions=at)
+    assert tokens.tolist() == [INVALID_TOKEN] * 4 + [0, 70]
+    assert values[:5].tolist() == [-torch.inf] * 4 + [logits[4, 0].item()]
+
+
 def test_sample_of_shards_equals_sample_of_the_whole():
     logits = randn(4, 4992)  # four shards that meet between cells
     temperatures = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)

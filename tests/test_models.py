@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 
 import plain_layers as plain
@@ -10,6 +11,7 @@ import torch
 from model_helpers import Driver, expected_logits, load, make_checkpoint, read_config
 from quantised_helpers import rewrite
 from safetensors.torch import save_file
+from test_threads import grant, make_root
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -53,11 +55,18 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
 from nanovllm import LLM, TINY_MODEL, models
+from nanovllm.engine import kv_cache
 from nanovllm.engine.dtype import tensors_default_to
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.layers.rope_scaling import rope_frequencies
 from nanovllm.layers.rotary import QueryScalingRotaryEmbedding, RotaryEmbedding
-from nanovllm.models import MODELS, build_model, load_model_config, read_model_config
+from nanovllm.models import (
+    MODELS,
+    build_model,
+    load_model_config,
+    read_model_config,
+    usable_ram,
+)
 from nanovllm.weights.loader import check_num_layers
 
 SMALL = dict(
@@ -928,7 +937,7 @@ def test_a_model_that_no_memory_holds_is_refused(size):
 
 def test_weights_that_a_machine_has_no_memory_for_are_refused_before_they_take_it(monkeypatch):
     """Linux would grant the memory, and kill the process when it is used."""
-    monkeypatch.setattr(models, "bytes_of_ram", lambda: 2**20 * 13)
+    monkeypatch.setattr(models, "usable_ram", lambda: (2**20 * 13, "this machine has"))
     fault = (
         r"no memory for the model .* weights take 0\.0 GiB, .* has 0\.0 GiB; the options dtype and"
     )
@@ -936,6 +945,49 @@ def test_weights_that_a_machine_has_no_memory_for_are_refused_before_they_take_i
         LLM(TINY_MODEL, num_kvcache_blocks=4)
     for option in (dict(dtype="bfloat16"), dict(quantization="int8")):
         LLM(TINY_MODEL, num_kvcache_blocks=4, **option).close()
+
+
+def test_weights_that_a_container_has_no_memory_for_are_refused_too(monkeypatch, tmp_path):
+    root = make_root(tmp_path, "0::/job\n")
+    grant(root, "job", memory__max=str(2**20 * 13))
+    limit = usable_ram(root)
+    monkeypatch.setattr(models, "usable_ram", lambda: limit)
+    with pytest.raises(
+        ValueError, match=r"control group's limit \(\S*/job/memory.max\) is 0\.0 GiB"
+    ):
+        LLM(TINY_MODEL, num_kvcache_blocks=4)
+    monkeypatch.setattr(kv_cache, "usable_ram", lambda: limit)
+    assert kv_cache.bytes_in_ram(2) == 2**20 * 13 // 8
+
+
+GIB, UNLIMITED = 2**30, 2**63 - 4096
+GROUPS = {
+    "version 2": ("0::/a/b\n", {"a/b": "memory.max"}),
+    "a parent": ("0::/a/b\n", {"a": "memory.max"}),
+    "the host's path": ("0::/docker/0123\n", {"": "memory.max"}),
+    "version 1": ("2:cpu:/\n1:memory:/a\n0::/\n", {"memory/a": "memory.limit_in_bytes"}),
+    "version 1's parent": ("1:memory:/a\n", {"memory": "memory.limit_in_bytes"}),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_least_limit_of_a_control_group_is_the_memory(kind, tmp_path):
+    lines, files = GROUPS[kind]
+    root = make_root(tmp_path, lines)
+    machine, limit = usable_ram(root)
+    assert limit == "this machine has" and machine > GIB
+    for group, name in files.items():
+        for value in ("max", UNLIMITED, machine + 1):
+            grant(root, group, **{name.replace(".", "__"): f"{value}\n"})
+            assert usable_ram(root) == (machine, "this machine has")
+        grant(root, group, **{name.replace(".", "__"): f"{GIB}\n"})
+        size, limit = usable_ram(root)
+        assert size == GIB and str(root / "sys/fs/cgroup" / group / name) in limit
+
+
+def test_without_control_groups_the_machine_limits_the_memory(tmp_path):
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert usable_ram(tmp_path) == (machine, "this machine has")
 
 
 def test_ranks_that_do_not_divide_hear_what_does():

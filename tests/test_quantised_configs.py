@@ -3,7 +3,14 @@
 import pytest
 import torch
 from model_helpers import expected_logits, make_checkpoint
-from quantised_helpers import change_config, make_pair, reference_of, rewrite, tensors_of
+from quantised_helpers import (
+    PROJECTIONS,
+    change_config,
+    make_pair,
+    reference_of,
+    rewrite,
+    tensors_of,
+)
 from test_quantised import (
     AWQ,
     DENSE,
@@ -20,7 +27,7 @@ from test_quantised import (
     load,
     logits_of,
 )
-from transformers import Qwen2Config
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from nanovllm import LLM
 from nanovllm.backends.quantised.config import Fp8, Integers, read_quantization
@@ -254,6 +261,22 @@ def changed(name, change):
 def test_a_tensor_that_is_not_what_the_config_says_is_named(name, change, message, tmp_path):
     _, packed = make_pair(tmp_path, DENSE, *FORMATS[name][:2])
     rewrite(packed, change(tensors_of(packed)))
+    with pytest.raises(ValueError, match=message):
+        load(packed)
+
+
+ROUTED = Qwen3MoeConfig(
+    **SIZES, num_experts=32, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "int4", "nvfp4", "fp8-static", "fp8-blocks"])
+def test_a_router_that_is_quantised_is_named(name, tmp_path):
+    """Routers stay plain, whatever the config says of them."""
+    pack, config, _ = FORMATS[name]
+    _, packed = make_pair(tmp_path, ROUTED, pack, config, modules=(*PROJECTIONS, "gate"))
+    router = r"model\.layers\.0\.mlp\.gate"
+    message = rf"{router} is quantised, and a router .* another checkpoint .* router is not quant"
     with pytest.raises(ValueError, match=message):
         load(packed)
 

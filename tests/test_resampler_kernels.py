@@ -19,6 +19,8 @@ from nanovllm.backends.cuda.resampler import CUDAResampler
 from nanovllm.backends.cuda.triton import resampler as kernels
 from nanovllm.backends.cuda.triton.sampler import sample, scale_of
 from nanovllm.engine.model_runner import StepOutput
+from nanovllm.features.sampling.resampler import Resampler
+from nanovllm.layers.sampler import sample as plain_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -147,11 +149,22 @@ def test_logits_that_are_no_numbers_sample_no_token(options):
 @pytest.mark.parametrize(
     "options", [dict(top_p=0.9), dict(top_k=3, presence_penalty=1.0), dict(min_p=0.5)], ids=str
 )
-def test_logits_too_low_for_the_temperature_sample_no_token(options):
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("cls", [CUDAResampler, Resampler])
+def test_logits_too_low_for_the_temperature_sample_no_token(options, temperature, cls):
     """A logits processor may bar all tokens by the least number of float32."""
     logits = make_logits("sharp", 2, 100, torch.float32)
     logits[0] = torch.finfo(torch.float32).min
-    draws = kernel_draws(logits, SamplingParams(temperature=0.5, **options), [1, 5], [2, 7])
+    params = SamplingParams(temperature=temperature, **options)
+    draws = Draws(
+        logits,
+        params,
+        torch.arange(2, device=DEVICE),
+        [1, 5],
+        [2, 7],
+        make_resampler=cls,
+        sampler=sample if cls is CUDAResampler else plain_sample,
+    )
     tokens, _ = draws.run()
     assert tokens[0] == -1 and tokens[1] in range(100)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.snapshots import StateRows
-from nanovllm.models import bytes_of_ram
+from nanovllm.models import usable_ram
 
 GIB = 2**30
 
@@ -81,9 +81,10 @@ def elements_per_block(layers, block_size: int) -> int:
 def bytes_in_ram(ranks: int) -> int:
     """Return the number of bytes that each rank on a CPU may take for KV and states.
 
-    This is a quarter of the memory, shared by all ranks.
+    This is a quarter of the memory that this process may use, shared by all ranks.
     """
-    return bytes_of_ram() // 4 // ranks
+    there_is, _ = usable_ram()
+    return there_is // 4 // ranks
 
 
 def divide_memory(

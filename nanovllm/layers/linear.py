@@ -108,7 +108,9 @@ class SensitiveLinear(StackedLinear):
 
 
 class ReplicatedLinear(StackedLinear):
-    """One projection, whole on every rank."""
+    """One projection, whole on every rank: a router, or the gate of a shared expert."""
+
+    is_never_quantised = True  # because it is small, and decides much
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__(in_features, [Shard(None, out_features, 0, out_features)], bias)

@@ -13,6 +13,8 @@ the greatest value wins.
 Shapes: B rows, V vocabulary entries, C cells.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,9 @@ from nanovllm.layers.parallel import VOCAB_UNIT as CELL
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.sampling_params import INVALID_TOKEN
 
+# Lower scores are barred, as -inf is, unless the row is greedy: a logits processor may bar tokens
+# by the lowest finite number. The kernels have the same bound, in units of log2.
+LOWEST_SCORE = -1e30 * math.log(2)
 LOW_WORD = 0xFFFFFFFF  # of an int64, its lower 32 bits
 
 
@@ -36,15 +41,16 @@ def sample(
 
     Args:
         logits: [B, V]; column i is vocabulary entry vocab_start + i. A token whose logit is -inf is
-            never sampled.
+            never sampled, nor is one of a row with a temperature whose logit / temperature is below
+            LOWEST_SCORE.
         temperatures: [B] float32. 0 takes the arg max. Below 0 any token will do, because the row
             is sampled again elsewhere.
         seeds: [B] int64.
         positions: [B] int64, of the tokens that are sampled.
     Returns:
-        tokens [B] int64 and their values [B] float32. A row whose maximum is not finite gets
-        INVALID_TOKEN. Its value is infinity, which no other rank exceeds; where all logits of this
-        rank are -inf, it is -inf.
+        tokens [B] int64 and their values [B] float32. A row whose maximum is not finite, or that
+        has no token to sample, gets INVALID_TOKEN. Its value is infinity, which no other rank
+        exceeds; where this rank has no token to sample, it is -inf.
     """
     logits = logits.float()
     random = (temperatures > 0).unsqueeze(1)
@@ -57,11 +63,12 @@ def sample(
             positions=positions,
             vocab_start=vocab_start,
         )
+        values = values.masked_fill(random.squeeze(1) & (values < LOWEST_SCORE), -torch.inf)
     else:
         values, tokens = logits.max(dim=1)
         tokens += vocab_start
     peak = logits.amax(dim=1)  # NaN if there is one
-    tokens = tokens.masked_fill(~peak.isfinite(), INVALID_TOKEN)
+    tokens = tokens.masked_fill(~peak.isfinite() | (values == -torch.inf), INVALID_TOKEN)
     return tokens, values.masked_fill(peak.isnan() | (peak == torch.inf), torch.inf)
 
 

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from nanovllm.control_groups import control_groups
 from nanovllm.layers.linear import give_memory, parameters_without_memory
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
@@ -163,13 +165,22 @@ def check_ram(model: nn.Module, ranks: int) -> None:
     if torch.get_default_device().type != "cpu":
         return
     needed = ranks * sum(parameter.nbytes for parameter in model.parameters())
-    if needed > (there_is := bytes_of_ram()):
+    there_is, limit = usable_ram()
+    if needed > there_is:
         raise RuntimeError(
-            f"its weights take {needed / 2**30:,.1f} GiB, and this machine has "
+            f"its weights take {needed / 2**30:,.1f} GiB, and {limit} "
             f"{there_is / 2**30:,.1f} GiB; the options dtype and quantization can make them smaller"
         )
 
 
-def bytes_of_ram() -> int:
-    """Return the number of bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def usable_ram(root: Path = Path("/")) -> tuple[int, str]:
+    """Return the number of bytes of memory that this process may use, and what limits it.
+
+    The machine's memory is the limit, or that of a control group, such as a container's.
+    """
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine has")]
+    for folder, version in control_groups("memory", root):
+        path = folder / {1: "memory.limit_in_bytes", 2: "memory.max"}[version]
+        with suppress(OSError, ValueError):  # the file is not there, or says "max"
+            limits.append((int(path.read_text()), f"its control group's limit ({path}) is"))
+    return min(limits)

@@ -167,17 +167,17 @@ def check_checkpoint(
     extra -= set(left_out(model, checkpoint))
     if missing := needed - checkpoint.keys():
         remedy = "download the model again, or check its config.json"
-        remedy = about_quantised(extra, needed, folder) or remedy
+        remedy = about_quantised(model, extra, needed, folder) or remedy
         raise ValueError(f"{folder}: no file has {some_of(missing)}: {remedy}")
     if extra := extra - check_unread(model, checkpoint):
-        remedy = about_quantised(extra, needed, folder) or "check its config.json"
+        remedy = about_quantised(model, extra, needed, folder) or "check its config.json"
         raise ValueError(f"{folder}: the model has no place for {some_of(extra)}: {remedy}")
     for part in slices:
         check_tensor(part, *checkpoint[part.name])
 
 
-def about_quantised(extra: set[str], needed: set[str], folder: str | Path) -> str:
-    """Say what to do about weights that are quantised and, by config.json, are not.
+def about_quantised(model: nn.Module, extra: set[str], needed: set[str], folder: str | Path) -> str:
+    """Say what to do about weights that are quantised where the model's layers are not.
 
     extra: The tensors for which the model has no place.
     needed: Those that it has places for.
@@ -191,6 +191,16 @@ def about_quantised(extra: set[str], needed: set[str], folder: str | Path) -> st
         return (
             "the model is quantised by ModelOpt, as hf_quant_config.json says, whose formats are "
             "not run here; choose another checkpoint of the model"
+        )
+    routers = {
+        checkpoint_name(model, path)
+        for path, module in model.named_modules()
+        if getattr(module, "is_never_quantised", False)
+    }
+    if routers := routers & {name.rpartition(".")[0] for name in packed}:
+        return (
+            f"{min(routers)} is quantised, and a router runs here only if it is not; choose "
+            "another checkpoint of the model, whose router is not quantised"
         )
     return (
         f"{min(packed)} is a part of a quantised weight; check quantization_config in config.json, "

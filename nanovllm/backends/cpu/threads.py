@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.control_groups import control_groups
+
 USERS_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -186,24 +188,9 @@ def _quotas(root: Path) -> Iterator[float]:
 
     Version 2 of control groups has one file for the quota, version 1 has two.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # this is not Linux
-        return
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # In a container the path may be the host's and not exist here. Then the group at the top of
-        # the tree is this container's.
-        inner = folder / group.strip("/")
-        for place in (inner, *inner.parents):
-            if not place.is_relative_to(folder):
-                break
-            yield from _quota(
-                place, ["cpu.cfs_quota_us", "cpu.cfs_period_us"] if controllers else ["cpu.max"]
-            )
+    files = {1: ["cpu.cfs_quota_us", "cpu.cfs_period_us"], 2: ["cpu.max"]}
+    for folder, version in control_groups("cpu", root):
+        yield from _quota(folder, files[version])
 
 
 def _quota(folder: Path, names: list[str]) -> Iterator[float]:

@@ -18,7 +18,6 @@ from nanovllm.backends.quantised.integers import IntegerWeight
 from nanovllm.backends.quantised.packed import PackedWeight, piece_of
 from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
-    ReplicatedLinear,
     RowParallelLinear,
     SensitiveLinear,
     StackedLinear,
@@ -132,8 +131,8 @@ class QuantisedLMHead(Quantised, ParallelLMHead):
             yield from weight.plain_slices(part)
 
 
-# The layers that are exchanged, and the names of their weights. A router, which is a
-# ReplicatedLinear, stays plain: it is small, and decides much.
+# The layers that are exchanged, and the names of their weights. A ReplicatedLinear, though it is a
+# StackedLinear, stays plain.
 KINDS: tuple[tuple[type[nn.Module], type[Quantised], tuple[str, ...]], ...] = (
     (RowParallelLinear, QuantisedRowParallelLinear, ("weight",)),
     (StackedLinear, QuantisedLinear, ("weight",)),
@@ -167,7 +166,7 @@ def use_quantised_layers(
         model.unread_suffixes = (".k_scale", ".v_scale")
     for path, module in list(model.named_modules()):
         for kind, quantised, names in KINDS:
-            if not isinstance(module, kind) or isinstance(module, ReplicatedLinear):
+            if not isinstance(module, kind) or getattr(module, "is_never_quantised", False):
                 continue
             if quantization.is_made_here and isinstance(module, SensitiveLinear):
                 continue
