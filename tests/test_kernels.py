@@ -691,6 +691,30 @@ def test_gates_in_float32_are_not_fetched_at_once(monkeypatch):
 
 @on_cpu
 @needs_tiles
+@pytest.mark.parametrize(
+    "outputs, inputs, dtype, is_skinny",
+    [
+        (4096, 1024, torch.bfloat16, False),
+        (4096, 1024, torch.float32, True),
+        (960, 576, torch.bfloat16, True),  # the inputs are no multiple of 128
+    ],
+)
+def test_few_rows_that_turned_tiles_leave_are_multiplied_as_on_other_devices(
+    outputs, inputs, dtype, is_skinny, monkeypatch
+):
+    for module in (gemv, decode_gemm):  # a Hopper device
+        monkeypatch.setattr(module, "is_hopper", lambda device: True, raising=False)
+    monkeypatch.setattr(decode_gemm, "can_overlap", lambda device: True)
+    monkeypatch.setattr(decode_gemm, "has_large_shared_memory", lambda device: True)
+    monkeypatch.setattr(decode_gemm, "num_processors", lambda device: 132)
+    weight = torch.empty(outputs, inputs, dtype=dtype)
+    for rows in (2, 3, 4):
+        x = torch.empty(rows, inputs, dtype=dtype)
+        assert gemv.is_skinny(x, weight) == is_skinny
+
+
+@on_cpu
+@needs_tiles
 @pytest.mark.parametrize("rows, gated", [(5, False), (5, True), (16, True), (32, False)])
 def test_the_rows_of_a_small_decode_step_are_multiplied_by_turned_tiles(rows, gated, monkeypatch):
     monkeypatch.setattr(decode_gemm, "is_able", lambda x, weight: True)
