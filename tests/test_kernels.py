@@ -689,6 +689,14 @@ def test_gates_in_float32_are_not_fetched_at_once(monkeypatch):
     assert whole_gated.takes(x.bfloat16(), weight.bfloat16())
 
 
+@pytest.mark.skipif(whole_gated is None, reason="needs Gluon")
+def test_no_rows_are_not_fetched_at_once(monkeypatch):
+    monkeypatch.setattr(whole_gated, "is_hopper", lambda device: True)
+    x, weight = torch.zeros(0, 256).bfloat16(), torch.zeros(512, 256).bfloat16()
+    assert not whole_gated.takes(x, weight)  # the accelerator cannot describe an empty tensor
+    assert gated_linear(x, weight).shape == (0, 256)
+
+
 @on_cpu
 @needs_tiles
 @pytest.mark.parametrize(
