@@ -85,6 +85,7 @@ FOR_FLOAT16 = (86, 90)
 FLOAT16 = (
     r"(decode 64|decode 512|decode 16 shared prefix|prefill short|prefill cached|prefill graph"
     r"|prefill page 16), heads|skinny 1 4096 4096|decode 64 1024|gated 64 2048|prefill gated$"
+    r"|decode (gated )?16 (1024|4096|6144|24576)"
     r"|(decode 64|prefill 4096) of 128|norms 4096|rotation 128$|sample 64|sum of 2"
 )
 # Triton 3.6 writes the same PTX for sm_80 as for sm_86: it did so for all 236 variants that both

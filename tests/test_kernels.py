@@ -705,6 +705,38 @@ def test_gates_in_float32_are_not_fetched_at_once(monkeypatch):
     assert whole_gated.takes(x.bfloat16(), weight.bfloat16())
 
 
+@pytest.mark.skipif(whole_gated is None, reason="needs Gluon")
+def test_no_rows_are_not_fetched_at_once(monkeypatch):
+    monkeypatch.setattr(whole_gated, "is_hopper", lambda device: True)
+    x, weight = torch.zeros(0, 256).bfloat16(), torch.zeros(512, 256).bfloat16()
+    assert not whole_gated.takes(x, weight)  # the accelerator cannot describe an empty tensor
+    assert gated_linear(x, weight).shape == (0, 256)
+
+
+@on_cpu
+@needs_tiles
+@pytest.mark.parametrize(
+    "outputs, inputs, dtype, is_skinny",
+    [
+        (4096, 1024, torch.bfloat16, False),
+        (4096, 1024, torch.float32, True),
+        (960, 576, torch.bfloat16, True),  # the inputs are no multiple of 128
+    ],
+)
+def test_few_rows_that_turned_tiles_leave_are_multiplied_as_on_other_devices(
+    outputs, inputs, dtype, is_skinny, monkeypatch
+):
+    for module in (gemv, decode_gemm):  # a Hopper device
+        monkeypatch.setattr(module, "is_hopper", lambda device: True, raising=False)
+    monkeypatch.setattr(decode_gemm, "can_overlap", lambda device: True)
+    monkeypatch.setattr(decode_gemm, "has_large_shared_memory", lambda device: True)
+    monkeypatch.setattr(decode_gemm, "num_processors", lambda device: 132)
+    weight = torch.empty(outputs, inputs, dtype=dtype)
+    for rows in (2, 3, 4):
+        x = torch.empty(rows, inputs, dtype=dtype)
+        assert gemv.is_skinny(x, weight) == is_skinny
+
+
 @on_cpu
 @needs_tiles
 @pytest.mark.parametrize("rows, gated", [(5, False), (5, True), (16, True), (32, False)])

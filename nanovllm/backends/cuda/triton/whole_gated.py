@@ -38,7 +38,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         return False
     rows, inputs = x.shape
     tiles = (2 * OUTPUTS + rows_of_tile(rows)) * inputs * x.element_size()
-    fits = rows <= ROWS and inputs % COLUMNS == 0 and tiles <= SHARED_MEMORY
+    fits = 0 < rows <= ROWS and inputs % COLUMNS == 0 and tiles <= SHARED_MEMORY
     aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
     return fits and aligned and x.is_contiguous() and weight.is_contiguous() and is_hopper(x.device)
 
