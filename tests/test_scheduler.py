@@ -21,13 +21,14 @@ from simulated_device import (
     output_alone,
 )
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.snapshots import Snapshots, StateRows
 from nanovllm.features.policies import POLICIES as NAMED_POLICIES
 from nanovllm.features.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
@@ -346,6 +347,18 @@ def check_snapshots(snapshots):
     rows = [*snapshots._rows.values(), *snapshots._free]
     assert sorted(rows) == list(snapshots.rows.snapshots)
     assert sum(map(Counter.total, snapshots._lengths.values())) == len(snapshots)
+
+
+def test_a_snapshot_dropped_in_the_step_that_saves_it_does_not_overwrite_the_next_in_its_row():
+    snapshots = Snapshots(StateRows(num_slots=2, num_snapshots=1))
+    snapshots.save(0, NO_PREFIX, [1], after_step=True, is_needed=False)
+    snapshots.save(1, NO_PREFIX, [2], after_step=False, is_needed=False)  # a paused sequence's
+    (row,) = snapshots.rows.snapshots
+    states = {0: "of slot 0", 1: "of slot 1"}
+    for _ in range(2):
+        for source, target in snapshots.take_copies():
+            states[target] = states[source]
+    assert states[row] == "of slot 1"
 
 
 @tries(80)
