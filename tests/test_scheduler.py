@@ -431,11 +431,10 @@ def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
             super().__init__(**sizes)
             self.tables.__class__ = WatchedTables
 
-        def _start(self, seq, num_following):
-            super()._start(seq, num_following)
-            if seq in self.prefilling:
-                seen.add(("a hit behind the window", seq.num_given_back > 0))
-                seen.add(("a start in part", seq.capacity < seq.num_tokens))
+        def _start(self, seq, plan):
+            super()._start(seq, plan)
+            seen.add(("a hit behind the window", seq.num_given_back > 0))
+            seen.add(("a start in part", seq.capacity < seq.num_tokens))
 
         def _preempt(self, seq):
             if (

@@ -82,11 +82,9 @@ class BlockTables:
         """Tell whether there are free blocks for `plan`, and `reserve` more."""
         return self.blocks.num_free_without(plan.shared) >= plan.num_new + reserve
 
-    def start(self, seq: Sequence, plan: StartPlan) -> int:
-        """Give a sequence the blocks that `plan` found.
-
-        Returns the number of leading tokens that need not be computed. Their blocks are shared, or
-        are copied before the step writes any block.
+    def start(self, seq: Sequence, plan: StartPlan) -> None:
+        """Give a sequence the blocks that `plan` found. Cached blocks are shared; the run is copied
+        before the step writes any block.
         """
         blocks, cached = self.blocks, plan.cached
         seq.num_given_back = plan.num_out_of_window
@@ -99,7 +97,6 @@ class BlockTables:
         if plan.num_cached > len(cached) * self.block_size:
             self.copies.append((plan.source, seq.block_table[len(cached)]))
         seq.capacity = len(seq.block_table) * self.block_size
-        return plan.num_cached
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or all free blocks if there are too few."""

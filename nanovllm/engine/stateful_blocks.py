@@ -144,7 +144,7 @@ class StatefulBlockTables(BlockTables):
         assert prefix is not None, "a snapshot belongs to a prefix"
         return make_key(prefix, seq.token_ids[depth * self.block_size : num_tokens])
 
-    def start(self, seq: Sequence, plan: StartPlan) -> int:
+    def start(self, seq: Sequence, plan: StartPlan) -> None:
         # Restore the state first: `allocate` may evict a block, and its snapshots with it.
         key = self._snapshot(seq, plan.cached, plan.num_cached)
         self.snapshots.restore(key, seq.batch_slot)
@@ -157,7 +157,7 @@ class StatefulBlockTables(BlockTables):
             if last + self.min_gain <= length <= limit:
                 seq.snapshots_at.append(length)
                 last = length
-        return super().start(seq, plan)
+        super().start(seq, plan)
 
     def extend_for_chunk(self, seq: Sequence, length: int) -> int:
         # A chunk also ends where a snapshot is to be kept.
