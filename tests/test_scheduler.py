@@ -1116,6 +1116,21 @@ def test_the_others_compute_the_prompt_again_if_the_first_completion_had_invalid
     check_blocks(scheduler)
 
 
+def test_a_prompt_goes_on_if_a_block_that_it_shares_is_discarded_where_it_leaves_a_snapshot():
+    scheduler = make_scheduler(num_snapshots=4, max_num_seqs=2, max_num_batched_tokens=5)
+    server = Server(scheduler)
+    prompt = [0, 1, 2, 3] * 4
+    failing = server.add(0, prompt, 9)
+    server.run(until=lambda server: scheduler.decoding)
+    sharing = server.add(1, [*prompt, 4], 3)
+    server.add(2, [*prompt[:8], 5], 3)  # the second prompt leaves a snapshot for this one
+    server.device.launch(scheduler.schedule())
+    assert sharing.num_registered_blocks == 4 and sharing.snapshots_at == [8, 16]
+    assert scheduler.commit([INVALID_TOKEN]) == ([], [failing])
+    server.run()
+    assert sharing.output_ids == output_alone([*prompt, 4], 20)
+
+
 def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():
     """It ran one step too far, perhaps on tokens that make no sense."""
     server = Server(make_scheduler())

@@ -124,6 +124,7 @@ class StatefulBlockTables(BlockTables):
         size, last = self.block_size, seq.num_reusable - 1
         for depth in range(min(len(cached), last // size), -1, -1):
             prefix = self.blocks.prefix(cached[depth - 1]) if depth else root
+            assert prefix is not None, "cached blocks are known"
             start = depth * size
             following = seq.token_ids[start : min(start + size - 1, last)]
             key = self.snapshots.find(prefix, following)
@@ -183,6 +184,8 @@ class StatefulBlockTables(BlockTables):
         prefix = seq.prefix
         if depth < seq.num_registered_blocks:  # the blocks from here on were known before
             prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else seq.request.root
+        # Without a prefix, no prompt would find the snapshot: the sequence has no root, or a block
+        # was discarded because another sequence that shares it has failed.
         if prefix is None:
             return
         tail = seq.token_ids[depth * self.block_size : length]
