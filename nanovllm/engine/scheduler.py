@@ -217,7 +217,7 @@ class Scheduler:
                 prefilled.append(seq)
                 seq.num_tokens += 1
                 if seq.num_tokens < seq.max_len:
-                    self.decoding.append(seq)
+                    self.decoding.append(seq)  # `_find_room` takes it into account at once
             else:
                 unfinished.append(seq)
                 if seq.num_computed == seq.capacity:  # no block is free
@@ -228,7 +228,7 @@ class Scheduler:
         # The other completions of these prompts start in the next step at the earliest: they copy
         # the last block of the prompt if it is partly full, and this step still writes it.
         for seq in prefilled:
-            self.waiting.add_followers(seq.request)
+            self.waiting.queue_followers(seq.request)
         return chunks, prefilled
 
     def _next_prompt(self, limit: int, num_following: int) -> Sequence | None:
@@ -465,8 +465,8 @@ class WaitingQueue:
         """Count the completions that wait for the request's prompt."""
         return sum([seq in self.followers for seq in request.completions])
 
-    def add_followers(self, request: Request) -> None:
-        """Add the completions that waited for the request's prompt to the order."""
+    def queue_followers(self, request: Request) -> None:
+        """Give the completions that waited for the request's prompt their places in the order."""
         for seq in request.completions:
             if seq in self.followers:
                 self.followers.remove(seq)
