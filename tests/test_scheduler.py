@@ -21,13 +21,14 @@ from simulated_device import (
     output_alone,
 )
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import NO_PREFIX, BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.snapshots import Snapshots, StateRows
 from nanovllm.features.policies import POLICIES as NAMED_POLICIES
 from nanovllm.features.policies.throughput import ThroughputPolicy
 from nanovllm.sampling_params import INVALID_TOKEN, SamplingParams
@@ -348,6 +349,18 @@ def check_snapshots(snapshots):
     assert sum(map(Counter.total, snapshots._lengths.values())) == len(snapshots)
 
 
+def test_a_snapshot_dropped_in_the_step_that_saves_it_does_not_overwrite_the_next_in_its_row():
+    snapshots = Snapshots(StateRows(num_slots=2, num_snapshots=1))
+    snapshots.save(0, NO_PREFIX, [1], after_step=True, is_needed=False)
+    snapshots.save(1, NO_PREFIX, [2], after_step=False, is_needed=False)  # a paused sequence's
+    (row,) = snapshots.rows.snapshots
+    states = {0: "of slot 0", 1: "of slot 1"}
+    for _ in range(2):
+        for source, target in snapshots.take_copies():
+            states[target] = states[source]
+    assert states[row] == "of slot 1"
+
+
 @tries(80)
 @given(streams(), st.integers(1, 6), st.integers(1, 3))
 def test_a_sequence_that_fails_ends_alone_with_its_tokens_so_far(stream, step, every):
@@ -418,11 +431,10 @@ def test_the_random_streams_of_windows_reach_what_they_are_meant_for():
             super().__init__(**sizes)
             self.tables.__class__ = WatchedTables
 
-        def _start(self, seq, num_following):
-            super()._start(seq, num_following)
-            if seq in self.prefilling:
-                seen.add(("a hit behind the window", seq.num_given_back > 0))
-                seen.add(("a start in part", seq.capacity < seq.num_tokens))
+        def _start(self, seq, plan):
+            super()._start(seq, plan)
+            seen.add(("a hit behind the window", seq.num_given_back > 0))
+            seen.add(("a start in part", seq.capacity < seq.num_tokens))
 
         def _preempt(self, seq):
             if (
@@ -1102,6 +1114,21 @@ def test_the_others_compute_the_prompt_again_if_the_first_completion_had_invalid
         (chunk,) = scheduler.schedule().prefills
         assert chunk.start == 0
     check_blocks(scheduler)
+
+
+def test_a_prompt_goes_on_if_a_block_that_it_shares_is_discarded_where_it_leaves_a_snapshot():
+    scheduler = make_scheduler(num_snapshots=4, max_num_seqs=2, max_num_batched_tokens=5)
+    server = Server(scheduler)
+    prompt = [0, 1, 2, 3] * 4
+    failing = server.add(0, prompt, 9)
+    server.run(until=lambda server: scheduler.decoding)
+    sharing = server.add(1, [*prompt, 4], 3)
+    server.add(2, [*prompt[:8], 5], 3)  # the second prompt leaves a snapshot for this one
+    server.device.launch(scheduler.schedule())
+    assert sharing.num_registered_blocks == 4 and sharing.snapshots_at == [8, 16]
+    assert scheduler.commit([INVALID_TOKEN]) == ([], [failing])
+    server.run()
+    assert sharing.output_ids == output_alone([*prompt, 4], 20)
 
 
 def test_invalid_logits_of_a_sequence_that_has_ended_are_nobodys():

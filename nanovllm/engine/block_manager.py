@@ -200,10 +200,9 @@ class BlockManager:
         self.listener.block_registered(block, prefix_hash)
         return self._prefixes[block]
 
-    def prefix(self, block: int) -> Prefix:
-        """Return the prefix that ends with a known block."""
-        assert self._keys[block] is not None
-        return self._prefixes[block]
+    def prefix(self, block: int) -> Prefix | None:
+        """Return the prefix that ends with a block. None: the prefix cache does not know it."""
+        return None if self._keys[block] is None else self._prefixes[block]
 
     def forget(self, block: int) -> None:
         """Remove a block from the prefix cache. The blocks that follow it are not found either."""

@@ -7,7 +7,7 @@ batch slots nor policies, which belong to the scheduler.
 
 from typing import NamedTuple
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import BlockManager, Key
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.sequence import Sequence
 
@@ -21,6 +21,7 @@ class StartPlan(NamedTuple):
     num_cached: int  # leading tokens that need not be computed
     num_out_of_window: int  # leading blocks of `cached` that no token to be computed sees
     num_new: int  # blocks that the sequence takes beside `cached`
+    snapshot: Key | None = None  # the state of recurrent layers after `num_cached` tokens
     must_wait: bool = False  # the sequence cannot start in the step that is planned now
 
     @property
@@ -70,23 +71,21 @@ class BlockTables:
         start = len(cached) * self.block_size
         end = min(start + self.block_size, seq.num_reusable)
         source, run = self.blocks.match_run(prefix, seq.token_ids[start:end]) or (-1, 0)
-        num_cached = self.count_cached(seq, cached, run)
+        num_cached, snapshot = self.find_beginning(seq, cached, run)
         # The position of the first token that is computed, or copied as part of the run.
         position = min(num_cached, start, seq.num_reusable - 1)
         num_out_of_window = self._num_out_of_window(position)
         num_new = -(-seq.num_tokens // self.block_size) - len(cached)
         num_new = min(num_new, self.most_blocks - (len(cached) - num_out_of_window))
-        return StartPlan(cached, source, run, num_cached, num_out_of_window, num_new)
+        return StartPlan(cached, source, run, num_cached, num_out_of_window, num_new, snapshot)
 
     def have_room(self, plan: StartPlan, reserve: int) -> bool:
         """Tell whether there are free blocks for `plan`, and `reserve` more."""
         return self.blocks.num_free_without(plan.shared) >= plan.num_new + reserve
 
-    def start(self, seq: Sequence, plan: StartPlan) -> int:
-        """Give a sequence the blocks that `plan` found.
-
-        Returns the number of leading tokens that need not be computed. Their blocks are shared, or
-        are copied before the step writes any block.
+    def start(self, seq: Sequence, plan: StartPlan) -> None:
+        """Give a sequence the blocks that `plan` found. Cached blocks are shared; the run is copied
+        before the step writes any block.
         """
         blocks, cached = self.blocks, plan.cached
         seq.num_given_back = plan.num_out_of_window
@@ -99,7 +98,6 @@ class BlockTables:
         if plan.num_cached > len(cached) * self.block_size:
             self.copies.append((plan.source, seq.block_table[len(cached)]))
         seq.capacity = len(seq.block_table) * self.block_size
-        return plan.num_cached
 
     def extend(self, seq: Sequence, length: int) -> None:
         """Give a sequence blocks for `length` tokens, or all free blocks if there are too few."""
@@ -175,11 +173,14 @@ class BlockTables:
 
     # StatefulBlockTables overrides these methods for models with recurrent layers.
 
-    def count_cached(self, seq: Sequence, cached: list[int], run: int) -> int:
-        """Count the leading tokens that need not be computed if `cached` holds whole blocks of
-        them, and another block the next `run` tokens.
+    def find_beginning(self, seq: Sequence, cached: list[int], run: int) -> tuple[int, Key | None]:
+        """Find where a sequence may begin, if `cached` holds whole blocks of its leading tokens,
+        and another block the next `run` tokens.
+
+        Returns the number of leading tokens that need not be computed, and the snapshot of the
+        state after them. None: the model needs none, or the sequence begins with its first token.
         """
-        return len(cached) * self.block_size + run
+        return len(cached) * self.block_size + run, None
 
     def sequence_queued(self, seq: Sequence) -> None:
         """Hear that a sequence waits from now on."""

@@ -5,7 +5,7 @@ for the tokens up to which waiting prompts are like it, and then leave it: its b
 """
 
 from collections import Counter
-from itertools import islice
+from itertools import islice, pairwise
 
 from nanovllm.engine.block_manager import Prefix, chained_hash, make_key
 from nanovllm.engine.sequence import Sequence
@@ -65,32 +65,30 @@ class Branches:
 
         Returns the number of tokens before each branch.
         """
-        path = self._paths.get(seq.id, [])
-        counts = [len(self._members[node]) - 1 for node in path] + [0]
+        # The sequences that begin with each of its prefixes; at the end, this sequence alone.
+        groups = [self._members[node] for node in self._paths.get(seq.id, [])] + [{seq.id: seq}]
         # (tokens, waiting prompts that are like this one up to there and no further)
         leaving: list[tuple[int, int]] = []
-        for depth, node in enumerate(path):
-            count = counts[depth] - counts[depth + 1]
+        for depth, (group, further) in enumerate(pairwise(groups)):
             start = depth * self.block_size
-            if count and start + self.block_size > position:
-                leaving += self._within_block(seq, node, path[depth + 1 : depth + 2], start, count)
+            if len(group) > len(further) and start + self.block_size > position:
+                leaving += self._within_block(seq, start, group, further)
         worth = sorted((count * (tokens - position), tokens) for tokens, count in leaving)
         best = worth[-MOST_BRANCHES:]
         return {tokens for gain, tokens in best if gain > 0}
 
     def _within_block(
-        self, seq: Sequence, node: int, deeper: list[int], start: int, count: int
+        self, seq: Sequence, start: int, group: dict[int, Sequence], further: dict[int, Sequence]
     ) -> list[tuple[int, int]]:
-        """Find where `count` members of a node leave the sequence, within the block from `start`.
+        """Find where sequences part from `seq` within its block that begins at `start`.
 
-        deeper: the next node of the sequence, whose members share the whole block.
+        group: the sequences that share all tokens before the block.
+        further: those of them that share the block, too.
+        Returns pairs: the number of tokens up to such a place, and of sequences that part there.
         """
-        further = self._members.get(deeper[0], {}) if deeper else {}
-        leavers = [
-            one
-            for one in islice(self._members[node].values(), 2 * MOST_COMPARED)
-            if one.id not in further and one is not seq
-        ][:MOST_COMPARED]
+        count = len(group) - len(further)
+        some = islice(group.values(), 2 * MOST_COMPARED)
+        leavers = [one for one in some if one.id not in further][:MOST_COMPARED]
         if not leavers:
             return [(start, count)]
         own = self._tokens_of_block(seq, start)

@@ -12,7 +12,7 @@ from functools import partial
 
 from nanovllm.engine.batch import Batch, PrefillChunk
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.block_tables import BlockTables
+from nanovllm.engine.block_tables import BlockTables, StartPlan
 from nanovllm.engine.listener import NOBODY, EngineListener
 from nanovllm.engine.policy import SchedulingPolicy
 from nanovllm.engine.prompt_scores import PromptScores
@@ -198,21 +198,17 @@ class Scheduler:
         """
         chunks: list[PrefillChunk] = []
         prefilled: list[Sequence] = []
-        unfinished: list[Sequence] = []  # their prompts go on in the next step
+        # Sequences whose prompts go on in the next step: several if the tables end chunks early.
+        unfinished: list[Sequence] = []
         limit = max(1, self.policy.running_limit(self)) if self.waiting else 0
         # Completions that can start in the next step, because this one computes their prompts.
-        # `_start` keeps slots and blocks free for them, so that they can share these prompts.
-        num_following = sum([self.waiting.num_followers(seq.request) for seq in self.prefilling])
+        # Slots and blocks are kept free for them, so that they can share these prompts.
+        num_following = 0
         while budget > 0:
-            if self.waiting and not self.prefilling:
-                # The policy decides when a request starts. Its further completions follow.
-                seq = self.waiting.first
-                if self.num_running < limit or not seq.is_first:
-                    num_following += self.waiting.num_followers(seq.request)
-                    self._start(seq, num_following)
-            if not self.prefilling:
+            seq = self._next_prompt(limit, num_following)
+            if seq is None:
                 break
-            seq = self.prefilling.pop(0)
+            num_following += self.waiting.num_followers(seq.request)
             chunk = self._next_chunk(seq, budget)
             if chunk.token_ids:
                 budget -= len(chunk.token_ids)
@@ -221,7 +217,7 @@ class Scheduler:
                 prefilled.append(seq)
                 seq.num_tokens += 1
                 if seq.num_tokens < seq.max_len:
-                    self.decoding.append(seq)
+                    self.decoding.append(seq)  # `_find_room` takes it into account at once
             else:
                 unfinished.append(seq)
                 if seq.num_computed == seq.capacity:  # no block is free
@@ -232,38 +228,61 @@ class Scheduler:
         # The other completions of these prompts start in the next step at the earliest: they copy
         # the last block of the prompt if it is partly full, and this step still writes it.
         for seq in prefilled:
-            self.waiting.release(seq.request)
+            self.waiting.queue_followers(seq.request)
         return chunks, prefilled
 
-    def _start(self, seq: Sequence, num_following: int) -> None:
-        """Start a waiting sequence, if there are a slot and blocks for it.
+    def _next_prompt(self, limit: int, num_following: int) -> Sequence | None:
+        """Take a sequence whose prompt is partly computed. If there is none, start the first
+        waiting sequence; a request starts only while fewer than `limit` sequences run.
+
+        Returns None if no sequence can start in this step.
+        """
+        if self.prefilling:
+            return self.prefilling.pop(0)
+        if not self.waiting:
+            return None
+        seq = self.waiting.first
+        # The policy decides when a request starts. Its further completions follow.
+        if seq.is_first and self.num_running >= limit:
+            return None
+        plan = self._find_room(seq, num_following + self.waiting.num_followers(seq.request))
+        if plan is None:
+            return None
+        self._start(seq, plan)
+        return seq
+
+    def _find_room(self, seq: Sequence, num_following: int) -> StartPlan | None:
+        """Find a free slot and free blocks for a waiting sequence, and preempt paused sequences for
+        them if need be.
 
         If others decode, `num_following` more slots and `num_following` + `reserve` more blocks
         must be free.
+
+        Returns None if the sequence cannot start in this step.
         """
         more_slots = num_following if self.decoding else 0
         more_blocks = num_following + self.reserve if self.decoding else 0
         while True:
             plan = self.tables.plan(seq)
             if len(self._free_slots) > more_slots and self.tables.have_room(plan, more_blocks):
-                break
+                return None if plan.must_wait else plan
             if not self._preempt_paused():
-                return
-        if plan.must_wait:
-            return
+                return None
+
+    def _start(self, seq: Sequence, plan: StartPlan) -> None:
+        """Start a waiting sequence with a free slot and the blocks of `plan`."""
         seq.batch_slot = self._free_slots.pop()
         seq.status = Status.RUNNING
-        num_cached = self.tables.start(seq, plan)
+        self.tables.start(seq, plan)
         self.waiting.remove(seq)
         # The last reusable token is computed even if it is cached, because the sampler needs its
         # hidden state.
-        seq.num_computed = min(num_cached, seq.num_reusable - 1)
+        seq.num_computed = min(plan.num_cached, seq.num_reusable - 1)
         if seq.request.num_cached_tokens is None:
-            seq.request.num_cached_tokens = num_cached
-        self.prefilling.append(seq)
+            seq.request.num_cached_tokens = plan.num_cached
         self.policy.started(seq)
         why = partial(self.reason, seq)
-        self.listener.sequence_started(seq, seq.num_registered_blocks, num_cached, why)
+        self.listener.sequence_started(seq, seq.num_registered_blocks, plan.num_cached, why)
 
     def reason(self, seq: Sequence) -> str:
         """Say in a phrase why a sequence starts before the others that wait."""
@@ -420,7 +439,7 @@ class WaitingQueue:
     """The waiting sequences in the order in which they start.
 
     Preempted sequences and further completions of computed prompts come first. Completions of a
-    prompt that is not computed yet are not in the order: `followers` keeps them until `release`.
+    prompt that is not computed yet are not in the order: they are in `followers` until then.
     """
 
     def __init__(self, tables: BlockTables) -> None:
@@ -446,8 +465,8 @@ class WaitingQueue:
         """Count the completions that wait for the request's prompt."""
         return sum([seq in self.followers for seq in request.completions])
 
-    def release(self, request: Request) -> None:
-        """Let the completions start that waited for the request's prompt."""
+    def queue_followers(self, request: Request) -> None:
+        """Give the completions that waited for the request's prompt their places in the order."""
         for seq in request.completions:
             if seq in self.followers:
                 self.followers.remove(seq)

@@ -189,9 +189,11 @@ class Snapshots:
 
     def drop(self, key: Key) -> None:
         """Drop a snapshot."""
-        # A copy to the row may still be planned. It takes effect before a copy to the row's next
-        # snapshot, so it does no harm.
-        self._free.append(self._rows.pop(key))
+        row = self._rows.pop(key)
+        self._free.append(row)
+        # The row's next snapshot may be copied before the step, so nothing may be copied after it.
+        # A copy before the step does no harm: it takes effect before that of the next snapshot.
+        self._copies_after = [copy for copy in self._copies_after if copy[1] != row]
         self._new.discard(key)
         self._begun.discard(key)
         self._needed.pop(key, None)

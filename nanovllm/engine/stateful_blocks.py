@@ -13,7 +13,7 @@ prompt ends, since the state is known only at the end of a chunk.
 from bisect import insort
 from typing import Any
 
-from nanovllm.engine.block_manager import TOKEN_BYTES, BlockManager, Key, make_key
+from nanovllm.engine.block_manager import TOKEN_BYTES, BlockManager, Key
 from nanovllm.engine.block_tables import BlockTables, StartPlan
 from nanovllm.engine.branches import Branches
 from nanovllm.engine.sequence import Sequence
@@ -43,6 +43,7 @@ class StatefulBlockManager(BlockManager):
     def _unregister(self, block: int) -> None:
         key, is_new = self._known_key(block), block in self._new
         super()._unregister(block)
+        # What earlier steps have computed is still there, unless `forget` makes the call.
         if not is_new:
             self._outgrown[block] = key
             insort(self._ordered, (key, block))
@@ -84,11 +85,9 @@ class StatefulBlockTables(BlockTables):
 
     def sequence_queued(self, seq: Sequence) -> None:
         self.branches.add(seq, seq.request.root)
-        cached = self.blocks.match(seq.token_ids[: seq.num_reusable], seq.request.root)
-        length = self.count_cached(seq, cached, 0)
-        key = self._snapshot(seq, cached, length)
-        if key is not None:
-            self._need(seq, length, key)
+        plan = self.plan(seq)
+        if plan.snapshot is not None:
+            self._need(seq, plan.num_cached, plan.snapshot)
 
     def sequence_unqueued(self, seq: Sequence) -> None:
         self.branches.remove(seq)
@@ -100,54 +99,42 @@ class StatefulBlockTables(BlockTables):
         """Note that a waiting sequence is to begin with a snapshot of `length` tokens, unless it
         has a longer one.
         """
-        before, other = self._needs.get(seq.id, (0, None))
-        if other is not None:
-            if before > length and self.snapshots.is_kept(other):
+        old_length, old_key = self._needs.get(seq.id, (0, None))
+        if old_key is not None:
+            if old_length > length and self.snapshots.is_kept(old_key):
                 return
-            self.snapshots.need_no_more(other, seq.id)
+            self.snapshots.need_no_more(old_key, seq.id)
         self._needs[seq.id] = length, key
         self.snapshots.need(key, seq.id)
 
     def plan(self, seq: Sequence) -> StartPlan:
         plan = super().plan(seq)
-        key = self._snapshot(seq, plan.cached, plan.num_cached)
-        return plan._replace(must_wait=key is not None and self.snapshots.is_new(key))
+        must_wait = plan.snapshot is not None and self.snapshots.is_new(plan.snapshot)
+        return plan._replace(must_wait=must_wait)
 
-    def count_cached(self, seq: Sequence, cached: list[int], run: int) -> int:
-        """Count the tokens of the snapshot after the most leading tokens, without the last token.
-
-        The K and V of these tokens are known, too, or will be when the snapshot is.
-        """
+    def find_beginning(self, seq: Sequence, cached: list[int], run: int) -> tuple[int, Key | None]:
+        # Find the snapshot after the most leading tokens, without the last token. The K and V of
+        # these tokens are known, too, or will be when the snapshot is.
         root = seq.request.root
         if root is None:
-            return 0
+            return 0, None
         size, last = self.block_size, seq.num_reusable - 1
         for depth in range(min(len(cached), last // size), -1, -1):
             prefix = self.blocks.prefix(cached[depth - 1]) if depth else root
+            assert prefix is not None, "cached blocks are known"
             start = depth * size
             following = seq.token_ids[start : min(start + size - 1, last)]
             key = self.snapshots.find(prefix, following)
             if key is not None and depth == len(cached) and not self.snapshots.is_new(key):
                 # Beyond the cached blocks, another block must hold the tokens of the snapshot.
-                _, run = self.blocks.match_run(prefix, following) or (-1, 0)
                 key = self.snapshots.find(prefix, following[:run])
             if key is not None:
-                return start + len(key[1]) // TOKEN_BYTES
-        return 0
+                return start + len(key[1]) // TOKEN_BYTES, key
+        return 0, None
 
-    def _snapshot(self, seq: Sequence, cached: list[int], num_tokens: int) -> Key | None:
-        """Return the snapshot that `count_cached` found after `num_tokens` tokens, if any."""
-        if not num_tokens:
-            return None
-        depth = num_tokens // self.block_size
-        prefix = self.blocks.prefix(cached[depth - 1]) if depth else seq.request.root
-        assert prefix is not None, "a snapshot belongs to a prefix"
-        return make_key(prefix, seq.token_ids[depth * self.block_size : num_tokens])
-
-    def start(self, seq: Sequence, plan: StartPlan) -> int:
+    def start(self, seq: Sequence, plan: StartPlan) -> None:
         # Restore the state first: `allocate` may evict a block, and its snapshots with it.
-        key = self._snapshot(seq, plan.cached, plan.num_cached)
-        self.snapshots.restore(key, seq.batch_slot)
+        self.snapshots.restore(plan.snapshot, seq.batch_slot)
         seq.num_in_snapshot = plan.num_cached
         # Choose where the prompt leaves snapshots. K and V are known up to the end of the run.
         branches = self.branches.find(seq, plan.num_cached)
@@ -157,7 +144,7 @@ class StatefulBlockTables(BlockTables):
             if last + self.min_gain <= length <= limit:
                 seq.snapshots_at.append(length)
                 last = length
-        return super().start(seq, plan)
+        super().start(seq, plan)
 
     def extend_for_chunk(self, seq: Sequence, length: int) -> int:
         # A chunk also ends where a snapshot is to be kept.
@@ -183,6 +170,8 @@ class StatefulBlockTables(BlockTables):
         prefix = seq.prefix
         if depth < seq.num_registered_blocks:  # the blocks from here on were known before
             prefix = self.blocks.prefix(seq.block_table[depth - 1]) if depth else seq.request.root
+        # Without a prefix, no prompt would find the snapshot: the sequence has no root, or a block
+        # was discarded because another sequence that shares it has failed.
         if prefix is None:
             return
         tail = seq.token_ids[depth * self.block_size : length]
