@@ -258,8 +258,9 @@ def test_the_larger_a_layer_the_fewer_tokens_are_padded(monkeypatch):
 
 
 def test_an_outline_has_a_layer_of_each_kind_and_the_last():
-    class Layer:
+    class Layer(nn.Module):
         def __init__(self, window, mlp, sinks=None):
+            super().__init__()
             options = AttentionOptions(1.0, window, sinks=sinks)
             self.mixer = SimpleNamespace(options=options, rotary=None, head_dim=64, num_kv_heads=2)
             self.mlp = mlp
@@ -269,14 +270,22 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
         layers = [Layer(*kind) for kind in kinds]
         return [layers.index(layer) for layer in layers_of_dry_run(layers)]
 
-    dense, sparse, local = (None, 1), (None, "experts"), (8, 1)
+    def packed(scheme):
+        layer = nn.Linear(2, 2)
+        layer.scheme = scheme
+        return None, layer
+
+    dense, sparse, local = (None, nn.Linear(2, 2)), (None, nn.ReLU()), (8, nn.Linear(2, 2))
     assert found(dense, dense, dense) == [0, 2]
     assert found(dense) == [0]
     assert found(dense, sparse, sparse, dense) == [0, 1, 3]
     assert found(local, local, dense, local, dense) == [0, 2, 4]
     assert found(dense, dense, sparse) == [0, 2]
-    with_sinks = (None, 1, torch.zeros(4))
+    with_sinks = (None, nn.Linear(2, 2), torch.zeros(4))
     assert found(dense, with_sinks, with_sinks, dense) == [0, 1, 3]
+    wide, half = (None, nn.Linear(2, 3)), (None, nn.Linear(2, 2).half())
+    assert found(dense, wide, half, wide, half, dense) == [0, 1, 2, 5]
+    assert found(dense, packed("fp8"), packed("fp8"), packed("int4"), dense) == [0, 1, 3, 4]
 
 
 def test_a_dry_run_runs_one_layer_of_each_kind_and_the_last(folder):

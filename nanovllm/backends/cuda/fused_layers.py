@@ -631,8 +631,21 @@ def layers_of_dry_run(layers: list[FusedLayer]) -> list[FusedLayer]:
     """List the first layer of each kind, and the last layer, in their order."""
     first: dict[tuple, FusedLayer] = {}
     for layer in layers:
-        first.setdefault((kind_of(layer.mixer), type(layer.mlp)), layer)
+        first.setdefault((kind_of(layer.mixer), formats_of(layer)), layer)
     return list(dict.fromkeys([*first.values(), layers[-1]]))
+
+
+def formats_of(module: nn.Module) -> tuple:
+    """Return what decides, beside options, which kernels the parts of a module launch: their
+    classes, and the formats and sizes of their weights.
+
+    A checkpoint may have layers in several formats.
+    """
+    formats = []
+    for part in module.modules():
+        weights = [(weight.shape, weight.dtype) for weight in part.parameters(recurse=False)]
+        formats.append((type(part), getattr(part, "scheme", None), *weights))
+    return tuple(formats)
 
 
 def kind_of(mixer: Any) -> tuple:

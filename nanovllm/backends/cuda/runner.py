@@ -27,6 +27,7 @@ from nanovllm.backends.cuda.fused_layers import (
     FusedGatedMLP,
     FusedMixtureOfExperts,
     FusedSelfAttention,
+    formats_of,
     fuse,
     kind_of,
 )
@@ -189,13 +190,13 @@ class CUDAModelRunner(ModelRunner):
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
             self._run_attention(layer)
         recurrent = [layer for layer in self.model.modules() if isinstance(layer, FUSED_RECURRENT)]
-        for mixer in {type(mixer): mixer for mixer in recurrent}.values():
+        for mixer in {formats_of(mixer): mixer for mixer in recurrent}.values():
             warmup_recurrent(mixer)
         mlps = [layer for layer in self.model.modules() if isinstance(layer, FusedGatedMLP)]
-        for mlp in {layer.gate_up_proj.weight.shape: layer for layer in mlps}.values():
+        for mlp in {formats_of(mlp): mlp for mlp in mlps}.values():
             mlp.warmup()
         mixtures = [x for x in self.model.modules() if isinstance(x, FusedMixtureOfExperts)]
-        for mixture in {layer.experts.gate_up_proj.shape: layer for layer in mixtures}.values():
+        for mixture in {formats_of(mixture): mixture for mixture in mixtures}.values():
             mixture.warmup(self.max_num_batched_tokens)
         if self.config.batch_invariant:
             warmup_products(self.model)
