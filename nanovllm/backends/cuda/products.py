@@ -39,12 +39,8 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
     activate_and_quantise,
     as_rows,
 )
+from nanovllm.backends.cuda.triton.invariant_linear import whole_gated  # None without Gluon
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
-
-try:
-    from nanovllm.backends.cuda.triton import whole_gated
-except ImportError:  # this release of Triton lacks Gluon for Hopper
-    whole_gated = None  # type: ignore[assignment]
 
 # Plain weights.
 

@@ -50,7 +50,6 @@ PREFETCH = 1024
 # chose the other numbers. With 64 rows, turned tiles took 1.2 to 1.4 times as long as others.
 TURNED_ROWS = 32  # up to so many rows of x, tiles are turned
 PROGRAMS = 2  # that a multiprocessor runs at a time
-WAVES = 1  # of programs, at most: larger products are left to cuBLAS
 TURNED_PREFETCH = 256  # inputs: fewer than PREFETCH, since more programs run at a time
 SPANS = 1024, 512  # inputs of a program that fetches all its weights at once
 MAX_SPLITS = 12  # programs that share a tile
@@ -110,7 +109,7 @@ def turned_tiling(
         enough = [gates for gates in GATES if triton.cdiv(outputs, gates) >= least]
         block_n = enough[0] if enough else GATES[-1]
     tiles = triton.cdiv(outputs, block_n)
-    if tiles > WAVES * most:
+    if tiles > most:  # larger products are left to cuBLAS
         return None
     column = (block_m + (2 if gated else 1) * block_n) * 2  # bytes
     splits = 1
