@@ -28,7 +28,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.batch import LogitsEdits
 from nanovllm.engine.errors import InvalidLogitsError
 from nanovllm.features.sampling.constraints import BadWords, SequenceConstraint
-from nanovllm.features.sampling.logits_edits import static_mask
+from nanovllm.features.sampling.logits_edits import RowEdits, SlotEdits, static_mask
 from nanovllm.features.sampling.resampler import Resampler
 from nanovllm.layers.sampler import sample
 from nanovllm.sampling_params import SamplingMetadata
@@ -428,6 +428,29 @@ def test_a_processor_may_bar_every_token_by_the_lowest_number(llm, options, temp
     params = SamplingParams(temperature=temperature, logits_processors=[bar_all], **options)
     with pytest.raises(InvalidLogitsError, match="no token can come next"):
         generate(llm, [[5, 6]], params)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(top_p=0.9), dict(top_k=3, min_p=0.1)], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1e-7, 0.5, 1.0])
+def test_a_processor_may_force_a_token_by_the_greatest_number(llm, options, temperature):
+    def force(output, logits):
+        logits[7] = torch.finfo(logits.dtype).max
+        return logits
+
+    params = SamplingParams(temperature, max_tokens=3, logits_processors=[force], **options)
+    (output,) = generate(llm, [[5, 6]], params)
+    assert output["token_ids"] == [7] * 3
+
+
+def test_the_greatest_number_of_a_processor_stays_finite_in_the_units_of_the_kernels():
+    numbers = torch.tensor([torch.finfo(torch.float32).max, 3.0, -math.inf, math.inf, math.nan])
+    processors = {0: lambda logits: numbers}
+    edits = LogitsEdits([], np.empty((0, 1), dtype=np.int32), processors)
+    slots = SlotEdits(num_slots=1, vocab_size=len(numbers), upload=torch.from_numpy)
+    rows = RowEdits([0], masked=False, bias=None)
+    (given,) = slots.apply(rows, torch.zeros(1, len(numbers)), torch.tensor([0]), edits)
+    assert (given / 1e-8 * math.log2(math.e)).isfinite().tolist() == [True, True] + [False] * 3
+    torch.testing.assert_close(given[1:], numbers[1:], equal_nan=True, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

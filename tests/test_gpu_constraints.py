@@ -5,6 +5,7 @@ those of the plain layers on a CPU.
 import json
 
 import pytest
+import torch
 
 from nanovllm import LLM, TINY_MODEL, SamplingParams
 
@@ -66,3 +67,15 @@ def run(temperature: float, **options) -> list[list[list[int]]]:
 def test_constrained_rows_get_the_tokens_that_a_cpu_gives_them(temperature, options):
     expected = run(temperature, device="cpu", kernels="plain", overlap=False)
     assert run(temperature, device="cuda", **options) == expected
+
+
+@pytest.mark.gpu
+def test_a_processor_may_force_a_token_by_the_greatest_number():
+    def force(output, logits):
+        logits[7] = torch.finfo(logits.dtype).max
+        return logits
+
+    params = SamplingParams(temperature=0.5, max_tokens=3, logits_processors=[force])
+    with LLM(TINY_MODEL, max_num_seqs=4, num_kvcache_blocks=64, max_model_len=512) as llm:
+        (output,) = llm.generate(["def"], params, use_tqdm=False)
+    assert output["token_ids"] == [7] * 3

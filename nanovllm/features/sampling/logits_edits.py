@@ -19,6 +19,9 @@ from nanovllm.engine.batch import LogitsEdits
 from nanovllm.sampling_params import SamplingMetadata, SamplingParams
 
 ALL = -1  # a word of a bitmask with all bits set: all its tokens are allowed
+# It stays finite when it is divided by the lowest temperature that is not greedy, 1e-8, and turned
+# into units of log2.
+GREATEST_LOGIT = 1e29
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ class SlotEdits:
     ) -> Tensor:
         """Return an edited float32 copy of logits [R, V] of R slots.
 
-        Bitmasks come first, then logit_bias, then logits processors.
+        Bitmasks come first, then logit_bias, then logits processors, whose finite numbers above
+        GREATEST_LOGIT become GREATEST_LOGIT.
         """
         logits = logits.to(torch.float32, copy=True)
         masks = self._bitmasks(rows, slots, edits)
@@ -91,7 +95,10 @@ class SlotEdits:
         if edits is not None and edits.processors:
             for row, place in enumerate(rows.places):
                 if process := edits.processors.get(place):
-                    logits[row] = process(logits[row])
+                    given = process(logits[row])
+                    # A processor may force a token by the greatest finite number, which must not
+                    # become infinite when it is divided by the temperature.
+                    logits[row] = given.where(~given.isfinite(), given.clamp(max=GREATEST_LOGIT))
         return logits
 
     def _bitmasks(self, rows: RowEdits, slots: Tensor, edits: LogitsEdits | None) -> Tensor | None:
