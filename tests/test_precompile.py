@@ -91,9 +91,23 @@ def test_a_start_runs_what_mlps_launch_for_prompts_once_for_each_size(monkeypatc
     fuse(model, PLAIN_BACKEND)
     warmed_up = []
     monkeypatch.setattr(FusedGatedMLP, "warmup", lambda mlp: warmed_up.append(mlp))
-    runner = MagicMock(model=model, max_num_seqs=1, resampler=None)
-    runner.decode_sizes = runner.attention_layers = ()
-    runner.config.batch_invariant = False
-    CUDAModelRunner._run_small_steps(runner)
+    CUDAModelRunner._run_small_steps(make_runner(model))
     sizes = [mlp.down_proj.weight.shape[1] for mlp in warmed_up]
     assert sorted(sizes) == [16, 24]
+
+
+def make_runner(model):
+    """Make a runner of one sequence whose steps take up to 64 tokens."""
+    runner = MagicMock(model=model, max_num_seqs=1, max_num_batched_tokens=64, resampler=None)
+    runner.decode_sizes, runner.attention_layers = [1], ()
+    runner.config.batch_invariant = False
+    runner._slots = torch.tensor([1])
+    return runner
+
+
+def test_a_start_runs_as_many_rows_as_prompts_have_tokens_even_of_one_sequence():
+    runner = make_runner(nn.ModuleList())
+    CUDAModelRunner._run_small_steps(runner)
+    slots = [call.args[0] for call in runner._run_decode.call_args_list]
+    assert {32, 64} < {len(each) for each in slots} and max(map(len, slots)) == 64
+    assert all((each == 1).all() for each in slots)  # the padding slot behind that of the sequence

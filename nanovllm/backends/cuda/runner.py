@@ -56,6 +56,7 @@ from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
 from nanovllm.backends.cuda.products import INVARIANT
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
 from nanovllm.backends.cuda.triton import elementwise, sampler
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill, tile_queries
 from nanovllm.config import Config
 from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
@@ -180,11 +181,13 @@ class CUDAModelRunner(ModelRunner):
         """Launch the kernels of all decode steps, and those of attention and MLPs in prefills.
 
         Decode steps of every captured size run, and one of 3 rows: for so few rows there is a
-        kernel for each number of rows, and no graph has 3.
+        kernel for each number of rows, and no graph has 3. Prompts of few tokens launch the kernels
+        of decode steps with as many rows, which may be more than there are sequences.
         """
+        of_prompts = [size for size in SIZES if size <= min(MAX_ROWS, self.max_num_batched_tokens)]
         with self._dry_run():
-            for size in (3, *self.decode_sizes):
-                output = self._run_decode(self._slots[: min(size, self.max_num_seqs)])
+            for size in sorted({3, *of_prompts, *self.decode_sizes}):
+                output = self._run_decode(self._slots.new_full((size,), self.max_num_seqs))
         if self.resampler is not None:
             self.resampler.warmup(output)
         for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
