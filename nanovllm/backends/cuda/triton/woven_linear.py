@@ -6,8 +6,8 @@ codes are in words of which the thread needs nothing else. So the codes of 128 c
 are woven once, when the weights are loaded: see `weave`. Then four neighbouring words are all that
 a thread needs, and a shift and a mask yield two numbers that belong into one register.
 
-Codes and inputs of several steps of 128 columns are on their way to shared memory at a time. While
-the tensor cores multiply by the weights of a step, the threads dequantise those of the next one.
+Codes and inputs of several steps, of one run or two, are on their way to shared memory at a time.
+While the tensor cores multiply by 64 columns of weights, the threads dequantise the next ones.
 
 The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
 
@@ -37,7 +37,7 @@ fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 RUN = 16  # words whose codes are woven
-COLUMNS = 128  # those of a run; a step of the kernel takes so many
+COLUMNS = 128  # those of a run
 
 
 class Tiling(NamedTuple):
@@ -49,6 +49,7 @@ class Tiling(NamedTuple):
     splits: int  # programs that share a tile
     stages: int  # steps that are in shared memory or on their way
     registers: int | None = None  # at most, of a thread
+    runs: int = 1  # that a step takes
 
 
 def places() -> list[int]:
@@ -81,18 +82,21 @@ def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
     A weight is dequantised once for each tile of rows. So a tile takes 32 or 64 rows beyond 128
     where a second one would be mostly empty. Then two programs run on a multiprocessor.
 
-    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B: products of 16, 64,
-    128 and 256 rows, and whole models whose steps have up to 160 rows. Of programs with four warps,
-    three or four run on a multiprocessor at a time: while one waits, others compute. Of programs
-    with eight warps one does. On an H100, these took 4 to 9 % less time for products of 256 rows
-    that they computed in one go, and 7 % more for gates and ups.
+    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B: products of 2 to 256
+    rows, and whole models whose steps have up to 160 rows. Of programs with four warps, three or
+    four run on a multiprocessor at a time: while one waits, others compute. Of programs with eight
+    warps one does. On an H100, these took 4 to 9 % less time for products of 256 rows that they
+    computed in one go, and 7 % more for gates and ups.
+
+    Of up to 32 rows, a step takes two runs: 148 of the 268 instructions of a step of one run
+    dequantise nothing. Gates and ups of 16 rows take 23.5 us by two runs a step, 27.8 us by one.
     """
-    rows, steps = len(x), x.shape[1] // COLUMNS
+    rows, runs = len(x), x.shape[1] // COLUMNS
     processors = num_processors(x.device)
     if rows > 192 and not gated:
         # So few that all run at once, but no third of the device is idle.
         tiles = triton.cdiv(rows, 128) * triton.cdiv(outputs, 128)
-        splits = min(processors // tiles, steps // 3)
+        splits = min(processors // tiles, runs // 3)
         if 3 * splits * tiles >= 2 * processors:
             return Tiling(128, 0, 8, splits, 5)
     columns = triton.cdiv(outputs, 32 if gated else 64)
@@ -101,7 +105,10 @@ def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
     # Two tiles of 64 rows, of which fewer programs share each, took less time than one of 128.
     is_small = rows <= 128 and columns * 2 <= programs
     block_m = min(max(8, triton.next_power_of_2(rows)), 64 if is_small else 128)
-    splits = max(1, min(programs // (columns * triton.cdiv(rows, block_m + more)), steps // 3))
+    splits = max(1, min(programs // (columns * triton.cdiv(rows, block_m + more)), runs // 3))
+    if block_m <= 32 and runs % 2 == 0:
+        stages = {8: 4, 16: 3, 32: 3}[block_m]
+        return Tiling(block_m, more, 4, splits, stages, runs=2)
     stages = {8: 8, 16: 6, 32: 5, 64: 3, 128: 2}[block_m]
     return Tiling(block_m, more, 4, splits, stages, None if block_m <= 16 or more else 168)
 
@@ -126,9 +133,10 @@ def linear(
     if gated:
         outputs //= 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_m, more, warps, splits, stages, registers = tiling
+    block_m, more, warps, splits, stages, registers, runs = tiling
     half = 8 * warps  # outputs of which a thread holds one at a time
-    steps = inputs // COLUMNS
+    columns = runs * COLUMNS
+    steps = inputs // columns
     span = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, span)
     width = (8 if gated else 16) * warps
@@ -140,9 +148,11 @@ def linear(
         counters = arrivals(x.device)
     in_shared_memory = gl.NVMMASharedLayout(128, 16, 2)
     tensors = (
-        TensorDescriptor.from_tensor(x, [block_m, COLUMNS], in_shared_memory),
-        TensorDescriptor.from_tensor(x, [more, COLUMNS], in_shared_memory) if more else None,
-        TensorDescriptor.from_tensor(codes, [half, RUN], gl.NVMMASharedLayout(64, 32, 2)),
+        TensorDescriptor.from_tensor(x, [block_m, columns], in_shared_memory),
+        TensorDescriptor.from_tensor(x, [more, columns], in_shared_memory) if more else None,
+        TensorDescriptor.from_tensor(
+            codes, [half, runs * RUN], gl.NVMMASharedLayout(64 * runs, 32, 2)
+        ),
         *(
             factors,
             bias,
@@ -158,7 +168,7 @@ def linear(
         ),
     )
     _woven_linear_kernel[grid](
-        *(*tensors, block_m, more, warps, splits > 1, stages, gated, gelu),
+        *(*tensors, runs, block_m, more, warps, splits > 1, stages, gated, gelu),
         num_warps=warps,
         maxnreg=registers,
         **overlap(x),
@@ -225,7 +235,28 @@ def _halves(words):
     """Split words [H, 16] into those of a run's first 64 columns and the others: twice [H, 8]."""
     H: gl.constexpr = words.shape[0]
     first, second = gl.split(words.reshape([H, 4, 2, 2]).permute([0, 1, 3, 2]))
-    return first.reshape([H, 8]), second.reshape([H, 8])
+    return gl.tuple((first.reshape([H, 8]), second.reshape([H, 8])))
+
+
+@gluon.jit
+def _quarters(words):
+    """Split words [H, 16 RUNS] into those of 64 columns each: 2 RUNS times [H, 8]."""
+    H: gl.constexpr = words.shape[0]
+    if words.shape[1] == 16:
+        return _halves(words)
+    else:
+        even, odd = gl.split(words.reshape([H, 2, 16]).permute([0, 2, 1]))
+        return _halves(even) + _halves(odd)
+
+
+@gluon.jit
+def _load_factors(factors_0, factors_1, run, last, rows, SHARING: gl.constexpr, RUNS: gl.constexpr):
+    """Load the factors of both halves of a tile in RUNS runs from `run` on: 2 RUNS times [H]."""
+    loaded = gl.tuple(())
+    for r in gl.static_range(RUNS):
+        at = gl.minimum(run + r, last) // SHARING * rows
+        loaded += (gl.load(factors_0 + at), gl.load(factors_1 + at))
+    return loaded
 
 
 @gluon.jit
@@ -313,7 +344,8 @@ def _woven_linear_kernel(
     all_steps,
     span,
     splits,
-    STEPS: gl.constexpr,  # that share a factor
+    SHARING: gl.constexpr,  # runs that share a factor
+    RUNS: gl.constexpr,  # of a step
     BLOCK_M: gl.constexpr,
     MORE: gl.constexpr,
     WARPS: gl.constexpr,
@@ -327,26 +359,29 @@ def _woven_linear_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     H: gl.constexpr = 8 * WARPS
-    # A thread holds four words of a row. Eight rows and four threads a row make a warp.
+    QUARTERS: gl.constexpr = 2 * RUNS  # of 64 columns, of a step
+    # A thread holds four words of a run of a row. Eight rows and four threads a row make a warp.
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2]],
+        [[0, 1], [0, 2]] if RUNS == 1 else [[0, 1], [0, 2], [0, 16]],
         [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
         [[8, 0], [16, 0], [32, 0]] if WARPS == 8 else [[8, 0], [16, 0]],
         [],
-        [H, 16],
+        [H, 16 * RUNS],
     )
     dtype: gl.constexpr = out.dtype.element_ty
-    fetched_codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, H, 16], codes.layout)
-    inputs = gl.tuple((gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128], x.layout),))
+    fetched_codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, H, 16 * RUNS], codes.layout)
+    inputs = gl.tuple(
+        (gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128 * RUNS], x.layout),)
+    )
     sums = gl.tuple((gl.zeros([2 * H, BLOCK_M], gl.float32, MMA),))
     if MORE:
         MORE_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE, 16])
-        inputs += (gl.allocate_shared_memory(x.dtype, [STAGES, MORE, 128], x.layout),)
+        inputs += (gl.allocate_shared_memory(x.dtype, [STAGES, MORE, 128 * RUNS], x.layout),)
         sums += (gl.zeros([2 * H, MORE], gl.float32, MORE_MMA),)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-    BYTES: gl.constexpr = 2 * H * 64 + ROWS * 256
+    BYTES: gl.constexpr = RUNS * (2 * H * 64 + ROWS * 256)
     m = gl.program_id(0) * ROWS
     # The halves of a tile are neighbours, or gates and ups.
     n = gl.program_id(1) * (H if GATED else 2 * H)
@@ -357,45 +392,53 @@ def _woven_linear_kernel(
     steps = gl.minimum(span, all_steps - begin)
     first = gl.minimum(steps, STAGES)
     for k in range(first):
+        at = (begin + k) * 16 * RUNS
         mbarrier.expect(ready.index(k), BYTES)
-        fetch(codes, [n, (begin + k) * 16], ready.index(k), fetched_codes.index(2 * k))
-        fetch(codes, [second_n, (begin + k) * 16], ready.index(k), fetched_codes.index(2 * k + 1))
+        fetch(codes, [n, at], ready.index(k), fetched_codes.index(2 * k))
+        fetch(codes, [second_n, at], ready.index(k), fetched_codes.index(2 * k + 1))
     row = gl.arange(0, H, layout=gl.SliceLayout(1, WORDS))
     # What lies outside is computed from what lies inside, and not stored.
     factors_0 = factors + gl.minimum(n + row, rows - 1)
     factors_1 = factors + gl.minimum(second_n + row, rows - 1)
-    _prefetch_factors(factors, n, second_n, rows, begin // STEPS, (all_steps - 1) // STEPS, WARPS)
-    factor_0 = gl.load(factors_0 + begin // STEPS * rows)
-    factor_1 = gl.load(factors_1 + begin // STEPS * rows)
+    begin_run, last = begin * RUNS, all_steps * RUNS - 1
+    _prefetch_factors(factors, n, second_n, rows, begin_run // SHARING, last // SHARING, WARPS)
+    now = _load_factors(factors_0, factors_1, begin_run, last, rows, SHARING, RUNS)
     # Those of the next step are asked for a step ahead.
-    at = gl.minimum(begin + 1, all_steps - 1) // STEPS * rows
-    next_factor_0, next_factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
+    following = _load_factors(factors_0, factors_1, begin_run + RUNS, last, rows, SHARING, RUNS)
     if PDL:
         run("griddepcontrol.launch_dependents;")
         run("griddepcontrol.wait;")
     for k in range(first):
-        fetch(x, [m, (begin + k) * 128], ready.index(k), inputs[0].index(k))
+        at = (begin + k) * 128 * RUNS
+        fetch(x, [m, at], ready.index(k), inputs[0].index(k))
         if MORE:
-            more_m = m + BLOCK_M
-            fetch(more_x, [more_m, (begin + k) * 128], ready.index(k), inputs[1].index(k))
+            fetch(more_x, [m + BLOCK_M, at], ready.index(k), inputs[1].index(k))
     mbarrier.wait(ready.index(0), 0)
-    words, later_words = _halves(fetched_codes.index(0).load(WORDS))
-    more, later_more = _halves(fetched_codes.index(1).load(WORDS))
-    weights = _weights(words, more, factor_0, factor_1, dtype, A)
+    words = _quarters(fetched_codes.index(0).load(WORDS))
+    more = _quarters(fetched_codes.index(1).load(WORDS))
+    weights = _weights(words[0], more[0], now[0], now[1], dtype, A)
     sums = _multiply(weights, inputs, 0, 0, sums)
-    for k in range(1, steps):
-        new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
-        factor_0, factor_1 = next_factor_0, next_factor_1
-        at = gl.minimum(begin + k + 1, all_steps - 1) // STEPS * rows
-        next_factor_0, next_factor_1 = gl.load(factors_0 + at), gl.load(factors_1 + at)
+    for q in gl.static_range(1, QUARTERS - 1):
+        new = _weights(words[q], more[q], now[q // 2 * 2], now[q // 2 * 2 + 1], dtype, A)
         sums = _wait(sums, weights)
         weights = new
-        sums = _multiply(weights, inputs, (k - 1) % STAGES, 64, sums)
+        sums = _multiply(weights, inputs, 0, 64 * q, sums)
+    # The last 64 columns of a step are multiplied while the next step's codes are awaited.
+    last_words, last_more = words[QUARTERS - 1], more[QUARTERS - 1]
+    last_0, last_1 = now[QUARTERS - 2], now[QUARTERS - 1]
+    for k in range(1, steps):
+        new = _weights(last_words, last_more, last_0, last_1, dtype, A)
+        now = following
+        ahead = begin_run + (k + 1) * RUNS
+        following = _load_factors(factors_0, factors_1, ahead, last, rows, SHARING, RUNS)
+        sums = _wait(sums, weights)
+        weights = new
+        sums = _multiply(weights, inputs, (k - 1) % STAGES, 64 * (QUARTERS - 1), sums)
         stage = k % STAGES
         mbarrier.wait(ready.index(stage), k // STAGES & 1)
-        words, later_words = _halves(fetched_codes.index(2 * stage).load(WORDS))
-        more, later_more = _halves(fetched_codes.index(2 * stage + 1).load(WORDS))
-        new = _weights(words, more, factor_0, factor_1, dtype, A)
+        words = _quarters(fetched_codes.index(2 * stage).load(WORDS))
+        more = _quarters(fetched_codes.index(2 * stage + 1).load(WORDS))
+        new = _weights(words[0], more[0], now[0], now[1], dtype, A)
         sums = _wait(sums, weights)
         weights = new
         sums = _multiply(weights, inputs, stage, 0, sums)
@@ -404,24 +447,32 @@ def _woven_linear_kernel(
         later = k - 1 + STAGES
         wanted = later < steps
         place = later % STAGES
+        at = (begin + later) * RUNS
         mbarrier.expect(ready.index(place), BYTES, pred=wanted)
         fetch(
-            *(codes, [n, (begin + later) * 16]),
+            *(codes, [n, at * 16]),
             *(ready.index(place), fetched_codes.index(2 * place), wanted),
         )
         fetch(
-            *(codes, [second_n, (begin + later) * 16]),
+            *(codes, [second_n, at * 16]),
             *(ready.index(place), fetched_codes.index(2 * place + 1), wanted),
         )
-        fetch(x, [m, (begin + later) * 128], ready.index(place), inputs[0].index(place), wanted)
+        fetch(x, [m, at * 128], ready.index(place), inputs[0].index(place), wanted)
         if MORE:
             fetch(
-                *(more_x, [m + BLOCK_M, (begin + later) * 128]),
+                *(more_x, [m + BLOCK_M, at * 128]),
                 *(ready.index(place), inputs[1].index(place), wanted),
             )
-    new = _weights(later_words, later_more, factor_0, factor_1, dtype, A)
+        for q in gl.static_range(1, QUARTERS - 1):
+            new = _weights(words[q], more[q], now[q // 2 * 2], now[q // 2 * 2 + 1], dtype, A)
+            sums = _wait(sums, weights)
+            weights = new
+            sums = _multiply(weights, inputs, stage, 64 * q, sums)
+        last_words, last_more = words[QUARTERS - 1], more[QUARTERS - 1]
+        last_0, last_1 = now[QUARTERS - 2], now[QUARTERS - 1]
+    new = _weights(last_words, last_more, last_0, last_1, dtype, A)
     sums = _wait(sums, weights)
-    sums = _multiply(new, inputs, (steps - 1) % STAGES, 64, sums)
+    sums = _multiply(new, inputs, (steps - 1) % STAGES, 64 * (QUARTERS - 1), sums)
     sums = _wait(sums, new)
     tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
     _finish(sums[0], bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
