@@ -1,5 +1,7 @@
 """A quantization_config says which format each weight has, and what is not run is named."""
 
+import re
+
 import pytest
 import torch
 from model_helpers import expected_logits, make_checkpoint
@@ -270,13 +272,23 @@ ROUTED = Qwen3MoeConfig(
 )
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "int4", "nvfp4", "fp8-static", "fp8-blocks"])
-def test_a_router_that_is_quantised_is_named(name, tmp_path):
-    """Routers stay plain, whatever the config says of them."""
+ROUTER, EMBEDDING = "model.layers.0.mlp.gate", "model.embed_tokens"
+
+
+@pytest.mark.parametrize(
+    "name, layer",
+    [
+        *((name, ROUTER) for name in ("gptq", "awq", "int4", "nvfp4", "fp8-static", "fp8-blocks")),
+        *((name, EMBEDDING) for name in ("int4", "nvfp4", "fp8-static", "fp8-blocks")),
+    ],
+)
+def test_a_router_or_an_embedding_that_is_quantised_is_named(name, layer, tmp_path):
+    """Both stay plain, whatever the config says of them."""
     pack, config, _ = FORMATS[name]
-    _, packed = make_pair(tmp_path, ROUTED, pack, config, modules=(*PROJECTIONS, "gate"))
-    router = r"model\.layers\.0\.mlp\.gate"
-    message = rf"{router} is quantised, and a router .* another checkpoint .* router is not quant"
+    _, packed = make_pair(
+        tmp_path, ROUTED, pack, config, modules=(*PROJECTIONS, layer.rpartition(".")[2])
+    )
+    message = f"{re.escape(layer)} is quantised, and an embedding or a router .* choose another"
     with pytest.raises(ValueError, match=message):
         load(packed)
 

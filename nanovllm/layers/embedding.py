@@ -21,6 +21,8 @@ class VocabParallelEmbedding(nn.Module):
     Each rank looks up the entries that it holds; the sum over the ranks is the embedding.
     """
 
+    is_never_quantised = True  # because few of its rows are read at a time
+
     def __init__(self, vocab_size: int, hidden_size: int, group: ParallelGroup):
         super().__init__()
         self.vocab_size = vocab_size
@@ -58,6 +60,8 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     A head that is tied to an embedding shares its parameter and reads nothing from the checkpoint.
     """
+
+    is_never_quantised = False
 
     def __init__(
         self,

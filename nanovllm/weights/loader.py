@@ -192,15 +192,15 @@ def about_quantised(model: nn.Module, extra: set[str], needed: set[str], folder:
             "the model is quantised by ModelOpt, as hf_quant_config.json says, whose formats are "
             "not run here; choose another checkpoint of the model"
         )
-    routers = {
+    plain = {
         checkpoint_name(model, path)
         for path, module in model.named_modules()
         if getattr(module, "is_never_quantised", False)
     }
-    if routers := routers & {name.rpartition(".")[0] for name in packed}:
+    if plain := plain & {name.rpartition(".")[0] for name in packed}:
         return (
-            f"{min(routers)} is quantised, and a router runs here only if it is not; choose "
-            "another checkpoint of the model, whose router is not quantised"
+            f"{min(plain)} is quantised, and an embedding or a router runs here only if it is not; "
+            "choose another checkpoint of the model, where this layer is not quantised"
         )
     return (
         f"{min(packed)} is a part of a quantised weight; check quantization_config in config.json, "
