@@ -303,12 +303,20 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         else:
             products.linear_int(x, weight, new(outputs, dtype=dtype))
 
+    def run_woven(outputs, inputs):
+        if packed_linear.takes_woven(META, 4, 128, inputs):
+            run(1, outputs, inputs, 128, 4, False)
+
     for rows in (1, 16, 64, 160, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
         for group, bits in ((128, 4), (64, 4), (128, 8)):
             name = f"{kind} INT{bits} {rows} by {group}"
             yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, group, bits, False)
             yield f"{name} gated", partial(run, rows, 24576, 4096, group, bits, True)
+    # On Hopper, warps divide a row evenly or not, and take their share at once or in blocks.
+    for outputs, inputs in ((2048, 1024), (2560, 9728), (5120, 5120), (5120, 17408), (5120, 25600)):
+        name = f"decode INT4 1 woven {outputs} {inputs}"
+        yield name, partial(run_woven, outputs, inputs)
 
 
 def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:

@@ -35,6 +35,7 @@ from nanovllm.backends.cuda.triton import (
     whole_gated,
     woven_experts,
     woven_linear,
+    woven_row,
 )
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
@@ -141,6 +142,8 @@ def run_all() -> None:
     for more in (0, 32):
         woven = woven_linear.Tiling(block_m=64, more=more, warps=4, splits=2, stages=2)
         woven_linear.linear(many, codes, factors, new(64), woven, group=128)
+    division = woven_row.Division(warps=1, runs=2, blocks=2)
+    woven_row.linear(new(1, HIDDEN), codes, factors, new(64), division, group=128)
     for direct_bytes in (1 << 20, 0):
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
         allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)

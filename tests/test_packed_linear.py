@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from effort import spread
 
-from nanovllm.backends.cuda.triton import packed_linear, woven_linear
+from nanovllm.backends.cuda.triton import packed_linear, woven_linear, woven_row
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors, Tiling
 from nanovllm.backends.quantised.packed import pack
 
@@ -120,11 +120,24 @@ def test_woven_codes_stand_for_the_same_numbers(shape, dtype):
     assert torch.equal(packed_linear.dequantise(weight, dtype), numbers)
 
 
+def test_the_warps_of_a_program_take_all_inputs_of_a_row():
+    for inputs in range(128, 32768, 128):
+        warps, runs, blocks = woven_row.division(inputs)
+        assert warps * runs * blocks * 128 >= inputs and runs <= 8
+        assert warps * runs * (blocks - 1) * 128 < inputs
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", WOVEN_SHAPES)
-def test_few_rows_of_woven_codes_equal_their_product_in_float64(shape, dtype):
+@pytest.mark.parametrize("division", [(1, 8, 3), (2, 5, 2), (4, 3, 2), (8, 3, 1), (1, 6, 3)])
+def test_a_row_may_be_divided_among_warps_in_any_way(division, dtype):
+    """The kernel is written in Gluon, which has no interpreter."""
+    outputs, inputs, group = shape = 34, 2304, 256
     x, weight, bias, expected = woven_case(1, shape, dtype)
-    assert_close(packed_linear.few_rows_linear(x, weight, bias), expected)
+    tensors = x, weight.codes, weight.factors, bias, woven_row.Division(*division)
+    assert_close(woven_row.linear(*tensors, group=group), expected)
+    gated = woven_row.linear(*tensors, group=group, gated=True)
+    assert_close(gated, activated(expected, dtype, gelu=False))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
 
     weight             few rows            rows of a decode step          rows of a prompt
     plain              gemv, whole_gated   decode_gemm or cuBLAS          cuBLAS or prefill_gemm
-    INT4, INT8         packed_linear       woven_linear or packed_linear  dequantised, then as plain
+    INT4, INT8         packed_linear       packed_linear                  dequantised, then as plain
+    INT4 on Hopper     woven_row           woven_linear                   dequantised, then as plain
     FP8                fp8_gemv            fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
     batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
 
@@ -117,11 +118,11 @@ def linear_int(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> 
     x = x.contiguous()
     if not len(x):  # an expert may have none
         return x.new_empty(0, weight.outputs)
+    if len(x) <= MAX_ROWS and weight.woven:
+        return packed_linear.woven_product(x, weight, bias)
     if len(x) <= packed_linear.FEW_ROWS and weight.inputs % 8 == 0:
         return packed_linear.few_rows_linear(x, weight, bias)
     if len(x) <= MAX_ROWS:
-        if weight.woven:
-            return packed_linear.woven_product(x, weight, bias)
         return packed_linear.tiled_linear(x, weight, bias, packed_linear.tiling(x, weight))
     return linear(x, packed_linear.dequantise(weight, x.dtype), bias)
 
@@ -134,11 +135,11 @@ def gated_linear_int(
     The weight [2 N, K] and bias [2 N] yield gates first, then ups.
     """
     x = x.contiguous()
+    if len(x) <= MAX_ROWS and weight.woven:
+        return packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
     if len(x) <= packed_linear.FEW_ROWS and weight.inputs % 8 == 0:
         return packed_linear.few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
     if len(x) <= MAX_ROWS:
-        if weight.woven:
-            return packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
         tiling = packed_linear.tiling(x, weight)
         return packed_linear.tiled_linear(x, weight, bias, tiling, gated=True, gelu=gelu)
     return gated_linear(x, packed_linear.dequantise(weight, x.dtype), bias, gelu)

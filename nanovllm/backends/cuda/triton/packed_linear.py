@@ -5,9 +5,12 @@ bits. Rows of a step decide how the product is computed:
 
 - Few: each program asks for all of its words at once, as in gemv.py, and sums in float32.
 - Those of a decode step: tensor cores, which take the weights from registers, where they were
-  dequantised, and the inputs from shared memory. On Hopper, woven_linear.py has a faster kernel for
-  weights of 4 bits in groups of 128 columns, whose codes it wants in another order.
+  dequantised, and the inputs from shared memory.
 - Many: one kernel dequantises the whole weight, then cuBLAS multiplies.
+
+On Hopper, woven_row.py and woven_linear.py have faster kernels for one row and for those of a
+decode step. They take weights of 4 bits in groups of 128 columns, whose codes they want in another
+order.
 
 Tensor cores sum over columns in any order, as long as weights and inputs agree. Neighbours in a
 word would have to move from thread to thread to become neighbours in a product. So the weights stay
@@ -36,10 +39,11 @@ from nanovllm.backends.cuda.triton.dispatch import (
 from nanovllm.backends.cuda.triton.elementwise import activated
 
 woven_linear: Any
+woven_row: Any
 try:
-    from nanovllm.backends.cuda.triton import woven_linear
+    from nanovllm.backends.cuda.triton import woven_linear, woven_row
 except ImportError:  # older releases of Triton lack Gluon, or parts of it
-    woven_linear = None
+    woven_linear = woven_row = None
 
 # Words of a run, whose codes go to tensor cores together: a step of these takes 16 columns.
 RUN = 16
@@ -84,7 +88,7 @@ class Tiling(NamedTuple):
 
 
 def takes_woven(device: torch.device, bits: int, group: int, inputs: int) -> bool:
-    """Tell whether a weight's codes shall be woven: for the kernel of woven_linear.py."""
+    """Tell whether a weight's codes shall be woven: for woven_row.py and woven_linear.py."""
     in_runs = group % 128 == 0 or group >= inputs
     return (
         woven_linear is not None
@@ -102,11 +106,14 @@ def woven_product(
     gelu: bool = False,
 ) -> Tensor:
     """Compute x @ weight.T + bias, or with `gated` the activated product, of woven codes."""
+    tensors = x, weight.codes, weight.factors, bias
+    group = min(weight.group, weight.inputs)
+    if len(x) == 1:
+        division = woven_row.division(weight.inputs)
+        return woven_row.linear(*tensors, division, group=group, gated=gated, gelu=gelu)
     outputs = weight.outputs // 2 if gated else weight.outputs
     tiling = woven_linear.tiling(x, outputs, gated=gated)
-    codes, factors = weight.codes, weight.factors
-    group = min(weight.group, weight.inputs)
-    return woven_linear.linear(x, codes, factors, bias, tiling, group=group, gated=gated, gelu=gelu)
+    return woven_linear.linear(*tensors, tiling, group=group, gated=gated, gelu=gelu)
 
 
 def few_rows_linear(
@@ -121,6 +128,7 @@ def few_rows_linear(
 
     No running kernel may write to the weights.
     """
+    assert not weight.woven
     rows, inputs = x.shape
     outputs = weight.outputs // 2 if gated else weight.outputs
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
@@ -132,7 +140,7 @@ def few_rows_linear(
     _few_rows_kernel[(triton.cdiv(outputs, own),)](
         *(x, weight.codes, weight.factors, bias, out),
         *(outputs, inputs, per_row, weight.group, weight.bits),
-        *(rows, block_n, chunks, weight.woven, gated, gelu, x.device.type != "cpu"),
+        *(rows, block_n, chunks, gated, gelu, x.device.type != "cpu"),
         num_warps=4,
         **overlap(x),
     )
@@ -154,7 +162,6 @@ def _few_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNKS: tl.constexpr,
-    WOVEN: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     ASM: tl.constexpr,
@@ -170,15 +177,13 @@ def _few_rows_kernel(
     wait_for_inputs(PDL)
     dtype = out.dtype.element_ty
     for row in tl.static_range(ROWS):
-        total = _product(x + row * K, words, scale, zero, chunk, W, BITS, WOVEN, ASM)
+        total = _product(x + row * K, words, scale, zero, chunk, W, BITS, ASM)
         for part in tl.static_range(1, (W + 4 * CHUNKS - 1) // (4 * CHUNKS)):
             at = part * CHUNKS
             more, more_scale, more_zero = _chunks(
                 codes, factors, n, at, chunk, TIMES * N, W, GROUP, BITS, x
             )
-            total += _product(
-                x + row * K, more, more_scale, more_zero, at + chunk, W, BITS, WOVEN, ASM
-            )
+            total += _product(x + row * K, more, more_scale, more_zero, at + chunk, W, BITS, ASM)
         result = tl.sum(total, axis=1)
         if bias is not None:
             result += tl.load(bias + n).to(tl.float32)
@@ -230,7 +235,6 @@ def _product(
     chunk,
     W: tl.constexpr,
     BITS: tl.constexpr,
-    WOVEN: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Multiply words [N, C, 4] by the inputs of their columns, and sum inside chunks: [N, C].
@@ -241,25 +245,16 @@ def _product(
     """
     PER_WORD: tl.constexpr = 32 // BITS
     at = chunk[:, None] * 4 + tl.arange(0, 4)[None, :]
-    if WOVEN:  # two inputs at a time; W is a multiple of 16
-        column = at // 16 * 128 + at % 4 * 32 + at % 16 // 4 * 2
-        pairs = x.to(tl.pointer_type(tl.int32)) + column // 2
-    else:  # four inputs at a time
-        fours = x.to(tl.pointer_type(tl.int64)) + at * (PER_WORD // 4)
-        low = tl.load(fours, mask=at < W, other=0)
-        high = low
-        if BITS == 4:
-            high = tl.load(fours + 1, mask=at < W, other=0)
+    fours = x.to(tl.pointer_type(tl.int64)) + at * (PER_WORD // 4)  # four inputs at a time
+    low = tl.load(fours, mask=at < W, other=0)
+    high = low
+    if BITS == 4:
+        high = tl.load(fours + 1, mask=at < W, other=0)
     total = tl.zeros(words.shape, tl.float32)
     plain = tl.zeros(at.shape, tl.float32)
     added = tl.zeros(at.shape, tl.float32)
     for j in tl.static_range(PER_WORD):
-        if WOVEN:
-            bits = (tl.load(pairs + j % 4 * 4, mask=at < W, other=0) >> (16 * (j // 4))).to(
-                tl.int16
-            )
-        else:
-            bits = ((low if j < 4 else high) >> (16 * (j % 4))).to(tl.int16)
+        bits = ((low if j < 4 else high) >> (16 * (j % 4))).to(tl.int16)
         inputs = bits.to(x.dtype.element_ty, bitcast=True).to(tl.float32)
         plain += inputs
         if BITS == 4:

@@ -301,6 +301,15 @@ def _gelu(x):
 
 
 @gluon.jit
+def gated_product(gate, up, GELU: gl.constexpr, dtype: gl.constexpr):
+    """Activate gates, and multiply them by ups."""
+    # Round where separate kernels for the product and the activation would round.
+    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
+    gate = _gelu(gate) if GELU else gate / (1 + gl.exp(-gate))
+    return gate.to(dtype).to(gl.float32) * up
+
+
+@gluon.jit
 def _multiply(weights, inputs, stage, FIRST: gl.constexpr, sums):
     """Begin to add weights [2 H, 64] times columns of a stage's inputs, from FIRST on, to sums.
 
@@ -534,10 +543,7 @@ def _finish(
         halves = acc.reshape([WARPS, 2, 8, BLOCK_M])
         if GATED:
             gate, up = gl.split(halves.permute([0, 2, 3, 1]))
-            # Round where separate kernels for the product and the activation would round.
-            gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-            gate = _gelu(gate) if GELU else gate / (1 + gl.exp(-gate))
-            result = (gate.to(dtype).to(gl.float32) * up).reshape([H, BLOCK_M])
+            result = gated_product(gate, up, GELU, dtype).reshape([H, BLOCK_M])
         else:
             result = halves.permute([1, 0, 2, 3]).reshape([2 * H, BLOCK_M])
         # Let a thread store neighbours.

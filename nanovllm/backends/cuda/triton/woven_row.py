@@ -1,0 +1,302 @@
+"""Products of one row with woven 4-bit weights, as fast as Hopper's memory can deliver these.
+
+A program computes 16 outputs, or 8 gates and their ups, and its warps share the runs of each. Most
+of the words that a warp needs, up to 8 KB, are asked for before the inputs are ready. No warp waits
+for another one before all have their sums.
+
+The tensor cores' instruction multiplies 16 outputs' weights by eight columns of inputs. Each column
+has the inputs of another run, so that a warp loads the inputs of eight runs once, into the
+registers where all its products find them. Of the sums that a run's weights yield, those of the
+run's own column are kept. They are in the registers of one thread of four, which knows the factors
+of that run and of one more.
+
+A code becomes a number by one shift and one logical operation: in the lowest bits of 128, or in
+float16 of 64 with a step of 1, it adds itself. What it was added to, and the zero, are subtracted
+from a run's sum, once, as multiples of the sum of its inputs. The tensor cores compute that sum by
+multiplying the inputs by ones.
+
+The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
+
+Shapes: K inputs, N outputs, W words in a row, T threads of a program.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from nanovllm.backends.cuda.triton.dispatch import overlap
+from nanovllm.backends.cuda.triton.woven_linear import COLUMNS, gated_product, run
+
+
+class Division(NamedTuple):
+    """The division of K among the warps of a program."""
+
+    warps: int
+    runs: int  # that a warp multiplies at a time, at most 8
+    blocks: int  # of so many runs, that a warp takes
+
+
+def division(inputs: int) -> Division:
+    """Divide K among up to eight warps, in blocks of equally many runs."""
+    runs = triton.cdiv(inputs, COLUMNS)
+    warps = min(8, triton.next_power_of_2(triton.cdiv(runs, 8)))
+    blocks = triton.cdiv(runs, 8 * warps)
+    return Division(warps, triton.cdiv(runs, warps * blocks), blocks)
+
+
+def linear(
+    x: Tensor,
+    codes: Tensor,
+    factors: Tensor,
+    bias: Tensor | None,
+    division: Division,
+    *,
+    group: int,
+    gated: bool = False,
+    gelu: bool = False,
+) -> Tensor:
+    """Compute x @ weight.T + bias, or with `gated` the activated product: x [1, K] -> [1, N].
+
+    codes: woven. group: columns that share a factor, a multiple of 128. No running kernel may write
+    to the weights.
+    """
+    inputs, outputs = x.shape[1], codes.shape[0]
+    if gated:
+        outputs //= 2
+    out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+    warps, runs, blocks = division
+    _woven_row_kernel[(triton.cdiv(outputs, 8 if gated else 16),)](
+        *(x, codes, factors, bias, out, outputs, inputs // COLUMNS, group // COLUMNS),
+        *(warps, runs, blocks, gated, gelu),
+        num_warps=warps,
+        **overlap(x),
+    )
+    return out
+
+
+def multiplication(is_bfloat16: bool) -> str:
+    """Write the assembly that multiplies 16 outputs' words of a run by the inputs of all columns.
+
+    Outputs 0 to 3 are sums: of the first 8 outputs for two columns, and of the others. Then come
+    four words of each, and 16 pairs of inputs.
+    """
+    kind, mask, magic, first = (
+        ("bf16", "000f000f", "43004300", 0) if is_bfloat16 else ("f16", "00f000f0", "54005400", -4)
+    )
+    lines = [".reg .b32 t, a<4>;", ".reg .f32 s<4>, none;", "mov.f32 none, 0f00000000;"]
+    sums = "{none, none, none, none}"
+    for step in range(8):  # of 16 columns
+        word, half = divmod(step, 2)
+        for pair in range(2):
+            shift = first + 4 * (2 * half + pair)
+            for side in range(2):  # the first 8 outputs, and the others
+                source = f"${4 + 4 * side + word}"
+                if shift:
+                    kind_of_shift = "shr.u32" if shift > 0 else "shl.b32"
+                    lines.append(f"{kind_of_shift} t, {source}, {abs(shift)};")
+                    source = "t"
+                lines.append(f"lop3.b32 a{2 * pair + side}, {source}, 0x{mask}, 0x{magic}, 0xea;")
+        lines.append(product(kind, "{a0, a1, a2, a3}", step, 12, sums))
+        sums = "{s0, s1, s2, s3}"
+    return "{" + "\n".join(lines) + "}"
+
+
+def summation(is_bfloat16: bool) -> str:
+    """Write the assembly that sums the inputs of each column, of which 16 pairs are given.
+
+    Outputs 0 to 3 are sums, as those of `multiplication`, but equal for all 16 outputs.
+    """
+    kind, one = ("bf16", "3f803f80") if is_bfloat16 else ("f16", "3c003c00")
+    lines = [".reg .b32 one;", f"mov.b32 one, 0x{one};"]
+    lines += [".reg .f32 s<4>, none;", "mov.f32 none, 0f00000000;"]
+    sums = "{none, none, none, none}"
+    for step in range(8):
+        lines.append(product(kind, "{one, one, one, one}", step, 4, sums))
+        sums = "{s0, s1, s2, s3}"
+    return "{" + "\n".join(lines) + "}"
+
+
+def product(kind: str, weights: str, step: int, first: int, sums: str) -> str:
+    """Write the instruction for a step of 16 columns, whose inputs are operands from `first` on."""
+    # Outputs may have the registers of inputs: they are written last.
+    new = "{$0, $1, $2, $3}" if step == 7 else "{s0, s1, s2, s3}"
+    inputs = f"{{${first + 2 * step}, ${first + 2 * step + 1}}}"
+    return (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {new}, {weights}, {inputs}, "
+        f"{sums};"
+    )
+
+
+BFLOAT16_PRODUCT = gl.constexpr(multiplication(True))
+FLOAT16_PRODUCT = gl.constexpr(multiplication(False))
+BFLOAT16_SUM = gl.constexpr(summation(True))
+FLOAT16_SUM = gl.constexpr(summation(False))
+PRODUCT_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 24))
+SUM_CONSTRAINTS = gl.constexpr(",".join(["=f"] * 4 + ["r"] * 16))
+
+
+@gluon.jit
+def _fetch(codes_0, codes_1, r: gl.constexpr, last, EXISTS: gl.constexpr):
+    """Ask for a thread's words [T, 4] of its run r: of the first 8 outputs, and of the others.
+
+    last: the place of the weight's last run, where the thread's first one is 0. EXISTS: whether r
+    is known to be no later.
+    """
+    at = r * 16
+    if EXISTS:
+        return (gl.load(codes_0 + at), gl.load(codes_1 + at))
+    else:
+        exists = gl.expand_dims(r <= last, 1)
+        return (
+            gl.load(codes_0 + at, mask=exists, other=0),
+            gl.load(codes_1 + at, mask=exists, other=0),
+        )
+
+
+@gluon.jit
+def _fetch_factors(factors_0, factors_1, run, last, rows, SHARING: gl.constexpr):
+    """Ask for the factors [T] of `run` and the next one: of the first 8 outputs, of the others."""
+    even = gl.minimum(run, last) // SHARING * rows
+    odd = gl.minimum(run + 1, last) // SHARING * rows
+    return (
+        gl.load(factors_0 + even),
+        gl.load(factors_0 + odd),
+        gl.load(factors_1 + even),
+        gl.load(factors_1 + odd),
+    )
+
+
+@gluon.jit
+def _split(words, LAYOUT: gl.constexpr):
+    """Split words [T, 4] into four times [T]."""
+    even, odd = gl.split(words.reshape([words.shape[0], 2, 2]))
+    a, c = gl.split(even)
+    b, d = gl.split(odd)
+    return (
+        gl.convert_layout(a, LAYOUT, assert_trivial=True),
+        gl.convert_layout(b, LAYOUT, assert_trivial=True),
+        gl.convert_layout(c, LAYOUT, assert_trivial=True),
+        gl.convert_layout(d, LAYOUT, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _scaled(sums, plain, factor, dtype: gl.constexpr):
+    """Subtract what codes were added to and their zeros from a run's sums, and scale these.
+
+    plain: the sum of the run's inputs.
+    """
+    zero = (factor & 255).to(gl.float32) + (128.0 if dtype == gl.bfloat16 else 64.0)
+    scale = (factor >> 16).to(gl.int16).to(dtype, bitcast=True).to(gl.float32)
+    return scale * (sums - zero * plain)
+
+
+@gluon.jit
+def _woven_row_kernel(
+    x,
+    codes,
+    factors,
+    bias,
+    out,
+    N,
+    ALL_RUNS: gl.constexpr,
+    SHARING: gl.constexpr,  # runs that share a factor
+    WARPS: gl.constexpr,
+    RUNS: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    GATED: gl.constexpr,
+    GELU: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    W: gl.constexpr = ALL_RUNS * 16
+    EVEN: gl.constexpr = WARPS * RUNS * BLOCKS == ALL_RUNS
+    # A thread holds four words of a run of an output. Eight outputs and four threads make a warp.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    THREADS: gl.constexpr = gl.SliceLayout(1, WORDS)
+    dtype: gl.constexpr = out.dtype.element_ty
+    thread = gl.arange(0, 32 * WARPS, layout=THREADS)
+    warp, row, lane = thread // 32, thread % 32 // 4, thread % 4
+    # The halves of a program's outputs are neighbours, or gates and ups.
+    n = gl.program_id(0) * (8 if GATED else 16)
+    second_n = n + (N if GATED else 8)
+    rows = 2 * N if GATED else N
+    # What lies outside is computed from what lies inside, and not stored.
+    row_0, row_1 = gl.minimum(n + row, rows - 1), gl.minimum(second_n + row, rows - 1)
+    word = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)), 0)
+    own = gl.expand_dims(warp * (RUNS * 16) + lane * 4, 1) + word
+    codes_0 = codes + gl.expand_dims(row_0.to(gl.int64) * W, 1) + own
+    codes_1 = codes + gl.expand_dims(row_1.to(gl.int64) * W, 1) + own
+    last = ALL_RUNS - 1 - warp * RUNS
+    words = gl.tuple(())
+    for r in gl.static_range(RUNS):
+        words += _fetch(codes_0, codes_1, r, last, EVEN)
+    # A thread keeps the sums of two runs, the columns that tensor cores leave to it.
+    factors_0, factors_1 = factors + row_0, factors + row_1
+    kept = gl.tuple(())
+    for b in gl.static_range(BLOCKS):
+        own_run = (b * WARPS + warp) * RUNS + 2 * lane
+        kept += (_fetch_factors(factors_0, factors_1, own_run, ALL_RUNS - 1, rows, SHARING),)
+    if PDL:
+        run("griddepcontrol.launch_dependents;")
+        run("griddepcontrol.wait;")
+    zero = gl.zeros([32 * WARPS], gl.float32, THREADS)
+    total_0, total_1 = zero, zero
+    for b in gl.static_range(BLOCKS):
+        first = (b * WARPS + warp) * RUNS
+        # Each of the eight columns has the inputs of a run.
+        pairs = x.to(gl.pointer_type(gl.int32)) + (first + row) * 64 + lane
+        exists = (row < RUNS) & (first + row < ALL_RUNS)
+        inputs = gl.tuple(())
+        for i in gl.static_range(16):
+            inputs += (gl.load(pairs + i * 4, mask=exists, other=0),)
+        plain_even, plain_odd, _, _ = gl.inline_asm_elementwise(
+            BFLOAT16_SUM if dtype == gl.bfloat16 else FLOAT16_SUM,
+            SUM_CONSTRAINTS,
+            inputs,
+            dtype=[gl.float32] * 4,
+            is_pure=True,
+            pack=1,
+        )
+        following = gl.tuple(())
+        sum_even_0, sum_odd_0, sum_even_1, sum_odd_1 = zero, zero, zero, zero
+        for r in gl.static_range(RUNS):
+            low, high = _split(words[2 * r], THREADS), _split(words[2 * r + 1], THREADS)
+            s0, s1, s2, s3 = gl.inline_asm_elementwise(
+                BFLOAT16_PRODUCT if dtype == gl.bfloat16 else FLOAT16_PRODUCT,
+                PRODUCT_CONSTRAINTS,
+                low + high + inputs,
+                dtype=[gl.float32] * 4,
+                is_pure=True,
+                pack=1,
+            )
+            wanted = lane == r // 2
+            if r % 2 == 0:
+                sum_even_0 = gl.where(wanted, s0, sum_even_0)
+                sum_even_1 = gl.where(wanted, s2, sum_even_1)
+            else:
+                sum_odd_0 = gl.where(wanted, s1, sum_odd_0)
+                sum_odd_1 = gl.where(wanted, s3, sum_odd_1)
+            if b + 1 < BLOCKS:
+                ahead = (b + 1) * WARPS * RUNS + r
+                following += _fetch(codes_0, codes_1, ahead, last, EVEN)
+        total_0 += _scaled(sum_even_0, plain_even, kept[b][0], dtype)
+        total_0 += _scaled(sum_odd_0, plain_odd, kept[b][1], dtype)
+        total_1 += _scaled(sum_even_1, plain_even, kept[b][2], dtype)
+        total_1 += _scaled(sum_odd_1, plain_odd, kept[b][3], dtype)
+        words = following
+    both = gl.join(total_0, total_1).reshape([WARPS, 8, 4, 2])
+    result, second = gl.split(gl.sum(gl.sum(both, axis=2), axis=0))
+    at = n + gl.arange(0, 8, layout=result.type.layout)
+    second_at = at + (second_n - n)
+    if bias is not None:
+        result += gl.load(bias + gl.minimum(at, rows - 1)).to(gl.float32)
+        second += gl.load(bias + gl.minimum(second_at, rows - 1)).to(gl.float32)
+    if GATED:
+        result = gated_product(result, second, GELU, dtype)
+    else:
+        gl.store(out + second_at, second.to(dtype), mask=second_at < N)
+    gl.store(out + at, result.to(dtype), mask=at < N)
