@@ -32,6 +32,7 @@ from nanovllm.backends.cuda.triton import decode_gemm
 from nanovllm.backends.cuda.triton.decode_gemm import (
     BLOCK_WEIGHTS,
     SHARED_MEMORY,
+    TURNED_ROWS,
     Tiling,
     gated_product,
 )
@@ -194,10 +195,11 @@ def few_rows_tiling(
     if not gated and chains == 1 and fits_at_once(rows, outputs, inputs, chains, processors):
         columns = triton.next_power_of_2(inputs)
         return Tiling(WHOLE_ROWS, BLOCK_WEIGHTS, columns, splits=1, stages=1, turned=True)
-    if rows <= 32:
-        # 32 gates and as many ups are 64 rows of weights.
+    if rows <= TURNED_ROWS:
         block_m = 16 if rows <= 16 else 32
-        block_n, block_k = (BLOCK_WEIGHTS // 2, 64) if gated else (BLOCK_WEIGHTS, 128)
+        if gated:
+            return _few_gates_tiling(rows, block_m, outputs, processors)
+        block_n, block_k = BLOCK_WEIGHTS, 128
     else:
         block_m, block_k, rows_of_tiles = 64, 128, triton.cdiv(rows, 64)
         fitting = [n for n in (16, 32, 64) if rows_of_tiles * triton.cdiv(outputs, n) <= processors]
@@ -206,7 +208,23 @@ def few_rows_tiling(
             block_n, block_k = 128, 64
     stage = (block_m + (2 if gated else 1) * block_n) * block_k * 2
     stages = min(FEW_ROWS_STAGES * 128 // block_k, SHARED_MEMORY // stage)
-    return Tiling(block_m, block_n, block_k, splits=1, stages=stages, turned=rows <= 32)
+    return Tiling(block_m, block_n, block_k, splits=1, stages=stages, turned=rows <= TURNED_ROWS)
+
+
+def _few_gates_tiling(rows: int, block_m: int, outputs: int, processors: int) -> Tiling:
+    """Choose a turned tile of gates and ups.
+
+    Measured on an H200 (torch 2.11, Triton 3.6): of up to four rows, more programs of fewer stages
+    are faster. Gates and ups of 8B took 52 us with 4 rows, 61 us with the tile for more rows, and
+    67 us where a multiprocessor ran one program with 32 gates. With 16 rows they took 76, 55 and
+    72 us.
+    """
+    programs = 3 if rows <= 4 else decode_gemm.PROGRAMS
+    block_n = next((n for n in decode_gemm.GATES if 3 * outputs >= 2 * n * processors), 32)
+    step = decode_gemm.GATED_STEP
+    stages = decode_gemm.room_of(programs) // ((block_m + 2 * block_n) * step * 2)
+    prefetch = decode_gemm.PREFETCH // programs
+    return Tiling(block_m, block_n, step, splits=1, stages=stages, turned=True, prefetch=prefetch)
 
 
 def _multiply_chains_at_once(x: Tensor, weight: Tensor, bias: Tensor | None, chains: int) -> Tensor:
