@@ -68,6 +68,7 @@ class Tiling(NamedTuple):
     warps: int = 4
     turned: bool = False  # whether rows of weights are the first operand's
     prefetch: int = PREFETCH  # inputs whose weights each program prefetches
+    lead: int = 0  # inputs before its last at which a program admits the next kernel; 0: all
 
 
 def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
@@ -182,7 +183,7 @@ def multiply(
     chain: inputs whose products are a sum of their own; 0: all.
     """
     rows, (outputs, inputs) = x.shape[0], weight.shape
-    block_m, block_n, block_k, splits, stages, warps, turned, ahead = tiling
+    block_m, block_n, block_k, splits, stages, warps, turned, ahead, lead = tiling
     w_tiles = TensorDescriptor.from_tensor(weight, [block_n, block_k])
     if gated:
         assert splits == 1
@@ -204,7 +205,7 @@ def multiply(
         grid,
         *(out, TensorDescriptor.from_tensor(x, [block_m, block_k]), w_tiles),
         *(weight, bias, parts, counters, outputs, inputs, chain),
-        *(block_m, block_n, block_k, splits, turned, gated, gelu, ahead),
+        *(block_m, block_n, block_k, splits, turned, gated, gelu, ahead, lead),
         turned and not gated and splits * block_k >= inputs,  # a program's inputs are one step
         num_warps=warps,
         num_stages=stages,
@@ -235,6 +236,7 @@ def _product_kernel(
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     PREFETCH: tl.constexpr,
+    LEAD: tl.constexpr,
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -262,8 +264,14 @@ def _product_kernel(
             prefetch(weight, n * BLOCK_N, K, begin, last, BLOCK_N, BLOCK_K)
             if GATED:
                 prefetch(weight, N + n * BLOCK_N, K, begin, last, BLOCK_N, BLOCK_K)
-        wait_for_inputs(PDL)
+        if PDL and LEAD > 0:
+            tl.extra.cuda.gdc_wait()
+        else:
+            wait_for_inputs(PDL)
         for k in range(begin, end, BLOCK_K):
+            if PDL and LEAD > 0:
+                if end - k <= LEAD:
+                    tl.extra.cuda.gdc_launch_dependents()
             inputs = x_tiles.load([m * BLOCK_M, k])
             if PAIRED:
                 weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)
