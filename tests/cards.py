@@ -228,6 +228,11 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         invariant_linear.gated_linear(x, weight)
         x, weight = new(rows, 3072, dtype=dtype), new(1024, 3072, dtype=dtype)
         invariant_linear.linear(x, weight, new(1024, dtype=dtype))
+        x, weight = new(rows, 12288, dtype=dtype), new(4096, 12288, dtype=dtype)
+        invariant_linear.linear(x, weight)
+        x, weight = new(rows, 4096, dtype=dtype), new(24576, 4096, dtype=dtype)
+        invariant_linear.linear(x, weight)
+        invariant_linear.gated_linear(x, weight)
 
     def fp8(rows):
         x = new(rows, 2048, dtype=dtype)

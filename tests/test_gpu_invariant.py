@@ -24,7 +24,9 @@ BF16 = dict(dtype=torch.bfloat16, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("outputs, inputs", [(1024, 3072), (4096, 1024), (1003, 328), (48, 32)])
+@pytest.mark.parametrize(
+    "outputs, inputs", [(1024, 3072), (4096, 1024), (1003, 328), (48, 32), (1003, 9736)]
+)
 def test_a_row_of_a_product_does_not_depend_on_the_number_of_rows(outputs, inputs, dtype):
     from nanovllm.backends.cuda.triton import invariant_linear as kernels
 

@@ -67,6 +67,7 @@ def _seed():
     [
         (1, 100, 72, True),
         (20, 64, 136, False),
+        (20, 64, 8328, False),  # long sums
         (70, 40, 72, True),
         (300, 72, 72, False),
         (1, 20, 2048, True),  # a sum of several chains

@@ -68,7 +68,7 @@ class Tiling(NamedTuple):
     warps: int = 4
     turned: bool = False  # whether rows of weights are the first operand's
     prefetch: int = PREFETCH  # inputs whose weights each program prefetches
-    lead: int = 0  # inputs before its last at which a program admits the next kernel; 0: all
+    lead: int = 0  # inputs left when a program lets the next kernel start; 0: it starts at once
 
 
 def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:

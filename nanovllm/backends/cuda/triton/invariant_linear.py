@@ -32,6 +32,7 @@ from nanovllm.backends.cuda.triton import decode_gemm
 from nanovllm.backends.cuda.triton.decode_gemm import (
     BLOCK_WEIGHTS,
     SHARED_MEMORY,
+    TURNED_PREFETCH,
     TURNED_ROWS,
     Tiling,
     gated_product,
@@ -53,7 +54,16 @@ except ImportError:  # this release of Triton lacks Gluon for Hopper
     whole_gated = None  # type: ignore[assignment]
 
 FEW_ROWS = 64  # up to so many, decode_gemm.py is as fast as cuBLAS
-FEW_ROWS_STAGES = 6  # of 128 inputs, that a program of few rows fetches in advance
+FEW_ROWS_STAGES = 6  # steps of 128 inputs that a program of few rows fetches in advance
+SHARED_STAGES = 4  # the same, so that a multiprocessor runs two programs at a time
+LONG_INPUTS = 8192  # with more, more programs are faster, though each has fewer outputs
+# A program of few rows lets the next kernel start when it has so many inputs left. Kernels that
+# wait hold shared memory, so that those before them are spread unevenly over the multiprocessors,
+# and a product of much weight evicts from the cache what they have prefetched. Measured on an H200
+# with one row: a layer of Qwen3-8B took 122.2 us if the next kernel might start at once, 113.0 us
+# with this lead, and 120.0 us with 2,048 inputs; one of 30B-A3B took 59.7, 54.4 and 55.0 us (torch
+# 2.11, Triton 3.6, before gates had the tiles of `_turned_tiling`).
+LEAD = 512
 CHAINS = 8  # of a weight that has several
 WHOLE_ROWS = 16  # rows of x that a program takes at once, with all of their inputs
 WHOLE_INPUTS = 1024  # that a program takes at once
@@ -196,35 +206,40 @@ def few_rows_tiling(
         columns = triton.next_power_of_2(inputs)
         return Tiling(WHOLE_ROWS, BLOCK_WEIGHTS, columns, splits=1, stages=1, turned=True)
     if rows <= TURNED_ROWS:
-        block_m = 16 if rows <= 16 else 32
-        if gated:
-            return _few_gates_tiling(rows, block_m, outputs, processors)
-        block_n, block_k = BLOCK_WEIGHTS, 128
-    else:
-        block_m, block_k, rows_of_tiles = 64, 128, triton.cdiv(rows, 64)
-        fitting = [n for n in (16, 32, 64) if rows_of_tiles * triton.cdiv(outputs, n) <= processors]
-        block_n = fitting[0] if fitting else 64
-        if not fitting and rows > 64 and not gated:
-            block_n, block_k = 128, 64
+        return _turned_tiling(rows, outputs, inputs, gated, processors)
+    block_m, block_k, rows_of_tiles = 64, 128, triton.cdiv(rows, 64)
+    fitting = [n for n in (16, 32, 64) if rows_of_tiles * triton.cdiv(outputs, n) <= processors]
+    block_n = fitting[0] if fitting else 64
+    if not fitting and rows > 64 and not gated:
+        block_n, block_k = 128, 64
     stage = (block_m + (2 if gated else 1) * block_n) * block_k * 2
     stages = min(FEW_ROWS_STAGES * 128 // block_k, SHARED_MEMORY // stage)
-    return Tiling(block_m, block_n, block_k, splits=1, stages=stages, turned=rows <= TURNED_ROWS)
+    return Tiling(block_m, block_n, block_k, splits=1, stages=stages)
 
 
-def _few_gates_tiling(rows: int, block_m: int, outputs: int, processors: int) -> Tiling:
-    """Choose a turned tile of gates and ups.
+def _turned_tiling(rows: int, outputs: int, inputs: int, gated: bool, processors: int) -> Tiling:
+    """Choose a turned tile.
 
-    Measured on an H200 (torch 2.11, Triton 3.6): of up to four rows, more programs of fewer stages
-    are faster. Gates and ups of 8B took 52 us with 4 rows, 61 us with the tile for more rows, and
-    67 us where a multiprocessor ran one program with 32 gates. With 16 rows they took 76, 55 and
-    72 us.
+    Measured on an H200 (torch 2.11, Triton 3.6) by whole layers of Qwen3-8B and 30B-A3B.
     """
-    programs = 3 if rows <= 4 else decode_gemm.PROGRAMS
-    block_n = next((n for n in decode_gemm.GATES if 3 * outputs >= 2 * n * processors), 32)
-    step = decode_gemm.GATED_STEP
-    stages = decode_gemm.room_of(programs) // ((block_m + 2 * block_n) * step * 2)
-    prefetch = decode_gemm.PREFETCH // programs
-    return Tiling(block_m, block_n, step, splits=1, stages=stages, turned=True, prefetch=prefetch)
+    block_m = 16 if rows <= 16 else 32
+    # 32 gates and as many ups are 64 rows of weights.
+    block_n, block_k = BLOCK_WEIGHTS // 2 if gated else BLOCK_WEIGHTS, 128
+    programs, stages = triton.cdiv(outputs, block_n), FEW_ROWS_STAGES
+    if programs > processors:
+        stages = SHARED_STAGES
+    elif not gated and 2 * programs <= processors and inputs > LONG_INPUTS:
+        # Twice as many programs: 4,096 outputs of 12,288 inputs took 2 to 4 us less, and as many
+        # outputs of 4,096 inputs up to 1 us more.
+        block_n, block_k = BLOCK_WEIGHTS // 2, 256
+    return Tiling(
+        *(block_m, block_n, block_k),
+        splits=1,
+        stages=stages,
+        turned=True,
+        prefetch=TURNED_PREFETCH,
+        lead=LEAD,
+    )
 
 
 def _multiply_chains_at_once(x: Tensor, weight: Tensor, bias: Tensor | None, chains: int) -> Tensor:
