@@ -119,6 +119,7 @@ def run_all() -> None:
         decode_gemm.Tiling(64, 32, 128, splits=2, stages=3),
         decode_gemm.Tiling(16, 64, 128, splits=2, stages=3, turned=True),
         decode_gemm.Tiling(16, 64, 256, splits=2, stages=1, turned=True),  # in one step
+        decode_gemm.Tiling(16, 64, 128, splits=1, stages=3, turned=True, lead=128),
     ):
         decode_gemm.multiply(many, new(64, HIDDEN), new(64), tiling)
     for tiling in (

@@ -265,7 +265,7 @@ def _product_kernel(
             if GATED:
                 prefetch(weight, N + n * BLOCK_N, K, begin, last, BLOCK_N, BLOCK_K)
         if PDL and LEAD > 0:
-            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_wait()  # the next kernel starts later
         else:
             wait_for_inputs(PDL)
         for k in range(begin, end, BLOCK_K):

@@ -184,8 +184,9 @@ def _multiply(
     processors = num_processors(x.device)
     if chains > 1 and fits_at_once(rows, outputs, inputs, chains, processors):
         return _multiply_chains_at_once(x, weight, bias, chains)
-    chain = inputs // chains if chains > 1 else 0
     tiling = few_rows_tiling(rows, outputs, inputs, gated, processors, chains)
+    # Programs that share a tile have a chain each, and the last of them adds up the sums in order.
+    chain = 0 if chains == tiling.splits else inputs // chains
     return decode_gemm.multiply(x, weight, bias, tiling, gated=gated, gelu=gelu, chain=chain)
 
 
@@ -206,7 +207,7 @@ def few_rows_tiling(
         columns = triton.next_power_of_2(inputs)
         return Tiling(WHOLE_ROWS, BLOCK_WEIGHTS, columns, splits=1, stages=1, turned=True)
     if rows <= TURNED_ROWS:
-        return _turned_tiling(rows, outputs, inputs, gated, processors)
+        return _turned_tiling(rows, outputs, inputs, gated, processors, chains)
     block_m, block_k, rows_of_tiles = 64, 128, triton.cdiv(rows, 64)
     fitting = [n for n in (16, 32, 64) if rows_of_tiles * triton.cdiv(outputs, n) <= processors]
     block_n = fitting[0] if fitting else 64
@@ -217,12 +218,17 @@ def few_rows_tiling(
     return Tiling(block_m, block_n, block_k, splits=1, stages=stages)
 
 
-def _turned_tiling(rows: int, outputs: int, inputs: int, gated: bool, processors: int) -> Tiling:
+def _turned_tiling(
+    rows: int, outputs: int, inputs: int, gated: bool, processors: int, chains: int
+) -> Tiling:
     """Choose a turned tile.
 
     Measured on an H200 (torch 2.11, Triton 3.6) by whole layers of Qwen3-8B and 30B-A3B.
     """
     block_m = 16 if rows <= 16 else 32
+    if chains > 1:
+        steps = inputs // chains // 128
+        return Tiling(block_m, BLOCK_WEIGHTS, 128, splits=chains, stages=steps, turned=True)
     # 32 gates and as many ups are 64 rows of weights.
     block_n, block_k = BLOCK_WEIGHTS // 2 if gated else BLOCK_WEIGHTS, 128
     programs, stages = triton.cdiv(outputs, block_n), FEW_ROWS_STAGES
