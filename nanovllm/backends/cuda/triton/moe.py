@@ -6,6 +6,9 @@ columns of its expert's weights. Only the device knows how many tiles there are.
 programs for the greatest possible number, and programs without a tile end at once. The host never
 waits for the device, and a CUDA graph can hold the kernels.
 
+Tiles of a single token would be nearly empty. For experts in FP8 and in MXFP4, moe_token.py and
+woven_token.py have kernels for it, unless it shall get the bits that it gets among others.
+
 Sizes need not be powers of two. Rows of a multiple of 16 bytes are read at full speed, others
 slower.
 
@@ -20,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.backends.cuda.triton import moe_token
 from nanovllm.backends.cuda.triton.dispatch import (
     gpu,
     has_large_shared_memory,
@@ -29,7 +33,6 @@ from nanovllm.backends.cuda.triton.dispatch import (
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import (
     PackedExperts,
-    Rows,
     SortedPairs,
     Tile,
     invariant_tile,
@@ -44,10 +47,11 @@ if TYPE_CHECKING:
     from nanovllm.backends.cuda.triton.woven_experts import WovenExperts
 
 woven_experts: Any
+woven_token: Any
 try:
-    from nanovllm.backends.cuda.triton import woven_experts
+    from nanovllm.backends.cuda.triton import woven_experts, woven_token
 except ImportError:  # older releases of Triton lack Gluon, or parts of it
-    woven_experts = None
+    woven_experts = woven_token = None
 
 # A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
 CHUNK_TOKENS = 8
@@ -100,7 +104,18 @@ def moe(
         return out
     # The kernels of no other kind of weights were shown to be invariant.
     assert not is_invariant or isinstance(gate_up, (Tensor, PackedExperts))
-    inputs: Tensor | Rows = x
+    is_alone = num_tokens == 1 and not is_invariant
+    is_woven = not isinstance(gate_up, (Tensor, PackedExperts))
+    if is_alone and is_woven and woven_token.suits(gate_up, down):
+        row, preparation = woven_token.rows_for(x)
+        weights, _, runs, _ = sort_by_expert(
+            logits, x, top_k=top_k, renormalize=renormalize, block_m=1, preparation=preparation
+        )
+        hidden = x.new_empty(top_k, expert_width)
+        woven_token.gated_products(row, gate_up, gate_up_bias, runs, hidden, clamped=clamped)
+        woven_token.sum_products(hidden, down, down_bias, runs, weights, added, out)
+        return out
+    inputs: Any = x
     preparation = None
     tile: Any
     product: Any
@@ -113,7 +128,7 @@ def moe(
         tile = plain_tile(pairs / num_experts, x)
     else:
         tile = woven_experts.woven_tile(pairs / num_experts)
-    weights, *sorted_pairs = sort_by_expert(
+    weights, order, runs, max_tiles = sort_by_expert(
         logits,
         x,
         top_k=top_k,
@@ -125,11 +140,16 @@ def moe(
     splits = tile.splits
     hidden = x.new_empty(pairs, expert_width)
     results = x.new_empty(pairs * splits, width, dtype=torch.float32 if splits > 1 else x.dtype)
-    options: dict[str, Any] = dict(pairs=sorted_pairs, top_k=top_k, tile=tile)
+    options: dict[str, Any] = dict(pairs=(order, runs, max_tiles), top_k=top_k, tile=tile)
     if isinstance(gate_up, PackedExperts) and isinstance(down, PackedExperts):
-        multiply_packed(
-            inputs, gate_up, gate_up_bias, hidden, clamped=clamped, follows=down, **options
-        )
+        if is_alone and moe_token.suits(x, gate_up):
+            moe_token.gated_products(
+                inputs, gate_up, gate_up_bias, runs, hidden, clamped=clamped, follows=down
+            )
+        else:
+            multiply_packed(
+                inputs, gate_up, gate_up_bias, hidden, clamped=clamped, follows=down, **options
+            )
         multiply_packed(hidden, down, down_bias, results, **options)
     else:
         product = multiply if isinstance(gate_up, Tensor) else woven_experts.multiply_woven

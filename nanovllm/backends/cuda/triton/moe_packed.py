@@ -126,6 +126,18 @@ def _prepare_kernel(
     prepare_row(row, x, numbers, scales, IN, PARTS, SHARING, GROUPS, BLOCK_G, BLOCK)
 
 
+WOVEN = tl.constexpr(0)  # PARTS of inputs in the order of woven_token.py
+
+
+@triton.jit
+def woven_place(column):
+    """Return the place of an input for woven_token.py: what a thread needs lies side by side.
+
+    Of 64 columns, a thread needs two neighbours of every eight.
+    """
+    return column // 64 * 64 + column % 8 // 2 * 16 + column % 64 // 8 * 2 + column % 2
+
+
 @triton.jit
 def prepare_row(
     row,
@@ -151,7 +163,10 @@ def prepare_row(
         tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
         value = encoded(quotient(value, scale[:, None]), numbers.dtype.element_ty == tl.float8e4nv)
         value = value.to(numbers.dtype.element_ty)
-    place = column if PARTS == 1 else column % PARTS * (IN // PARTS) + column // PARTS
+    if PARTS == WOVEN:
+        place = woven_place(column)
+    else:
+        place = column if PARTS == 1 else column % PARTS * (IN // PARTS) + column // PARTS
     tl.store(numbers + row * IN + place, value, mask=mask)
 
 

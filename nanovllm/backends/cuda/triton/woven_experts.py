@@ -41,6 +41,7 @@ BLOCK_ROWS = 16  # of a record: what a warp decodes at a time, so many rows of 6
 ROTATIONS = (4, 10, 14)
 MASK = 0x81C081C0
 LAST_MASK, LAST_BIT = 0x80C080C0, 0x01000100  # the latter is 8 places to the right
+DECODING_REGISTERS = ".reg .b32 t, u, f, none; mov.b32 none, 0x80008000;"
 # With this scale, 2^34, the kernel's numbers are infinite. No weights have it, or a larger one,
 # which would not fit into the exponent of a factor.
 LARGEST_SCALE = 161
@@ -91,7 +92,8 @@ def woven_tile(pairs: float) -> Tile:
 def warmup_sizes(experts: int, top_k: int, most: int) -> list[int]:
     """List the numbers of tokens, up to `most`, from which on products launch other kernels."""
     ends = [int(limit * experts / top_k) for limit, _ in TILES[:-1]]
-    return sorted({end + 1 for end in (0, *ends, MAX_ROWS) if end < most})
+    # One token has kernels of its own, in woven_token.py.
+    return sorted({end + 1 for end in (0, 1, *ends, MAX_ROWS) if end < most})
 
 
 def is_woven(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> bool:
@@ -213,26 +215,34 @@ def decoding() -> str:
     A factor multiplies by the scale, the difference of biases, 2^126, and 2^-32: with it, scales
     from 2^-100 to 2^33 are exact.
     """
-    lines = [".reg .b32 t, u, f, none;", "mov.b32 none, 0x80008000;"]
+    lines = [DECODING_REGISTERS]
     for word in range(2):
-        source = f"${8 + word}"
-        lines.append(f"prmt.b32 f, $10, 0, 0x444{word};")
-        lines.append("mad.lo.u32 f, f, 0x00800080, 0x2f002f00;")  # 94 << 7
-        for pair in range(4):
-            if pair == 3:
-                lines.append(f"shl.b32 u, {source}, 8;")
-                lines.append(f"and.b32 t, {source}, {LAST_MASK:#x};")
-                lines.append(f"lop3.b32 t, u, {LAST_BIT:#x}, t, 0xea;")
-            else:
-                by = ROTATIONS[pair]
-                # The lower half's highest bits may also come to the upper half's lowest places.
-                if by <= 6:
-                    lines.append(f"shl.b32 t, {source}, {by};")
-                else:
-                    lines.append(f"shf.l.wrap.b32 t, {source}, {source}, {by};")
-                lines.append(f"and.b32 t, t, {MASK:#x};")
-            lines.append(f"fma.rn.bf16x2 ${4 * word + pair}, t, f, none;")
+        pairs = [f"${4 * word + pair}" for pair in range(4)]
+        lines += decoding_of(f"${8 + word}", "$10", word, pairs)
     return "{" + "\n".join(lines) + "}"
+
+
+def decoding_of(word: str, scales: str, byte: int, pairs: list[str]) -> list[str]:
+    """Write the assembly that decodes a word to four pairs; its scale is a byte of `scales`."""
+    lines = [
+        f"prmt.b32 f, {scales}, 0, 0x444{byte};",
+        "mad.lo.u32 f, f, 0x00800080, 0x2f002f00;",  # 94 << 7
+    ]
+    for pair, target in enumerate(pairs):
+        if pair == 3:
+            lines.append(f"shl.b32 u, {word}, 8;")
+            lines.append(f"and.b32 t, {word}, {LAST_MASK:#x};")
+            lines.append(f"lop3.b32 t, u, {LAST_BIT:#x}, t, 0xea;")
+        else:
+            by = ROTATIONS[pair]
+            # The lower half's highest bits may also come to the upper half's lowest places.
+            if by <= 6:
+                lines.append(f"shl.b32 t, {word}, {by};")
+            else:
+                lines.append(f"shf.l.wrap.b32 t, {word}, {word}, {by};")
+            lines.append(f"and.b32 t, t, {MASK:#x};")
+        lines.append(f"fma.rn.bf16x2 {target}, t, f, none;")
+    return lines
 
 
 ASM = gl.constexpr(decoding())
@@ -324,7 +334,7 @@ def _multiply(weights, inputs, sums, UNIT_: gl.constexpr):
 
 
 @gluon.jit
-def _gated(gate, up, alpha, limit, dtype: gl.constexpr):
+def gated(gate, up, alpha, limit, dtype: gl.constexpr):
     """Compute swiglu or, if there is a limit, ClampedSwiGLU, rounding as the plain layer does."""
     gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
     if limit is not None:
@@ -373,7 +383,7 @@ def _store(
     WIDTH: gl.constexpr = 8 * WARPS if GATED else 16 * WARPS
     if GATED:
         gate, up = gl.split(acc.reshape([WARPS, 2, 8, BLOCK_M]).permute([0, 2, 3, 1]))
-        result = _gated(gate, up, alpha, limit, dtype).reshape([WIDTH, BLOCK_M])
+        result = gated(gate, up, alpha, limit, dtype).reshape([WIDTH, BLOCK_M])
     else:
         result = acc.to(dtype)
     # Let a thread store neighbours.
