@@ -70,15 +70,16 @@ class Tile(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
 
-# Tiles by the greatest number of pairs for each expert. They were measured on an H100 (Triton 3.6)
-# with gpt-oss-20b's shape, at 0.125, 0.5, 2, 8, 16, 24, 32, 256 and 2,048 pairs. The limits between
-# these numbers leave few experts with a second tile.
+# Tiles by the greatest number of pairs for each expert. They were measured (Triton 3.6) with
+# gpt-oss-20b's shape: at 1 to 64 pairs on an H200, at 0.125, 0.5, 256 and 2,048 pairs on an H100.
+# Up to 40 pairs, the limits between these numbers leave few experts with a second tile.
 TILES = (
     (0.2, Tile(8, warps=4, units=1, stages=6, splits=2)),
     (4, Tile(8, warps=4, units=1, stages=6)),
-    (10, Tile(16, warps=8, units=1, stages=6)),
-    (26, Tile(32, warps=8, units=1, stages=6)),
+    (13, Tile(16, warps=4, units=1, stages=6)),
+    (26, Tile(32, warps=4, units=2, stages=5)),
     (40, Tile(48, warps=4, units=2, stages=5, registers=168)),
+    (80, Tile(64, warps=4, units=1, stages=5)),
     (512, Tile(128, warps=8, units=1, stages=5, registers=128)),
     (float("inf"), Tile(256, warps=8, units=1, stages=5)),
 )
