@@ -2,7 +2,8 @@
 
 The kernels move each byte once. Their twins are the plain layers: RMSNorm, GatedMLP, SelfAttention
 (its norms, rotation and store_kv) and BatchState.advance. Arithmetic is float32, and results are
-rounded to the tensors' dtype wherever the twin rounds.
+rounded to the tensors' dtype wherever the twin rounds. In decode steps of few rows,
+decode_attention.py norms, rotates and stores by the functions of this file.
 
 Shapes: T tokens, N width of a row, H query heads, G KV heads, D head size, B sequences, W
 block-table width.
@@ -344,29 +345,24 @@ def _qk_norm_rope_store_kernel(
     pair = tl.arange(0, HALF)[None, :]
     in_half = pair < D // 2
     inside = (head < H + 2 * G) & in_half
-    col1, col2 = _columns(pair, D, R, INTERLEAVED)
+    col1, col2 = columns_of_pairs(pair, D, R, INTERLEAVED)
     at = qkv + token * token_stride + head * D
     x1 = tl.load(at + col1, mask=inside, other=0.0)
     x2 = tl.load(at + col2, mask=inside, other=0.0)
     y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
     if NORM:
-        scale = tl.rsqrt((tl.sum(y1 * y1, axis=1) + tl.sum(y2 * y2, axis=1)) / D + eps)[:, None]
-        # Round to the tensors' dtype after the scale and after the weight, as the twin does.
+        factor = head_norm_factor(x1, x2, D, eps)
         w1 = _head_weight(q_weight, k_weight, head < H, col1, in_half)
         w2 = _head_weight(q_weight, k_weight, head < H, col2, in_half)
-        if ZERO_CENTERED:
-            y1 = (y1 * scale * (1.0 + w1)).to(x1.dtype).to(tl.float32)
-            y2 = (y2 * scale * (1.0 + w2)).to(x1.dtype).to(tl.float32)
-        else:
-            y1 = ((y1 * scale).to(x1.dtype).to(tl.float32) * w1).to(x1.dtype).to(tl.float32)
-            y2 = ((y2 * scale).to(x1.dtype).to(tl.float32) * w2).to(x1.dtype).to(tl.float32)
+        y1 = normed_elements(x1, factor, w1, ZERO_CENTERED)
+        y2 = normed_elements(x2, factor, w2, ZERO_CENTERED)
     z1, z2 = y1.to(x1.dtype), y2.to(x1.dtype)
     if R > 0:
         angles = cos_sin + tl.load(positions + token) * R + pair
         cos = tl.load(angles, mask=pair < R // 2, other=1.0)
         sin = tl.load(angles + R // 2, mask=pair < R // 2, other=0.0)
-        z1 = (y1 * cos - y2 * sin).to(x1.dtype)
-        z2 = (y2 * cos + y1 * sin).to(x1.dtype)
+        z1 = rotated_elements(y1, y2, cos, -sin).to(x1.dtype)
+        z2 = rotated_elements(y2, y1, cos, sin).to(x1.dtype)
     if scales is None:
         rotates = inside & (head < H + G)
         tl.store(at + col1, z1, mask=rotates)
@@ -386,9 +382,8 @@ def _qk_norm_rope_store_kernel(
         if tl.program_id(1) * HEADS + HEADS > H:
             is_v = head >= H + G
             scale_kv = tl.where(is_v, tl.load(scales + 1), tl.load(scales))
-            inverse = tl.div_rn(tl.full(scale_kv.shape, 1.0, tl.float32), scale_kv)
-            r1, c1 = encode(tl.where(is_v, x1, z1).to(tl.float32) * inverse, HOW)
-            r2, c2 = encode(tl.where(is_v, x2, z2).to(tl.float32) * inverse, HOW)
+            r1, c1 = encode_scaled(tl.where(is_v, x1, z1), scale_kv, HOW)
+            r2, c2 = encode_scaled(tl.where(is_v, x2, z2), scale_kv, HOW)
             tl.store(at + col1, (r1 * scale_kv).to(x1.dtype), mask=inside & (head >= H))
             tl.store(at + col2, (r2 * scale_kv).to(x1.dtype), mask=inside & (head >= H))
             if STORE:
@@ -403,7 +398,7 @@ def _qk_norm_rope_store_kernel(
 
 
 @triton.jit
-def _columns(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def columns_of_pairs(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return the columns of the first and the second elements of a head's pairs.
 
     The first R / 2 pairs are rotated. The others are not, and pair whatever columns are left.
@@ -417,6 +412,40 @@ def _columns(pair, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr):
         col1 = tl.where(pair < R // 2, pair, pair + R // 2)
         col2 = tl.where(pair < R // 2, pair + R // 2, pair + D // 2)
     return col1, col2
+
+
+@triton.jit
+def head_norm_factor(x1, x2, D: tl.constexpr, eps):
+    """Return what the norm multiplies each head by, given the two elements of its pairs."""
+    y1, y2 = x1.to(tl.float32), x2.to(tl.float32)
+    return tl.rsqrt((tl.sum(y1 * y1, axis=1) + tl.sum(y2 * y2, axis=1)) / D + eps)[:, None]
+
+
+@triton.jit
+def normed_elements(x, factor, weight, ZERO_CENTERED: tl.constexpr):
+    """Norm elements of heads. The result is float32, but rounded to the dtype of x.
+
+    Rounds after the factor and after the weight, as the twin does.
+    """
+    y, weight = x.to(tl.float32) * factor, weight.to(tl.float32)
+    if ZERO_CENTERED:
+        y *= 1.0 + weight
+    else:
+        y = y.to(x.dtype).to(tl.float32) * weight
+    return y.to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def rotated_elements(y, other, cos, sin):
+    """Rotate elements, given the `other` elements of their pairs, and -sin for first elements."""
+    return y * cos + other * sin
+
+
+@triton.jit
+def encode_scaled(x, scale, HOW: tl.constexpr):
+    """Round x / scale to FP8. Returns (rounded numbers, codes)."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return encode(x.to(tl.float32) * inverse, HOW)
 
 
 @triton.jit
