@@ -168,9 +168,28 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
     def packed(tokens: int) -> PackedKV:
         return PackedKV(*(new(tokens, groups, head_dim, dtype=dtype) for _ in range(2)))
 
+    def decode_qkv(rows, normed, turning, interleaved=False, fp8=False, options=plain):
+        weight = new(head_dim, dtype=dtype) if normed else None
+        ints = new(rows, dtype=torch.int64)
+        cos_sin = new(4096, turning, dtype=torch.float32)
+        how = decode_attention.NormRopeStore(
+            *(weight, weight, 1e-6, cos_sin, ints, ints),
+            zero_centered=turning < head_dim,
+            interleaved=interleaved,
+        )
+        kv = paged(rows, fp8=fp8)
+        if decode_attention.takes_qkv(rows, heads // groups, kv.cache, how):
+            qkv = new(rows, (heads + 2 * groups) * head_dim, dtype=dtype)
+            decode_attention.decode_attention_of_qkv(qkv, kv, options, how)
+
     # With few rows there are many splits; each row of 512 is a program of its own.
     for rows in (1, 64, 512):
         yield f"decode {rows}", partial(decode, rows, plain)
+    for rows in (1, 64, 256):
+        yield f"decode {rows} qkv", partial(decode_qkv, rows, True, head_dim)
+        yield f"decode {rows} qkv of FP8", partial(decode_qkv, rows, True, head_dim, fp8=True)
+    yield "decode 1 qkv partial", partial(decode_qkv, 1, True, head_dim // 4, options=full)
+    yield "decode 1 qkv interleaved", partial(decode_qkv, 1, False, head_dim, True)
     yield "decode 64 all options", partial(decode, 64, full)
     yield "decode 1 page 16", partial(decode, 1, plain, page=16)
     for rows in (16, 256):

@@ -187,6 +187,10 @@ def run_all() -> None:
     q = new(rows, HEADS, HEAD_DIM)
     kv = PagedKV(cache, state.block_tables[:rows], state.context_lens[:rows])
     decode_attention.decode_attention(q, kv, AttentionOptions(0.125))
+    norms = new(HEAD_DIM), new(HEAD_DIM)
+    cos_sin = new(64, HEAD_DIM, dtype=torch.float32)
+    how = decode_attention.NormRopeStore(*norms, 1e-6, cos_sin, ints, ints.clone())
+    decode_attention.decode_attention_of_qkv(heads, kv, AttentionOptions(0.125), how)
     moe.moe(
         x,
         new(rows, 8),

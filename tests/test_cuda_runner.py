@@ -2,6 +2,7 @@
 whoever had a batch slot before.
 """
 
+import inspect
 import random
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from recorded_graphs import RunnerOnCPU, use_cuda_runner
 from sampling_helpers import random_params
+from triton.runtime import interpreter
 
 from nanovllm import LLM, SamplingParams
 
@@ -90,3 +92,42 @@ def test_tokens_are_those_of_the_plain_runner_whoever_had_a_batch_slot_before(tw
 def logprobs_of(output) -> list[float]:
     of_tokens = output.outputs[0].logprobs or ()
     return [one.logprob for of_token in of_tokens for one in of_token.values()]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_steps_launch_no_attention_kernel_that_the_start_does_not_launch(
+    graphs, get_checkpoint, monkeypatch
+):
+    """Else a step would wait until the kernel is compiled."""
+    folder = get_checkpoint("gqa-2").folder
+    use_cuda_runner(monkeypatch)
+    at_start: set[tuple] = set()
+    launched: set[tuple] = set()
+    run_kernel = interpreter.GridExecutor.__call__
+
+    def note(executor, *args, **options):
+        names = executor.arg_names
+        options = {name: value for name, value in options.items() if name in names}
+        given = inspect.getcallargs(executor.fn, *args, **options)
+        kind = [
+            given[name] if name in executor.constexprs else given[name] is None for name in names
+        ]
+        launched.add((executor.fn.__name__, *kind))
+        return run_kernel(executor, *args, **options)
+
+    def compile_kernels(runner):
+        runner._bind_cache(1)
+        runner._run_small_steps()
+        at_start.update(launched)
+        launched.clear()
+
+    monkeypatch.setattr(RunnerOnCPU, "_compile_kernels", compile_kernels)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", note)
+    with LLM(folder, enforce_eager=not graphs, **OPTIONS) as llm:
+        params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 3, 4, 5, 6, 2, 3)]
+        llm.generate([[7] * (3 + i) for i in range(7)], params, use_tqdm=False)
+        llm.generate([[7] * 40], params[:1], use_tqdm=False)  # in two chunks
+    of_attention = {"_qk_norm_rope_store_kernel", "_decode_kernel", "_prefill_kernel"}
+    seen = {kind for kind in launched if kind[0] in of_attention}
+    assert {kind[0] for kind in seen} == of_attention
+    assert seen <= at_start

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not dispatch.TAKES_ALL_ARGUMENTS, reason="Triton
 
 # What no kernel writes. `addresses`: of memory that ranks share, written once at the start.
 CONSTANT = {"weight", "gate_weight", "up_weight", "after", "addresses", "codes", "factors"}
-CONSTANT |= {"w_scales", "input_scale", "w_tiles"}
+CONSTANT |= {"w_scales", "input_scale", "w_tiles", "q_weight", "k_weight"}
 # Of the two kernels of one token's woven experts, the second reads the router's choice early: the
 # first lets it start only after its own wait.
 STARTED_LATE = {"_woven_down_kernel": "_woven_gate_up_kernel"}

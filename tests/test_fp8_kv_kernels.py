@@ -96,6 +96,38 @@ def test_windows_caps_and_sinks_equal_their_twin(window, softcap, has_sinks, spl
     assert_close(decode_attention.decode_attention(q, kv, options), expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", SHAPES[2:])
+def test_one_kernel_norms_rotates_stores_and_attends_as_two_do(
+    heads, kv_heads, head_dim, block_size, dtype
+):
+    lens = [1, 17, 260, 64]
+    cache, tables = paged_cache([n - 1 for n in lens], kv_heads, head_dim, block_size)
+    kv = PagedKV(cache, tables, torch.tensor(lens, dtype=torch.int32, device=DEVICE))
+    positions = torch.tensor(lens, device=DEVICE) - 1
+    blocks = tables.gather(1, positions[:, None] // block_size)[:, 0].long()
+    weights = randn(2, head_dim, dtype=dtype)
+    how = decode_attention.NormRopeStore(
+        *weights,
+        eps=1e-6,
+        cos_sin=randn(300, head_dim // 4 * 2),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+    )
+    assert decode_attention.takes_qkv(4, heads // kv_heads, cache, how)
+    qkv = 3 * randn(4, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    options = AttentionOptions(0.1)
+    one = decode_attention.decode_attention_of_qkv(qkv, kv, options, how)
+    codes = cache.k.clone(), cache.v.clone()
+    sizes = dict(head_dim=head_dim, num_kv_heads=kv_heads)
+    for stored in (cache.k, cache.v):
+        stored.view(-1, kv_heads, head_dim)[how.slot_mapping] = NAN
+    q, _, _ = elementwise.qk_norm_rope_store(qkv, **sizes, cache=cache, **how._asdict())
+    assert torch.equal(one, decode_attention.decode_attention(q, kv, options))
+    assert torch.equal(codes[0], cache.k) and torch.equal(codes[1], cache.v)
+    assert not one.isnan().any()
+
+
 @pytest.mark.parametrize("prefix_blocks", [0, 3])
 @pytest.mark.parametrize("heads, kv_heads, head_dim, block_size", SHAPES[1:4:2])
 def test_a_shared_prefix_equals_its_twin(heads, kv_heads, head_dim, block_size, prefix_blocks):

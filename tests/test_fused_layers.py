@@ -4,7 +4,7 @@ Triton's kernels run in its interpreter where there is no GPU.
 """
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -42,15 +42,26 @@ from nanovllm.backends.cpu.transform import use_cpu_layers
 from nanovllm.backends.cuda import fused_layers, overlapped_decoder
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
-from nanovllm.backends.cuda.fused_layers import FUSED, FusedDecoder, FusedGatedMLP, fuse
+from nanovllm.backends.cuda.fused_layers import (
+    FUSED,
+    FusedDecoder,
+    FusedGatedMLP,
+    FusedSelfAttention,
+    fuse,
+)
 from nanovllm.backends.cuda.products import FASTEST
+from nanovllm.backends.cuda.triton import decode_attention as decode_module
 from nanovllm.backends.cuda.triton import gated_delta, short_conv
-from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+from nanovllm.backends.cuda.triton.decode_attention import (
+    decode_attention,
+    decode_attention_of_qkv,
+)
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.quantised.config import Fp8, Integers, Quantization
 from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers
 from nanovllm.backends.quantised.packed import PackedWeight
 from nanovllm.layers.attention import SelfAttention
+from nanovllm.layers.context import AttentionMetadata
 from nanovllm.layers.embedding import ParallelLMHead
 from nanovllm.layers.moe import Experts, MixtureOfExperts, swiglu
 from nanovllm.layers.norm import RMSNorm
@@ -126,7 +137,9 @@ CONFIGS = {
     ),
     "granite": GraniteConfig(**SIZES, residual_multiplier=0.5, embedding_multiplier=2.0),
 }
-TRITON = AttentionBackend("Triton", prefill_attention, decode_attention)
+TRITON = AttentionBackend(
+    "Triton", prefill_attention, decode_attention, decode_qkv=decode_attention_of_qkv
+)
 
 
 def run(model) -> torch.Tensor:
@@ -181,6 +194,51 @@ def test_a_fused_model_computes_what_the_plain_one_does(folder):
         "every layer was replaced"
     )
     torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "folder, is_fused",
+    [("qwen3", True), ("phi3", True), ("qwen3.5", True), ("ministral3", False)],
+    indirect=["folder"],
+)
+def test_few_sequences_decode_by_one_kernel_and_prompts_beside_them_by_two(
+    folder, is_fused, monkeypatch
+):
+    kernels = []
+    for name in ("qk_norm_rope_store", "decode_attention_of_qkv"):
+        module = fused_layers if name == "qk_norm_rope_store" else decode_module
+        do = getattr(module, name)
+
+        def noted(*args, name=name, do=do, **options):
+            kernels.append(name)
+            return do(*args, **options)
+
+        monkeypatch.setattr(module, name, noted)
+    fused = load(folder)
+    fuse(fused, replace(TRITON, decode_qkv=decode_module.decode_attention_of_qkv))
+    layers = sum(isinstance(x, SelfAttention) for x in fused.modules())
+    driver = Driver(fused, num_sequences=2, max_tokens=32)
+    alone = "decode_attention_of_qkv" if is_fused else "qk_norm_rope_store"
+    for decodes, prompts, kernel in (
+        ({}, {0: [5, 6, 7]}, "qk_norm_rope_store"),
+        ({0: 8}, {}, alone),
+        ({0: 9}, {1: [1, 2]}, "qk_norm_rope_store"),
+        ({0: 3, 1: 4}, {}, alone),
+    ):
+        kernels.clear()
+        driver.step(decodes, prompts)
+        assert kernels == [kernel] * layers
+    layer = next(x for x in fused.modules() if isinstance(x, FusedSelfAttention))
+    how = decode_module.NormRopeStore(None, None, 0.0, *[torch.empty(0)] * 3)
+    metadata = AttentionMetadata(torch.empty(0), num_decodes=2)
+    shares = replace(metadata, shared_prefix_len=torch.empty(0))
+    assert layer.decodes_from_qkv(metadata, how) is is_fused
+    assert not layer.decodes_from_qkv(shares, how)  # the prefix is read once for all sequences
+    monkeypatch.setattr(decode_module, "MAX_QKV_ROWS", 1)
+    kernels.clear()
+    driver.step({0: 3, 1: 4}, {})
+    assert kernels == ["qk_norm_rope_store"] * layers
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -1021,6 +1021,101 @@ def test_decode_attention_of_padding_rows_is_harmless():
     assert_close(mine[:1], plain.decode_attention(q[:1], first, SCALED))
 
 
+@spread(
+    {
+        "heads, kv_heads, head_dim, turning, norm, interleaved": [
+            (8, 4, 128, 128, "plain", False),
+            (8, 2, 256, 64, "zero-centered", False),
+            (14, 1, 64, 64, "plain", False),
+            (4, 4, 32, 0, "plain", False),
+            (7, 1, 80, 40, "none", True),
+            (4, 2, 96, 72, "none", False),
+        ],
+        "window, softcap, has_sinks, splits, block_size": [
+            (None, None, False, 4, 32),
+            (100, 1.5, True, 1, 256),
+            (40, None, True, 4, 256),
+        ],
+        "dtype": DTYPES,
+    }
+)
+def test_one_kernel_norms_rotates_stores_and_attends_as_two_do(
+    heads,
+    kv_heads,
+    head_dim,
+    turning,
+    norm,
+    interleaved,
+    window,
+    softcap,
+    has_sinks,
+    splits,
+    block_size,
+    dtype,
+    monkeypatch,
+):
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
+    sinks = some_sinks(heads, dtype) if has_sinks else None
+    options = AttentionOptions(0.3, window, softcap, sinks)
+    lens = torch.tensor([1, 0, 63, 64, 65, 260, 130], dtype=torch.int32, device=DEVICE)
+    cache, tables = paged_cache(7, 300, kv_heads, head_dim, block_size, dtype)
+    positions = (lens - 1).clamp(min=0).long()
+    blocks = tables.gather(1, positions[:, None] // block_size)[:, 0].long()
+    slots = blocks * block_size + positions % block_size
+    for x in (cache.k, cache.v):
+        x.view(-1, kv_heads, head_dim)[slots[[0, 2, 3, 4, 5]]] = torch.nan  # to be overwritten
+    slots[[1, 6]] = -1
+    qkv = randn(7, (heads + 3 * kv_heads) * head_dim, dtype=dtype)
+    qkv = qkv[:, : (heads + 2 * kv_heads) * head_dim]  # a view, as layers with gates pass it
+    how = decode_attention.NormRopeStore(
+        *[randn(head_dim, dtype=dtype) if norm != "none" else None for _ in range(2)],
+        eps=1e-6,
+        cos_sin=randn(300, turning),
+        positions=positions,
+        slot_mapping=slots,
+        zero_centered=norm == "zero-centered",
+        interleaved=interleaved,
+    )
+    assert decode_attention.takes_qkv(7, heads // kv_heads, cache, how)
+
+    def run_two(rotation, attention):
+        copy, kv = qkv.clone(), PagedKV(KVCache(cache.k.clone(), cache.v.clone()), tables, lens)
+        sizes = dict(head_dim=head_dim, num_kv_heads=kv_heads)
+        q, _, _ = rotation.qk_norm_rope_store(copy, **sizes, cache=kv.cache, **how._asdict())
+        return attention.decode_attention(q, kv, options)[lens > 0], kv.cache.k, kv.cache.v
+
+    given, kv = qkv.clone(), PagedKV(KVCache(cache.k.clone(), cache.v.clone()), tables, lens)
+    out = decode_attention.decode_attention_of_qkv(qkv, kv, options, how)
+    assert torch.equal(qkv, given)
+    mine = out[lens > 0], kv.cache.k, kv.cache.v
+    for one, two, twin in zip(
+        mine, run_two(elementwise, decode_attention), run_two(plain, plain), strict=True
+    ):
+        assert torch.equal(one, two)
+        assert_close(one, twin)
+
+
+def test_one_kernel_is_used_where_it_computes_the_bits_of_two():
+    cache, _ = paged_cache(1, 16, 1, 128, 16, torch.float16)
+    codes = KVCache(cache.k.byte(), cache.v.byte(), torch.ones(2))
+    small_codes = KVCache(codes.k[..., :64], codes.v[..., :64], codes.scales)
+    none = torch.empty(0)
+    how = decode_attention.NormRopeStore(none, none, 1e-6, none, none, none)
+    most = decode_attention.MAX_QKV_ROWS
+    for rows, group, kv, changes, suits in (
+        (1, 1, cache, {}, True),
+        (most, 14, codes, {}, True),
+        (most + 1, 1, cache, {}, False),
+        (1, 15, cache, {}, False),  # no room beside the queries
+        (1, 16, cache, {}, False),
+        (1, 17, cache, {}, True),
+        (1, 1, small_codes, {}, False),
+        (1, 1, cache, dict(interleaved=True), False),
+        (1, 1, cache, dict(interleaved=True, q_weight=None), True),
+    ):
+        assert decode_attention.takes_qkv(rows, group, kv, how._replace(**changes)) is suits
+
+
 @pytest.mark.parametrize("cached", [0, 70])
 @spread({"heads, kv_heads, head_dim, block_size": ATTENTION_SHAPES, "dtype": DTYPES})
 def test_prefill_attention_equals_its_twin(heads, kv_heads, head_dim, block_size, cached, dtype):
@@ -1187,7 +1282,9 @@ def test_flash_attn_leaves_sinks_to_triton_or_is_refused(monkeypatch):
     ]
     with pytest.raises(ValueError, match="'flash-attn', but the model has attention sinks.* take"):
         select_attention_backend("flash-attn", *asked, sinks=True)
-    assert select_attention_backend("flash-attn", *asked).name == "flash-attn 2"
+    flash_attn = select_attention_backend("flash-attn", *asked)
+    assert flash_attn.name == "flash-attn 2" and flash_attn.decode_qkv is None
+    assert all(backend.decode_qkv for backend in backends)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ ValueError.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,12 +26,16 @@ class AttentionBackend:
     Both take the arguments of their namesakes in layers/attention.py, and a keyword `out`: the
     tensor that receives the result. They return the result. `decode` also takes the metadata's
     shared_prefix_len by keyword.
+
+    A backend may have `decode_qkv`, which decodes from rows of qkv. Its arguments are those of
+    decode_attention_of_qkv in triton/decode_attention.py.
     """
 
     name: str
     prefill: Callable[..., Tensor]
     decode: Callable[..., Tensor]
     takes_tiles: bool = False  # whether `prefill` also takes a TiledPrefill
+    decode_qkv: Callable[..., Tensor] | None = None
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
@@ -95,7 +99,7 @@ def select_attention_backend(
     if name != "triton" and flash_attention.suits_v4(device, dtype, head_dim):
         prefill = _large_by_v4(backend.prefill, fp8_kv)
         name = f"flash-attn 4 for long prefills, else {backend.name}"
-        return AttentionBackend(name, prefill, backend.decode, backend.takes_tiles)
+        return replace(backend, name=name, prefill=prefill)
     if (
         name == "auto"
         and torch.cuda.get_device_capability(device)[0] < 9
@@ -104,7 +108,8 @@ def select_attention_backend(
         prefill = _flash_attn_2_backend().prefill
         if fp8_kv:
             prefill = _packed_by(prefill, backend.prefill)
-        return AttentionBackend("flash-attn 2 prefill, Triton decode", prefill, backend.decode)
+        name = "flash-attn 2 prefill, Triton decode"
+        return replace(backend, name=name, prefill=prefill, takes_tiles=False)
     return backend
 
 
@@ -155,10 +160,19 @@ def _flash_attn_2_backend() -> AttentionBackend:
 
 def _triton_backend() -> AttentionBackend:
     try:
-        from nanovllm.backends.cuda.triton.decode_attention import decode_attention
+        from nanovllm.backends.cuda.triton.decode_attention import (
+            decode_attention,
+            decode_attention_of_qkv,
+        )
         from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
     except ImportError as error:
         raise ValueError(
             f"attention on a GPU needs Triton ({error}): pip install triton"
         ) from error
-    return AttentionBackend("Triton", prefill_attention, decode_attention, takes_tiles=True)
+    return AttentionBackend(
+        "Triton",
+        prefill_attention,
+        decode_attention,
+        takes_tiles=True,
+        decode_qkv=decode_attention_of_qkv,
+    )

@@ -32,6 +32,7 @@ from nanovllm.backends.cuda.fused_recurrent import (
 from nanovllm.backends.cuda.products import FASTEST, Products
 from nanovllm.backends.cuda.triton import moe
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
+from nanovllm.backends.cuda.triton.decode_attention import NormRopeStore, takes_qkv
 from nanovllm.backends.cuda.triton.elementwise import (
     add_rms_norm,
     multiply_by_sigmoid,
@@ -212,7 +213,8 @@ class FusedLMHead(ParallelLMHead):
 class FusedSelfAttention(SelfAttention):
     """Self-attention that norms and rotates q and k and stores k and v in one kernel.
 
-    The kernel does not know all norms: others are applied before it.
+    The kernel does not know all norms: others are applied before it. In decode steps of few rows,
+    the kernel of attention does its work, too.
     """
 
     backend: AttentionBackend
@@ -252,22 +254,38 @@ class FusedSelfAttention(SelfAttention):
         elif not type(q_norm) is type(k_norm) is nn.Identity:
             q, k, v = self.split_heads(qkv)
             qkv = torch.cat((q_norm(q), k_norm(k), v), dim=1).flatten(1)
-        q, k, v = qk_norm_rope_store(
-            qkv,
-            head_dim=self.head_dim,
-            num_kv_heads=self.num_kv_heads,
+        how = NormRopeStore(
             q_weight=q_weight,
             k_weight=k_weight,
             eps=eps,
             cos_sin=self.rotary.cos_sin,
             positions=positions,
             slot_mapping=metadata.slot_mapping,
-            cache=self.kv_cache,
             zero_centered=zero_centered,
             interleaved=isinstance(self.rotary, InterleavedRotaryEmbedding),
         )
+        if (decode := self.backend.decode_qkv) and self.decodes_from_qkv(metadata, how):
+            return decode(qkv, self.decode_kv(metadata), self.options, how).flatten(1)
+        q, k, v = qk_norm_rope_store(
+            qkv,
+            head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            cache=self.kv_cache,
+            **how._asdict(),
+        )
         q = self.rotary.scale_queries(q, positions)
         return self.attend_stored(q, k, v, metadata).flatten(1)  # [T, H, D] -> [T, H D]
+
+    def decodes_from_qkv(self, metadata: AttentionMetadata, how: NormRopeStore) -> bool:
+        """Tell whether the kernel of attention may norm, rotate and store, too."""
+        return (
+            metadata.prefill is None
+            and metadata.shared_prefix_len is None
+            and not isinstance(self.rotary, QueryScalingRotaryEmbedding)
+            and takes_qkv(
+                metadata.num_decodes, self.num_heads // self.num_kv_heads, self.kv_cache, how
+            )
+        )
 
     def attend_stored(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
         decodes, prefill = metadata.num_decodes, metadata.prefill

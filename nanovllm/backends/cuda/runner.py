@@ -63,7 +63,7 @@ from nanovllm.engine.batch import Batch, LogitsEdits, PrefillChunk
 from nanovllm.engine.batch_state import DecodeInputs
 from nanovllm.engine.model_runner import ModelRunner, PrefillInputs, SampledTokens, StepOutput
 from nanovllm.layers.attention import PagedKV, SelfAttention
-from nanovllm.layers.context import AttentionMetadata, PrefillMetadata
+from nanovllm.layers.context import AttentionMetadata, PrefillMetadata, forward_context
 from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.moe import MixtureOfExperts
 from nanovllm.layers.parallel import ParallelGroup
@@ -190,7 +190,8 @@ class CUDAModelRunner(ModelRunner):
                 output = self._run_decode(self._slots.new_full((size,), self.max_num_seqs))
         if self.resampler is not None:
             self.resampler.warmup(output)
-        for layer in {kind_of(layer): layer for layer in self.attention_layers}.values():
+        layers = [x for x in self.attention_layers if isinstance(x, FusedSelfAttention)]
+        for layer in {kind_of(layer): layer for layer in layers}.values():
             self._run_attention(layer)
         recurrent = [layer for layer in self.model.modules() if isinstance(layer, FUSED_RECURRENT)]
         for mixer in {formats_of(mixer): mixer for mixer in recurrent}.values():
@@ -214,32 +215,36 @@ class CUDAModelRunner(ModelRunner):
         finally:
             decoder.dry_run = False
 
-    def _run_attention(self, layer: SelfAttention) -> None:
-        """Launch a layer's attention kernels for prompts and for shared prefixes.
+    def _run_attention(self, layer: FusedSelfAttention) -> None:
+        """Launch a layer's attention kernels for prompts, for sequences that decode beside prompts,
+        and for shared prefixes.
 
         The prompts are a short one, a longer one, and one with a cached part.
         """
         tables = self.batch_state.block_tables
-        heads = layer.num_heads, layer.num_kv_heads, layer.num_kv_heads
+        width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
         options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
+
+        def run(length: int, prefill: PrefillMetadata) -> None:
+            ints = torch.zeros(2, length, dtype=torch.int64, device=self.device)
+            metadata = AttentionMetadata(slot_mapping=ints[1] - 1, num_decodes=0, prefill=prefill)
+            with forward_context(metadata):
+                layer.heads(torch.zeros(length, width, **options), positions=ints[0])
+
         cached = tables[:1]
         kinds = [(32, None), (512, None), (512, cached)]
         for length, table in [(min(n, self.max_model_len), table) for n, table in kinds]:
-            qkv = torch.zeros(length, sum(heads), layer.head_dim, **options)
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
-            metadata = PrefillMetadata(ends, ends, length, length, table)
-            q, k, v = qkv.split(heads, dim=1)
-            kv = layer.prefill_kv(k, v, metadata)
-            self._backend.prefill(q, kv, metadata, layer.options)
+            run(length, PrefillMetadata(ends, ends, length, length, table))
         if self._backend.takes_tiles:
-            tiled = TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8))
-            self._backend.prefill(q, layer.prefill_kv(k, v, tiled), tiled, layer.options)
+            run(length, TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8)))
         for size in self.decode_sizes:
+            q = torch.zeros(size, layer.num_heads, layer.head_dim, **options)
+            lens = torch.ones(size, dtype=torch.int32, device=self.device)
+            kv = PagedKV(layer.kv_cache, tables[:1].repeat(size, 1), lens)
+            layer.backend.decode(q, kv, layer.options)
             if size >= MIN_SHARING and not self.config.batch_invariant:
-                q = torch.zeros(size, heads[0], layer.head_dim, **options)
-                lens = torch.ones(size, dtype=torch.int32, device=self.device)
-                kv = PagedKV(layer.kv_cache, tables[:1].repeat(size, 1), lens)
-                self._backend.decode(q, kv, layer.options, shared_prefix_len=self._shared_len)
+                layer.backend.decode(q, kv, layer.options, shared_prefix_len=self._shared_len)
 
     @torch.inference_mode()
     def allocate(self) -> None:

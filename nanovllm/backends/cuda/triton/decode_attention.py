@@ -1,11 +1,15 @@
 """Attention of decoding sequences over the paged KV cache: split-KV flash decoding in Triton.
 
-The twin of `decode_attention` is the function of that name in layers/attention.py.
+The twin of `decode_attention` is the function of that name in layers/attention.py. For few rows,
+`decode_attention_of_qkv` lets the same kernel do the work of qk_norm_rope_store first, so that no
+kernel waits for another there.
 attention_tiles.py explains tile, split and page. The host does not wait for the device. The shape
 of a launch depends on B and W alone, so that a CUDA graph may replay it with other lengths.
 
 Shapes: B sequences, H query heads, G KV heads, D head size, W block-table width.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,10 +34,33 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.e4m3 import PLAIN, how_to_decode
+from nanovllm.backends.cuda.triton.elementwise import (
+    columns_of_pairs,
+    encode_scaled,
+    head_norm_factor,
+    normed_elements,
+    rotated_elements,
+)
 from nanovllm.backends.cuda.triton.prefix_attention import cut_prefix, prefix_kernel
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 MAX_SPLITS = 32
+# The most rows that decode_attention_of_qkv takes. To be measured: with more rows, two kernels may
+# be faster than one whose programs all norm and rotate the queries that they share.
+MAX_QKV_ROWS = 64
+
+
+class NormRopeStore(NamedTuple):
+    """The arguments of qk_norm_rope_store that decode_attention_of_qkv takes, too."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos_sin: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    zero_centered: bool = False
+    interleaved: bool = False
 
 
 def decode_attention(
@@ -43,6 +70,7 @@ def decode_attention(
     *,
     shared_prefix_len: Tensor | None = None,
     out: Tensor | None = None,
+    before: NormRopeStore | None = None,
 ) -> Tensor:
     """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
 
@@ -50,6 +78,7 @@ def decode_attention(
         shared_prefix_len: [1] int32, the number of tokens in the leading blocks that all sequences
             share. These tokens are read once for all sequences.
         out: receives the result, if given. The row of a sequence of length 0 is not written.
+        before: given if each row of q begins a row of qkv; what is done to that row first.
     """
     k_cache, v_cache, scales = kv.cache.k, kv.cache.v, kv.cache.scales
     lens, tables = kv.context_lens, kv.block_tables
@@ -98,26 +127,59 @@ def decode_attention(
         v_cache = v_cache.view(torch.int32)  # words of four codes
         strides = (*strides[:2], v_cache.stride(1), strides[3])
     counters = arrivals(q.device) if splits > 1 else None
+    turning = (0, False, False)
+    if before is not None:
+        turning = before.cos_sin.shape[1], before.interleaved, before.zero_centered
     launch(
         _decode_kernel,
         (groups, splits, batch),
         *(q, k_cache, v_cache, scales, lens, shared, tables, out, options.sinks),
         *(parts, part_lse, counters),
+        *(before[:6] if before else (None, None, 0.0, None, None, None)),
         *(*factors, *strides, window or 0),
         *(
             groups,
             group,
-            max(16, triton.next_power_of_2(group)),
+            _tile_rows(group),
             *sizes,
             splits,
             prefix_splits,
             how,
+            *turning,
         ),
         num_warps=warps,
         num_stages=stages,
         **overlap(q),
     )
     return out
+
+
+def decode_attention_of_qkv(
+    qkv: Tensor, kv: PagedKV, options: AttentionOptions, before: NormRopeStore
+) -> Tensor:
+    """Norm and rotate q and k, store k and v, and attend: [B, (H + 2G) D] -> [B, H, D].
+
+    The result and the cache are those of qk_norm_rope_store and decode_attention, to the bit, if
+    takes_qkv is true. qkv stays as it is.
+    """
+    groups, head_dim = kv.cache.k.shape[2:]
+    q = qkv.view(len(qkv), -1, head_dim)[:, : -2 * groups]
+    return decode_attention(q, kv, options, before=before)
+
+
+def takes_qkv(rows: int, group: int, cache: KVCache, before: NormRopeStore) -> bool:
+    """Tell whether decode_attention_of_qkv serves so many rows and so many queries a KV head."""
+    fits = rows <= MAX_QKV_ROWS and group + 2 <= _tile_rows(group)  # a key and a value beside them
+    # Otherwise a norm would sum the squares in another order than qk_norm_rope_store does, because
+    # other threads would hold them.
+    is_alike = before.q_weight is None or not before.interleaved
+    is_alike &= cache.scales is None or cache.k.shape[3] > 64
+    return fits and is_alike
+
+
+def _tile_rows(group: int) -> int:
+    """Return the rows of a tile of a group's queries: tensor cores take 16 at least."""
+    return max(16, triton.next_power_of_2(group))
 
 
 def _cut_contexts(
@@ -147,7 +209,8 @@ def num_splits(rows: int, tiles: int, device: torch.device) -> int:
     return min(1 << splits.bit_length() - 1, MAX_SPLITS, triton.next_power_of_2(tiles))
 
 
-@triton.jit
+# As of _qk_norm_rope_store_kernel, positions and slots are rows of one tensor.
+@triton.jit(do_not_specialize=["positions", "slots"])
 def _decode_kernel(
     q,
     k_cache,
@@ -161,6 +224,12 @@ def _decode_kernel(
     parts,
     part_lse,
     arrivals,
+    q_weight,
+    k_weight,
+    eps,
+    cos_sin,
+    positions,
+    slots,
     scale,
     cap,
     q_stride,
@@ -178,14 +247,19 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     PREFIX_SPLITS: tl.constexpr,
     HOW: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend with one sequence's queries to one split of its tokens.
 
     The splits cover the tokens behind a shared prefix or within a window, else all tokens. The last
     program of a row that ends merges the row's parts, those of the prefix included.
+
+    With `slots`, q is a row of qkv. Each program norms and rotates its queries. The program whose
+    split has the newest token also stores the token's key and value, before it reads its split.
     """
-    wait_for_inputs(PDL)
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # The query heads of a group share K and V. They are the rows of one tile, padded to the least
     # number of rows that tl.dot takes.
@@ -194,12 +268,29 @@ def _decode_kernel(
     inside = (row < GROUP)[:, None] & (dim < D)[None, :]
     at = row[:, None] * D + dim[None, :]
     WIDTH: tl.constexpr = D if scales is None else D // 4  # of a head in v_cache
-    query = tl.load(
-        q + seq.to(tl.int64) * q_stride + group * GROUP * D + at, mask=inside, other=0.0
-    )
+    q += seq.to(tl.int64) * q_stride
+    if slots is not None:
+        # The rows after those of the queries are the newest token's key and its value.
+        after = row - GROUP
+        head = tl.where(after < 0, group * GROUP + row, (GROUP + after) * G + group)[:, None]
+        is_head, is_q = (after < 2)[:, None], (after < 0)[:, None]
+        weights = None
+        if q_weight is not None:
+            weights = _load_norms(
+                q_weight, k_weight, is_head, is_q, D, BLOCK_D, R, INTERLEAVED, BLOCK_M
+            )
+    wait_for_inputs(PDL)
     length, prefix = tl.load(lens + seq), 0
     if shared is not None:
         prefix = tl.load(shared)
+    if slots is None:
+        query = tl.load(q + group * GROUP * D + at, mask=inside, other=0.0)
+    else:
+        slot, angles = tl.load(slots + seq), cos_sin + tl.load(positions + seq) * R
+        heads, turned = _load_heads(
+            q + head * D, is_head, weights, eps, angles, D, BLOCK_D, R, INTERLEAVED, ZERO_CENTERED
+        )
+        query = tl.where(inside, turned, 0.0)
     first_seen = 0
     if WINDOW:
         first_seen = tl.maximum(length - WINDOW, 0)
@@ -215,6 +306,18 @@ def _decode_kernel(
         k_cache += group * D
         v_cache += group * WIDTH
         tables += seq * table_stride
+        if slots is not None:
+            if (end == length) & (slot >= 0):
+                is_v = (after == 1)[:, None]
+                newest = tl.where(is_v, heads, turned)
+                v_at = v_cache + slot * v_stride
+                if scales is not None:
+                    v_at = v_at.to(k_cache.dtype)  # to bytes
+                    scale_kv = tl.where(is_v, tl.load(scales + 1), tl.load(scales))
+                    _, newest = encode_scaled(newest, scale_kv, HOW)
+                to = tl.where(is_v, v_at, k_cache + slot * k_stride) + dim[None, :]
+                tl.store(to, newest, mask=is_head & (after >= 0)[:, None] & (dim < D)[None, :])
+            tl.debug_barrier()  # other threads load what was stored
         total, peak, acc = attend(
             query,
             k_cache,
@@ -257,6 +360,101 @@ def _decode_kernel(
                 parts += pair * PARTS * GROUP * D
                 part_lse += pair * PARTS * GROUP
                 _merge(out, sinks, group * GROUP, parts, part_lse, GROUP, D, BLOCK_D, PARTS)
+
+
+@triton.jit
+def _load_norms(
+    q_weight,
+    k_weight,
+    is_head,
+    is_q,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Load the weights of the norms of heads, by their columns and by their `_rotated_with`.
+
+    is_head, is_q: [BLOCK_M, 1], which rows are heads, and which of them are queries.
+    """
+    col = _columns(BLOCK_M, BLOCK_D)
+    weights = tl.where(is_q, q_weight, k_weight)
+    other, _, _ = _rotated_with(col, R, INTERLEAVED)
+    return (
+        tl.load(weights + col, mask=is_head & (col < D), other=0.0),
+        tl.load(weights + other, mask=is_head & (col < R), other=0.0),
+    )
+
+
+@triton.jit
+def _load_heads(
+    at,
+    is_head,
+    weights,
+    eps,
+    angles,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):
+    """Load heads of a token, [BLOCK_M, BLOCK_D], and norm and rotate them. Returns both forms.
+
+    The result is that of _qk_norm_rope_store_kernel, to the bit. That kernel holds pairs of
+    elements. Here a thread also loads the elements that its own are rotated with, so that whole
+    heads lie as tl.dot takes them, and no data goes from thread to thread.
+
+    Args:
+        at: [BLOCK_M, 1], where heads begin.
+        is_head: [BLOCK_M, 1]; other rows are 0.
+        weights: what _load_norms returns; None: there are no norms.
+        angles: the position's row of cos_sin.
+    """
+    col = _columns(at.shape[0], BLOCK_D)
+    inside, turns = is_head & (col < D), is_head & (col < R)
+    other, angle, is_first = _rotated_with(col, R, INTERLEAVED)
+    x = tl.load(at + col, mask=inside, other=0.0)
+    y = x.to(tl.float32)
+    if R > 0:
+        other_x = tl.load(at + other, mask=turns, other=0.0)
+        other_y = other_x.to(tl.float32)
+        cos = tl.load(angles + angle, mask=turns, other=1.0)
+        sin = tl.load(angles + R // 2 + angle, mask=turns, other=0.0)
+    if weights is not None:
+        # The first elements of all pairs, then the second ones: in another order, sums may differ.
+        HALF: tl.constexpr = BLOCK_D // 2
+        is_col1 = col < HALF
+        pair = tl.where(is_col1, col, col - HALF)
+        col1, col2 = columns_of_pairs(pair, D, R, INTERLEAVED)
+        in_half = is_head & (pair < D // 2)
+        elements = tl.load(at + tl.where(is_col1, col1, col2), mask=in_half, other=0.0)
+        x1, x2 = tl.where(is_col1, elements, 0.0), tl.where(is_col1, 0.0, elements)
+        factor = head_norm_factor(x1, x2, D, eps)
+        y = normed_elements(x, factor, weights[0], ZERO_CENTERED)
+        if R > 0:
+            other_y = normed_elements(other_x, factor, weights[1], ZERO_CENTERED)
+    if R > 0:
+        y = rotated_elements(y, other_y, cos, tl.where(is_first, -sin, sin))
+    return x, y.to(x.dtype)
+
+
+@triton.jit
+def _columns(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return the column of each element of a tile. Loads at all of a tile's columns are alike."""
+    return tl.broadcast_to(tl.arange(0, BLOCK_D)[None, :], [BLOCK_M, BLOCK_D])
+
+
+@triton.jit
+def _rotated_with(col, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the column that each column is rotated with, their angle, and whether it is first."""
+    if INTERLEAVED:
+        return col ^ 1, col // 2, col % 2 == 0
+    else:
+        is_first = col < R // 2
+        angle = tl.where(is_first, col, col - R // 2)
+        return tl.where(is_first, col + R // 2, angle), angle, is_first
 
 
 @triton.jit

@@ -12,9 +12,9 @@ programs may let the next kernel start later, as decode_gemm.py does if a tiling
 woven_token.py a kernel waits first, so that the next one may also read early what was written
 before.
 
-With little work. A step that is not a graph's replay launches five of these kernels a layer, and
-the host may take longer to launch them than the device to run them. `launch` lets Triton look at
-each combination of arguments once. On one host of an H200, with a slow processor, a call of
+With little work. A step that is not a graph's replay launches four or five of these kernels a
+layer, and the host may take longer to launch them than the device to run them. `launch` lets Triton
+look at each combination of arguments once. On one host of an H200, with a slow processor, a call of
 add_rms_norm went from 44 to 31 microseconds.
 """
 
