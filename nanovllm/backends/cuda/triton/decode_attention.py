@@ -343,23 +343,37 @@ def _decode_kernel(
         else:
             total = with_sink(total, peak, sinks, group * GROUP + row, row < GROUP)
             tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
-    elif PARTS > 1:
-        tl.store(part_lse + first + row, EMPTY, mask=row < GROUP)
     if PARTS > 1:
-        tl.debug_barrier()  # wait until all threads have stored: other threads load the values
-        is_last = True
-        if SPLITS > 1:
-            # The program that arrives last sees what the others wrote. It merges all parts in the
-            # order of splits, so the order of arrival does not change the result.
-            is_last = tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == SPLITS - 1
-            tl.debug_barrier()
-        if is_last:
+        # Programs of splits without tokens end here, unless the prefix alone is to be merged.
+        used = tl.cdiv(tl.maximum(length - prefix, 0), tl.maximum(span, 1))
+        if split < tl.maximum(used, 1):
+            tl.debug_barrier()  # wait until all threads have stored: other threads load the values
+            is_last = True
             if SPLITS > 1:
-                tl.store(arrivals + pair, 0)
-            if length > 0:
-                parts += pair * PARTS * GROUP * D
-                part_lse += pair * PARTS * GROUP
-                _merge(out, sinks, group * GROUP, parts, part_lse, GROUP, D, BLOCK_D, PARTS)
+                # The program that arrives last sees what the others wrote. It merges all parts in
+                # the order of splits, so the order of arrival does not change the result.
+                arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+                is_last = arrived == tl.maximum(used, 1) - 1
+                tl.debug_barrier()
+            if is_last:
+                if SPLITS > 1:
+                    tl.store(arrivals + pair, 0)
+                if length > 0:
+                    parts += pair * PARTS * GROUP * D
+                    part_lse += pair * PARTS * GROUP
+                    _merge(
+                        out,
+                        sinks,
+                        group * GROUP,
+                        parts,
+                        part_lse,
+                        used,
+                        GROUP,
+                        D,
+                        BLOCK_D,
+                        SPLITS,
+                        PARTS,
+                    )
 
 
 @triton.jit
@@ -464,12 +478,17 @@ def _merge(
     first_head,
     parts,
     part_lse,
+    used,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge a row's parts, each weighted by its share of the softmax's denominator."""
+    """Merge a row's parts, each weighted by its share of the softmax's denominator.
+
+    used: the number of splits that have parts. Those of a shared prefix may be empty.
+    """
     head = tl.arange(0, triton.next_power_of_2(GROUP))
     dim = tl.arange(0, BLOCK_D)
     inside = (head < GROUP)[:, None] & (dim < D)[None, :]
@@ -481,8 +500,13 @@ def _merge(
     # 10 us.
     for part in tl.static_range(PARTS):
         row = part * GROUP + head
-        lse = tl.load(part_lse + row, mask=head < GROUP, other=EMPTY)
-        written = inside & (lse > EMPTY)[:, None]
+        is_part = head < GROUP
+        if part < SPLITS:
+            is_part &= row < used * GROUP
+        lse = tl.load(part_lse + row, mask=is_part, other=EMPTY)
+        if part >= SPLITS:
+            is_part &= lse > EMPTY
+        written = is_part[:, None] & (dim < D)[None, :]
         value = tl.load(parts + row[:, None] * D + dim[None, :], mask=written, other=0.0)
         new_peak = tl.maximum(peak, lse)
         rescale, weight = tl.exp2(peak - new_peak), tl.exp2(lse - new_peak)
