@@ -188,9 +188,12 @@ def run_all() -> None:
     kv = PagedKV(cache, state.block_tables[:rows], state.context_lens[:rows])
     decode_attention.decode_attention(q, kv, AttentionOptions(0.125))
     norms = new(HEAD_DIM), new(HEAD_DIM)
-    cos_sin = new(64, HEAD_DIM, dtype=torch.float32)
+    cos_sin = new(1024, HEAD_DIM, dtype=torch.float32)
     how = decode_attention.NormRopeStore(*norms, 1e-6, cos_sin, ints, ints.clone())
-    decode_attention.decode_attention_of_qkv(heads, kv, AttentionOptions(0.125), how)
+    # Contexts of so many splits that a tile is loaded early, and shorter ones.
+    for width in (64, 8):
+        kv = PagedKV(cache, new(rows, width, dtype=torch.int32), state.context_lens[:rows])
+        decode_attention.decode_attention_of_qkv(heads, kv, AttentionOptions(0.125), how)
     moe.moe(
         x,
         new(rows, 8),

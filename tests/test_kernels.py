@@ -1032,9 +1032,11 @@ def test_decode_attention_of_padding_rows_is_harmless():
             (4, 2, 96, 72, "none", False),
         ],
         "window, softcap, has_sinks, splits, block_size": [
-            (None, None, False, 4, 32),
+            (None, None, False, 8, 32),
             (100, 1.5, True, 1, 256),
-            (40, None, True, 4, 256),
+            (40, None, True, 8, 256),
+            (None, None, True, 4, 16),
+            (None, None, False, 8, 16),
         ],
         "dtype": DTYPES,
     }
@@ -1088,6 +1090,9 @@ def test_one_kernel_norms_rotates_stores_and_attends_as_two_do(
     out = decode_attention.decode_attention_of_qkv(qkv, kv, options, how)
     assert torch.equal(qkv, given)
     mine = out[lens > 0], kv.cache.k, kv.cache.v
+    poisoned = PagedKV(poison_unused(cache, lens, tables), tables, lens)
+    again = decode_attention.decode_attention_of_qkv(qkv, poisoned, options, how)
+    assert torch.equal(again[lens > 0], mine[0])
     for one, two, twin in zip(
         mine, run_two(elementwise, decode_attention), run_two(plain, plain), strict=True
     ):
@@ -1095,7 +1100,7 @@ def test_one_kernel_norms_rotates_stores_and_attends_as_two_do(
         assert_close(one, twin)
 
 
-def test_one_kernel_is_used_where_it_computes_the_bits_of_two():
+def test_one_kernel_is_used_where_it_computes_the_bits_of_two(monkeypatch):
     cache, _ = paged_cache(1, 16, 1, 128, 16, torch.float16)
     codes = KVCache(cache.k.byte(), cache.v.byte(), torch.ones(2))
     small_codes = KVCache(codes.k[..., :64], codes.v[..., :64], codes.scales)
@@ -1114,6 +1119,8 @@ def test_one_kernel_is_used_where_it_computes_the_bits_of_two():
         (1, 1, cache, dict(interleaved=True, q_weight=None), True),
     ):
         assert decode_attention.takes_qkv(rows, group, kv, how._replace(**changes)) is suits
+    monkeypatch.setattr(decode_attention, "HAS_TUPLES", False)
+    assert not decode_attention.takes_qkv(1, 1, cache, how)
 
 
 @pytest.mark.parametrize("cached", [0, 70])

@@ -65,6 +65,13 @@ def slots_of(table, start, first_slot, length, PAGE: tl.constexpr, BLOCK_N: tl.c
 
 
 @triton.jit
+def seen_of(start, end, first_seen, BLOCK_N: tl.constexpr):
+    """Tell which of the tokens start to start + BLOCK_N - 1 are seen."""
+    token = start + tl.arange(0, BLOCK_N)
+    return (token < end) & (token >= first_seen)
+
+
+@triton.jit
 def load_tiles(k, v, slot, inside, k_stride, v_stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load K, transposed, [BLOCK_D, BLOCK_N] and V [BLOCK_N, BLOCK_D] of the slots.
 
@@ -174,11 +181,13 @@ def attend(
     BLOCK_N: tl.constexpr,
     HOW: tl.constexpr,
     IN_WORDS: tl.constexpr,
+    first=None,
 ):
     """Attend with a tile of queries to tokens begin to end - 1 of one block table.
 
     With `scales`, k and v hold FP8 codes; IN_WORDS: v holds words of four codes. Tokens before
-    `first_seen` are not seen. Returns (total, peak, acc); acc / total is the result.
+    `first_seen` are not seen. `first`: the first tile's K and V, if they are loaded already.
+    Returns (total, peak, acc); acc / total is the result.
     """
     BLOCK_M: tl.constexpr = query.shape[0]
     BLOCK_D: tl.constexpr = query.shape[1]
@@ -189,16 +198,23 @@ def attend(
         query = for_codes(query)
     if not IN_WORDS:
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for start in range(begin, end, BLOCK_N):
-            token = start + tl.arange(0, BLOCK_N)
-            seen = (token < end) & (token >= first_seen)
-            slot = slots_of(table, start, 0, end, PAGE, BLOCK_N)
-            key, value = load_tiles(k, v, slot, seen, k_stride, v_stride, D, BLOCK_D)
-            if scales is not None:
-                key, value = from_tiles(key, value, query.dtype, HOW)
-            scores, factor = score_tile(query, key, scale, cap)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            peak, total, acc = accumulate(scores, factor, value, peak, total, acc)
+        has_more = True
+        if first is not None:
+            seen = seen_of(begin, end, first_seen, BLOCK_N)
+            key, value = first
+            peak, total, acc = attend_tile(query, key, value, seen, scale, cap, peak, total, acc)
+            begin += BLOCK_N
+            has_more = begin < end
+        if has_more:
+            for start in range(begin, end, BLOCK_N):
+                seen = seen_of(start, end, first_seen, BLOCK_N)
+                slot = slots_of(table, start, 0, end, PAGE, BLOCK_N)
+                key, value = load_tiles(k, v, slot, seen, k_stride, v_stride, D, BLOCK_D)
+                if scales is not None:
+                    key, value = from_tiles(key, value, query.dtype, HOW)
+                peak, total, acc = attend_tile(
+                    query, key, value, seen, scale, cap, peak, total, acc
+                )
         if scales is not None:
             acc *= tl.load(scales + 1)
         return total, peak, acc
@@ -224,6 +240,14 @@ def attend(
         peak, total, acc0, acc1, acc2, acc3 = sums
         acc = tl.join(tl.join(acc0, acc2), tl.join(acc1, acc3))  # [M, D / 4, i, j]: 4 w + 2 i + j
         return total, peak, tl.reshape(acc, [BLOCK_M, BLOCK_D]) * tl.load(scales + 1)
+
+
+@triton.jit
+def attend_tile(query, key, value, seen, scale, cap, peak, total, acc):
+    """Add a tile's tokens, of which some are seen, to the softmax. Return the new sums."""
+    scores, factor = score_tile(query, key, scale, cap)
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    return accumulate(scores, factor, value, peak, total, acc)
 
 
 @triton.jit

@@ -12,6 +12,11 @@ programs may let the next kernel start later, as decode_gemm.py does if a tiling
 woven_token.py a kernel waits first, so that the next one may also read early what was written
 before.
 
+Each forward pass begins with the embedding, a kernel of PyTorch. It is not launched early, so the
+kernels before it have ended when it starts. In a decode step, a layer's kernel may therefore also
+read before its call what was written before the embedding: the step's inputs, which are positions,
+slots, lengths and block tables, and the keys and values of earlier tokens.
+
 With little work. A step that is not a graph's replay launches four or five of these kernels a
 layer, and the host may take longer to launch them than the device to run them. `launch` lets Triton
 look at each combination of arguments once. On one host of an H200, with a slow processor, a call of
