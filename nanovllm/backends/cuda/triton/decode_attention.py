@@ -545,24 +545,31 @@ def _merge(
     peak = tl.full(head.shape, EMPTY, tl.float32)
     total = tl.zeros(head.shape, tl.float32)
     acc = tl.zeros([head.shape[0], BLOCK_D], tl.float32)
-    # In this form no load waits for the part before it, and no sum crosses threads. Measured on an
-    # H200, 16 parts of 4 heads of 256 take 1.3 us, while a sum over the parts, head by head, took
-    # 10 us.
+    # In this form no load waits for another one, and no sum crosses threads. Measured on an H200, a
+    # sum over the parts, head by head, took 10 us of 16 parts of 4 heads of 256, and a sum part by
+    # part, under the peak so far, 1.3 us.
     for part in tl.static_range(PARTS):
-        row = part * GROUP + head
-        is_part = head < GROUP
-        if part < SPLITS:
-            is_part &= row < used * GROUP
-        lse = tl.load(part_lse + row, mask=is_part, other=EMPTY)
-        if part >= SPLITS:
-            is_part &= lse > EMPTY
-        written = is_part[:, None] & (dim < D)[None, :]
-        value = tl.load(parts + row[:, None] * D + dim[None, :], mask=written, other=0.0)
-        new_peak = tl.maximum(peak, lse)
-        rescale, weight = tl.exp2(peak - new_peak), tl.exp2(lse - new_peak)
-        total = total * rescale + weight
-        acc = acc * rescale[:, None] + value * weight[:, None]
-        peak = new_peak
+        lse, _ = _load_lse(part_lse, part, head, used, GROUP, SPLITS)
+        peak = tl.maximum(peak, lse)
+    for part in tl.static_range(PARTS):
+        lse, is_part = _load_lse(part_lse, part, head, used, GROUP, SPLITS)
+        at = (part * GROUP + head)[:, None] * D + dim[None, :]
+        value = tl.load(parts + at, mask=is_part[:, None] & (dim < D)[None, :], other=0.0)
+        weight = tl.exp2(lse - peak)
+        total += weight
+        acc += value * weight[:, None]
     total = with_sink(total, peak, sinks, first_head + head, head < GROUP)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + head[:, None] * D + dim[None, :], result, mask=inside)
+
+
+@triton.jit
+def _load_lse(part_lse, part: tl.constexpr, head, used, GROUP: tl.constexpr, SPLITS: tl.constexpr):
+    """Load the logarithms of a part's denominators, and tell whether the part exists."""
+    is_part = head < GROUP
+    if part < SPLITS:
+        is_part &= part * GROUP + head < used * GROUP
+    lse = tl.load(part_lse + part * GROUP + head, mask=is_part, other=EMPTY)
+    if part >= SPLITS:
+        is_part &= lse > EMPTY
+    return lse, is_part
