@@ -74,7 +74,7 @@ def test_a_kernel_that_starts_early_writes_nothing_before_it_waits(compiled):
 
 def test_a_kernel_whose_next_one_reads_the_choice_early_waits_before_that_one_starts(compiled):
     late = {name for name, *_, starts_next in compiled if not starts_next}
-    assert late == set(STARTED_LATE.values())
+    assert set(STARTED_LATE.values()) <= late
     # They do read them early: else the order would have no reason.
     reads = {name: set(found) for name, found, *_ in compiled}
     assert all("runs" in reads[name] for name in STARTED_LATE)
