@@ -38,7 +38,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.elementwise import gated
-from nanovllm.backends.cuda.triton.fp8_inputs import encoded, has_fp8, quotient, scale_for
+from nanovllm.backends.cuda.triton.fp8_inputs import encoded, has_fp8, scale_for, shrunk
 from nanovllm.layers.moe import ClampedSwiGLU
 
 
@@ -161,8 +161,8 @@ def prepare_row(
         scale = scale_for(tl.max(tl.abs(value), axis=1))
         # A maximum may pass over NaN, and values that are NaN stay NaN.
         tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
-        value = encoded(quotient(value, scale[:, None]), numbers.dtype.element_ty == tl.float8e4nv)
-        value = value.to(numbers.dtype.element_ty)
+        FP8: tl.constexpr = numbers.dtype.element_ty == tl.float8e4nv
+        value = encoded(shrunk(value, scale[:, None], FP8), FP8).to(numbers.dtype.element_ty)
     if PARTS == WOVEN:
         place = woven_place(column)
     else:
