@@ -128,6 +128,19 @@ def test_products_of_any_tiling_equal_the_plain_layers(name, splits, swap):
     assert_close(out, expected(x, matrix).half())
 
 
+def test_tiles_of_17_to_128_rows_are_whole_and_padding_changes_no_result(monkeypatch):
+    monkeypatch.setattr(fp8_linear, "has_large_shared_memory", lambda device: True)
+    matrix = make_matrix(*FORMATS["blocks"])
+    for count in (17, 33, 70):
+        x = make_inputs(count, 288, torch.float16)
+        rows = fp8_inputs.quantise(x, matrix)
+        chosen = fp8_linear.tiling(rows, matrix)
+        assert len(rows.codes) % chosen.block_m == 0 and len(rows) == count
+        rows.codes[count:], rows.scales[:, count:] = torch.nan, torch.nan
+        out = fp8_linear.multiply(rows, matrix, None, torch.float16, chosen)
+        assert_close(out, expected(x, matrix).half())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"

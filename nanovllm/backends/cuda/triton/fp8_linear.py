@@ -86,8 +86,9 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
         and outputs % CUBLAS_BLOCK == 0
         and inputs % 512 == 0
     )
-    # Measured on an H200: of 12,288 inputs and 4,096 outputs, cuBLASLt's tiles are too few.
-    is_long = inputs > 2 * outputs and len(matrix.scales[0]) > 1
+    # Measured on an H200: of 12,288 inputs and 4,096 outputs, or of 4,096 and 2,048, cuBLASLt's
+    # tiles are too few.
+    is_long = inputs >= 2 * outputs and len(matrix.scales[0]) > 1
     return is_able and rows > (MAX_ROWS if is_long else 128)
 
 
@@ -95,17 +96,35 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
     """Choose how to cut a product into programs, as measured for the shapes of 8B on an H200."""
     rows, (outputs, inputs) = len(x.codes), matrix.codes.shape
     processors = num_processors(matrix.codes.device)
+    has_room = has_large_shared_memory(matrix.codes.device)
+    if 16 < rows <= 64 and has_room and matrix.activations is not None:
+        return _tiling_of_all_rows(rows, outputs, inputs, processors)
     block_m = 16 if rows <= 16 else 64
     is_wide = rows <= 16 or rows > 128 or outputs > 8192 or rows > 64 and inputs > 8192
-    has_room = has_large_shared_memory(matrix.codes.device)
     block_n = 128 if is_wide and has_room else 64
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
+    is_fp8 = matrix.activations is not None
+    if rows > 64 and block_n == 128 and tiles * 2 <= processors and is_fp8:
+        return Tiling(block_m, block_n, _shares(tiles, inputs, processors), 4, 6)
     splits = 1
     # A program of few columns ends early. More programs than fit would wait for others.
     while splits < 4 and tiles * splits <= processors and inputs > splits * 16 * 128:
         splits *= 2
     stages = 3 if rows > 64 and tiles > 2 * processors or not has_room else 4
     return Tiling(block_m, block_n, splits, 4, stages, swap=rows <= 16 and has_room)
+
+
+def _tiling_of_all_rows(rows: int, outputs: int, inputs: int, processors: int) -> Tiling:
+    """Choose a tiling whose tiles have all rows, of 17 to 64, so that weights are read once."""
+    tiles = triton.cdiv(outputs, 128)
+    splits = _shares(tiles, inputs, processors if rows <= 32 else processors * 3 // 4)
+    stages = 6 if tiles * splits <= processors else 4
+    return Tiling(32 if rows <= 32 else 64, 128, splits, 4, stages, swap=rows <= 32)
+
+
+def _shares(tiles: int, inputs: int, programs: int) -> int:
+    """Choose how many programs share a tile: all run at once, with 5 steps or more each."""
+    return max(1, min(programs // tiles, inputs // (5 * 128), 6))
 
 
 def invariant_linear(
