@@ -263,6 +263,19 @@ def test_decode_attention_equals_its_twin(heads, kv_heads, dim, rows, options, h
 
 
 @needs_compiler
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("wrong", ["q", "k"])
+def test_decode_attention_loses_no_nan(wrong, softcap):
+    cache, q = torch.randn(2, 4, 16, 1, 64), torch.randn(2, 2, 64)
+    (q if wrong == "q" else cache[0, 2])[0, 0, 3] = torch.nan
+    tables, lens = torch.tensor([[2, 0], [1, 3]]).int(), torch.tensor([20, 17]).int()
+    kv, options = PagedKV(KVCache(*cache), tables, lens), AttentionOptions(64**-0.5, None, softcap)
+    for attend in (plain.decode_attention, cpp_ops.decode_attention):
+        has_nan = attend(q, kv, options).isnan().all(dim=-1)
+        assert has_nan.tolist() == [[True, wrong == "k"], [False, False]]
+
+
+@needs_compiler
 @pytest.mark.parametrize("lens_q", [[1, 5, 1, 7], [1, 1, 1, 1], [3, 2, 9, 4]])
 @pytest.mark.parametrize("window", [None, 6])
 def test_prompt_chunks_of_any_lengths_attend_as_in_plain_attention(checkpoint, lens_q, window):

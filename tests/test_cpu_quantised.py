@@ -93,6 +93,15 @@ def test_int8_kernels_compute_what_the_plain_weight_computes(shape):
 
 
 @needs_compiler
+@pytest.mark.parametrize("wrong", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+def test_int8_kernels_lose_no_nan_or_infinity_of_an_input(wrong):
+    packed, x = int8(19, 70), torch.randn(3, 70)
+    x[1, 40] = wrong
+    for weight in (packed, in_cpp(packed, CppInt8Weight)):
+        assert weight(x).isfinite().all(dim=-1).tolist() == [True, False, True]
+
+
+@needs_compiler
 def test_largest_sums_are_exact():
     """All codes are 127 or -127: pairs of products come nearest to what 16 bits hold."""
     signs = torch.randint(2, (32, 512)) * 2.0 - 1

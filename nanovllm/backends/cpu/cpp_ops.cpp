@@ -40,6 +40,19 @@ typedef Bfloat16 Value;
 typedef float Value;
 #endif
 
+// The flags let compilers suppose that each float is finite. So NaN and infinity are looked for, and made, by their bits.
+constexpr int32_t INFINITE = 0x7f800000, NAN_BITS = 0x7fc00000;  // bits of NaN, without the sign, are above INFINITE
+
+static inline int32_t bits_of(float x) {
+    union { float value; int32_t bits; } of = {x};
+    return of.bits;
+}
+
+static inline float float_of(int32_t x) {
+    union { int32_t bits; float value; } of = {x};
+    return of.value;
+}
+
 template <typename Number>
 static float dot(const Number* a, const Number* b, int64_t n) {
     float sum = 0;
@@ -49,6 +62,7 @@ static float dot(const Number* a, const Number* b, int64_t n) {
 }
 
 // Compute e^x as 2^n times a polynomial, with an error within 2e-7. Unlike expf, compilers turn this into vector code.
+// Of a NaN it makes a number.
 static inline float exponential(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
     const float n = std::floor(x * 1.44269504f + 0.5f);
@@ -60,8 +74,7 @@ static inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1;
-    union { int32_t bits; float value; } power = {(static_cast<int32_t>(n) + 127) << 23};
-    return p * power.value;
+    return p * float_of((static_cast<int32_t>(n) + 127) << 23);
 }
 
 // LANES floats in a register. A panel is the part of a weight that makes WIDTH outputs; a tile is ROWS rows of these.
@@ -347,6 +360,9 @@ static void attend(const Value* query, const Stored* k_cache, const Stored* v_ca
     });
     for (int64_t h = 0; h < groups * heads; h++) {
         float* row = weights + h * len;
+        int32_t is_wrong = 0;  // whether a score is NaN or infinite: then the output is NaN
+#pragma omp simd reduction(| : is_wrong)
+        for (int64_t t = 0; t < len; t++) is_wrong |= (bits_of(row[t]) & INT32_MAX) >= INFINITE;
         if (softcap > 0) {
 #pragma omp simd
             for (int64_t t = 0; t < len; t++) row[t] = softcap * (1 - 2 / (1 + exponential(2 * row[t] / softcap)));
@@ -360,7 +376,7 @@ static void attend(const Value* query, const Stored* k_cache, const Stored* v_ca
         }
 #pragma omp simd reduction(+ : total)
         for (int64_t t = 0; t < len; t++) total += row[t] = exponential(row[t] - peak);
-        total /= v_scale;
+        total = is_wrong ? float_of(NAN_BITS) : total / v_scale;
 #pragma omp simd
         for (int64_t t = 0; t < len; t++) row[t] /= total;
     }
@@ -411,7 +427,6 @@ static inline int32_t order_of(int32_t bits) {
 // row whose largest is not finite, or that has a NaN, gets the place -1; its value is infinity, or -infinity if all are that.
 extern "C" void arg_max(const int32_t* logits, int64_t* tokens, int32_t* values, int64_t B, int64_t V) {
     constexpr int64_t AT_ONCE = 512;
-    constexpr int32_t INFINITE = 0x7f800000;
 #pragma omp parallel for if (B * V > 65536)
     for (int64_t b = 0; b < B; b++) {
         const int32_t* row = logits + b * V;

@@ -26,9 +26,9 @@ from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-shared", "-fPIC", "-O3", "-march=native"]
-# Let loops with exponentials and comparisons become vector code. The flags are safe because no loop
-# meets a NaN, an infinity or a trap. None of them lets the compiler reorder a sum, so the sums of a
-# token are the same however many tokens a kernel takes at a time.
+# Let loops with exponentials and comparisons become vector code. Where these could lose NaN or an
+# infinity, the code looks at the bits of floats. None of the flags lets the compiler reorder a sum,
+# so the sums of a token are the same however many tokens a kernel takes at a time.
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros"]
 # Tell only the compiler of -fopenmp, not the linker. Then no second OpenMP library is linked, and
 # the kernels run on the threads of the one that PyTorch has loaded.

@@ -98,12 +98,17 @@ struct Inputs {
     }
 };
 
-// Round n numbers of group g, counted over all tokens, to codes, where 127 stands for the largest.
+// Round n numbers of group g, counted over all tokens, to codes, where 127 stands for the largest. If one is NaN or
+// infinite, so is the scale: bits of floats above 0 are in the order of the floats, and those of NaN are above all.
 static void quantise_group(const float* x, int64_t n, int64_t g, Inputs& inputs) {
     float numbers[GROUP] = {};
     std::memcpy(numbers, x, n * sizeof *x);
     float largest = 1e-12f;
-    for (int64_t i = 0; i < GROUP; i++) largest = std::max(largest, std::fabs(numbers[i]));
+    int32_t bits[GROUP], most;
+    std::memcpy(bits, numbers, sizeof bits);
+    std::memcpy(&most, &largest, sizeof most);
+    for (int64_t i = 0; i < GROUP; i++) most = std::max(most, bits[i] & INT32_MAX);
+    std::memcpy(&largest, &most, sizeof largest);
     const float scale = largest / 127.0f;
     int8_t* codes = inputs.codes.data() + g * GROUP;
     int32_t sum = 0;
