@@ -147,6 +147,9 @@ FP8_STATIC_BLOCKS = FP8 | {"activation_scheme": "static", "weight_block_size": [
         (AWQ | {"lm_head": True}, "lm_head is True: AWQ leaves the head as it is"),
         (GPTQ | {"group_size": 100}, "group_size is 100: it must be a multiple of 8"),
         (GPTQ | {"dynamic": {"-:(": {}}}, r"dynamic is '\(': it is no regular expression"),
+        (FP8 | {"modules_to_not_convert": ["(a"]}, r"modules_to_not_convert is '\(a': it is no"),
+        ({"quant_method": "awq"}, " bits is None: use 4"),
+        ({"quant_method": "awq", "w_bit": 3}, " w_bit is 3: use 4"),
         (AWQ | {"version": "gemv"}, "version is 'gemv': only gemm"),
         (AWQ | {"bits": 8}, "bits is 8: use 4"),
         (groups(LINEAR, format="int-quantized"), "format is 'int-quantized': this library runs"),
@@ -216,7 +219,8 @@ def changed(name, change):
         (
             "gptq",
             changed(f"{DOWN}.g_idx", lambda x: x.flip(0)),
-            f"{DOWN}.g_idx says another order of groups than desc_act false means",
+            f"{DOWN}.g_idx says another order of groups than desc_act false means, which is "
+            "neighbouring columns in groups of 32: check both files",
         ),
         (
             "gptq-desc-act",
@@ -242,6 +246,16 @@ def changed(name, change):
             "ministral",
             changed(f"{Q}.activation_scale", lambda x: x.repeat(2)),
             rf"{Q}.activation_scale has shape \(2,\), but by config.json it is \(\)",
+        ),
+        (
+            "ministral",
+            changed(f"{Q}.activation_scale", lambda x: -x),
+            rf"{Q}.activation_scale is -0\.\d*, which is no scale",
+        ),
+        (
+            "nvfp4",
+            changed(f"{Q}.weight_global_scale", lambda x: 0 * x),
+            f"{Q}.weight_global_scale is 0.0, which is no scale",
         ),
         (
             "gptq",

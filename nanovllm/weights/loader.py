@@ -72,7 +72,10 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
             try:
                 part.fill(values)
             except ValueError as error:
-                raise ValueError(f"{path}: {part.name} {error}: check its config.json") from error
+                raise ValueError(
+                    f"{path}: {part.name} {error}: check its config.json, or download the model "
+                    "again"
+                ) from error
 
         list(pool.map(read, slices))  # the list raises the first error
 

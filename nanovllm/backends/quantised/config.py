@@ -282,8 +282,8 @@ def read_awq(config: dict[str, Any]) -> Rules:
         refuse("version", version, "only gemm is run here")
     one_of(config, "zero_point", (True, None), "only true is run here")
     one_of(config, "lm_head", (False, None), "AWQ leaves the head as it is")
-    bits = "bits" if "bits" in config else "w_bit"
-    group = "group_size" if "group_size" in config else "q_group_size"
+    bits = "w_bit" if "w_bit" in config else "bits"
+    group = "q_group_size" if "q_group_size" in config else "group_size"
     one_of(config, bits, (4,), "use 4")
     awq = Integers("awq", 4, read_group(config, group), has_zeros=True)
     return [*left_plain(config, "modules_to_not_convert"), (everything, awq)]
@@ -383,7 +383,13 @@ def read_inputs(inputs: dict[str, Any] | None, columns: int) -> str | None:
     if how == ("group", True) and inputs.get("group_size") == columns:
         return "group"
     if how not in (("token", True), ("tensor", False)):
-        refuse("input_activations", inputs, "use dynamic tokens, or static tensors")
+        refuse(
+            "input_activations",
+            inputs,
+            "inputs may have dynamic scales of tokens (strategy token), a static scale of the "
+            "tensor (strategy tensor), or, with blocks of weights, dynamic scales of groups as "
+            "wide as a block",
+        )
     return str(how[0])
 
 
@@ -434,13 +440,15 @@ def named(pattern: str, field: str) -> Matcher:
         return everything
     if is_plain(pattern):
         return part_of_name([pattern])
-    return regex(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", field)
+    return regex(pattern, field, end=r"(?:(?<=\.)|(?=\.|$))")
 
 
-def regex(pattern: str, field: str) -> Matcher:
-    """Return what matches names that begin as a regular expression says."""
+def regex(pattern: str, field: str, end: str = "") -> Matcher:
+    """Return what matches names that begin as a regular expression says, up to an `end`."""
     try:
-        compiled = re.compile(pattern)
+        compiled = re.compile(pattern)  # first alone: an error speaks of the file's own pattern
+        if end:
+            compiled = re.compile(f"(?:{pattern}){end}")
     except (re.error, OverflowError, RecursionError) as error:
         refuse(field, pattern, f"it is no regular expression ({error})")
     return lambda name: compiled.match(name) is not None

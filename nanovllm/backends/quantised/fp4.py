@@ -13,6 +13,7 @@ from torch import Tensor
 from nanovllm.backends.quantised.config import Fp4
 from nanovllm.backends.quantised.fp8 import repeat
 from nanovllm.backends.quantised.packed import PackedWeight, Piece
+from nanovllm.layers.attention import one_scale
 from nanovllm.layers.e4m3 import E4M3, to_e4m3
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
@@ -91,7 +92,11 @@ class Fp4Weight(PackedWeight):
         index = rows, self.groups
         yield WeightSlice(f"{name}.weight_scale", scales, index, shape, dtypes=("F8_E4M3",))
         divisors, name = self.at(self.divisors, piece), f"{name}.weight_global_scale"
-        yield WeightSlice(name, divisors, (), (), convert=partial(repeat, like=divisors))
+
+        def by_row(scale: Tensor) -> Tensor:
+            return repeat(one_scale(scale), like=divisors)
+
+        yield WeightSlice(name, divisors, (), (), convert=by_row)
 
     def unread(self, piece: Piece) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
         if self.scheme.is_nvidia:  # inputs stay as they are

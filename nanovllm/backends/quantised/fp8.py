@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.backends.quantised.config import Fp8
 from nanovllm.backends.quantised.packed import PackedWeight, Piece, covering, cut, piece_of
+from nanovllm.layers.attention import one_scale
 from nanovllm.layers.e4m3 import E4M3, LARGEST, to_e4m3
 from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
@@ -98,7 +99,7 @@ class Fp8Weight(PackedWeight):
             yield WeightSlice(scale_name, scales, index, shape, convert=by_row)
         if scheme.activations == "tensor":
             scale, name = self.input_scale_of(piece), f"{name}.{scheme.input_scale_name}"
-            yield WeightSlice(name, scale, (), (), convert=partial(repeat, like=scale))
+            yield WeightSlice(name, scale, (), (), convert=one_scale)
 
     def input_scale_of(self, piece: Piece) -> Tensor:
         whole = self.input_scales if piece.expert is None else self.input_scales[piece.expert]

@@ -177,7 +177,10 @@ class IntegerWeight(PackedWeight):
     def check_g_idx(self, g_idx: Tensor) -> None:
         """Raise ValueError unless the groups consist of neighbouring columns."""
         if not torch.equal(g_idx.cpu(), torch.arange(self.in_features) // self.group):
-            raise ValueError("says another order of groups than desc_act false means")
+            raise ValueError(
+                "says another order of groups than desc_act false means, which is neighbouring "
+                f"columns in groups of {self.group}"
+            )
 
     def plain_slices(self, part: WeightSlice) -> Iterator[WeightSlice]:
         yield from super().plain_slices(part)
