@@ -256,8 +256,29 @@ def test_blocks_without_scales_are_named(packed):
     tensors = tensors_of(packed)
     del tensors["model.layers.0.mlp.experts.down_proj_scales"]
     rewrite(packed, tensors)
-    with pytest.raises(ValueError, match=r"no file has model.layers.0.mlp.experts.down_proj: "):
+    message = r"no file has model.layers.0.mlp.experts.down_proj_scales, with which"
+    with pytest.raises(ValueError, match=message):
         load(packed)
+
+
+def test_scales_of_another_dtype_are_named(packed):
+    tensors = tensors_of(packed)
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    rewrite(packed, tensors | {name: tensors[name].float()})
+    with pytest.raises(ValueError, match=f"{name} is F32, but in MXFP4 it is U8: download"):
+        load(packed)
+
+
+def test_scales_that_are_nan_are_refused(packed):
+    tensors = tensors_of(packed)
+    name = "model.layers.0.mlp.experts.down_proj"
+    tensors[f"{name}_scales"][1, 7] = 255
+    rewrite(packed, tensors)
+    with pytest.raises(ValueError, match=f"{name} has NaN or infinite numbers"):
+        load(packed)
+    set_quantization(packed, QUANTIZED | {"modules_to_not_convert": ["model.layers.1"]})
+    with pytest.raises(ValueError, match=f"{name}_scales has scales of 255, which are NaN: "):
+        packed_model(packed)
 
 
 def test_scales_of_another_shape_are_named(packed):

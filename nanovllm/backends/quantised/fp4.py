@@ -21,7 +21,7 @@ from nanovllm.weights.mxfp4 import ELEMENTS
 from nanovllm.weights.weight_slice import WeightSlice
 
 LARGEST = 6.0  # that E2M1 holds
-BIAS = 127  # of the exponents that are MXFP4's scales
+BIAS, NAN = 127, 255  # of the exponents that are MXFP4's scales
 # What scales of NVFP4 that are made here are multiplied by, so that those of usual weights lie in
 # the range of e4m3: of groups whose largest number is from 4e-4 to 10.
 DIVISOR = 256.0
@@ -65,7 +65,7 @@ class Fp4Weight(PackedWeight):
         """Compute the numbers of rows in MXFP4: codes [N, K / 2] and scales [N, groups]."""
         bits = scales.int()
         factors = torch.ldexp(torch.ones_like(bits, dtype=torch.float32), bits - BIAS)
-        return from_e2m1(codes) * self.spread(factors.masked_fill(bits == 255, torch.nan))
+        return from_e2m1(codes) * self.spread(factors.masked_fill(bits == NAN, torch.nan))
 
     def packed_slices(self, piece: Piece) -> Iterator[WeightSlice]:
         name, rows = piece.name, piece.rows
@@ -84,7 +84,14 @@ class Fp4Weight(PackedWeight):
 
             whole = *lead, self.group // 2
             yield WeightSlice(f"{name}_blocks", codes, blocks, whole, dtypes=U8, convert=in_row)
-            yield WeightSlice(f"{name}_scales", scales.unsqueeze(0), blocks, lead, dtypes=U8)
+            yield WeightSlice(
+                f"{name}_scales",
+                scales.unsqueeze(0),
+                blocks,
+                lead,
+                dtypes=U8,
+                convert=without_nan,
+            )
             return
         shape = piece.out_features, piece.in_features // 2
         yield WeightSlice(f"{name}.weight_packed", codes, (rows, halves), shape, dtypes=U8)
@@ -122,6 +129,13 @@ class Fp4Weight(PackedWeight):
         codes = (codes + 8 * (numbers < 0)).to(torch.uint8)
         made["codes"] = codes[:, ::2] | codes[:, 1::2] << 4
         return made
+
+
+def without_nan(scales: Tensor) -> Tensor:
+    """Return the scales of MXFP4. Raises ValueError if one stands for NaN."""
+    if (scales == NAN).any():
+        raise ValueError(f"has scales of {NAN}, which are NaN")
+    return scales
 
 
 def from_e2m1(pairs: Tensor) -> Tensor:
