@@ -527,7 +527,7 @@ def test_formats_go_to_the_engine_and_into_the_rows(monkeypatch, capsys, tmp_pat
     run(monkeypatch, *few, *both, "--json", str(path))
     (row,) = json.loads(path.read_text())
     assert row["options"] == {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-    assert formats == [("FP8, a scale a row and a token", "fp8")]
+    assert formats == [("FP8 weights (a scale a row) and inputs (a scale a token)", "fp8")]
     assert 'options {"quantization": "fp8", "kv_cache_dtype": "fp8"}' in capsys.readouterr().out
     folder, _ = model_folder("qwen3-0.6b", "gptq")
     config = json.loads((Path(folder) / "config.json").read_text())

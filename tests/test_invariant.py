@@ -264,7 +264,7 @@ def test_quantised_weights_are_known_or_refused_by_name(scheme, part, tmp_path):
     if part in QUANTISED[scheme]:
         check_model(model, torch.bfloat16)
     else:
-        name, kind = rf"layer \S*{re.escape(part)}\S*", re.escape(f"({scheme.description})")
+        name, kind = rf"layer \S*{re.escape(part)}\S*", re.escape(f"with {scheme.description}")
         with pytest.raises(
             ValueError, match=f"{name} is of class .* {kind}, whose .*: use weights in bfloat16, or"
         ):

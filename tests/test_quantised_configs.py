@@ -98,14 +98,16 @@ def test_modules_may_have_formats_of_their_own():
     # A name counts before the class that all linear layers have.
     mixed = read_quantization(groups(LINEAR, (["re:.*down_proj"], BY_ROWS)), None)
     assert mixed.scheme_of(Q).group == 32 and mixed.scheme_of(DOWN).group == 0
-    assert mixed.description == "INT4 weights, a scale a row and INT4 weights, groups of 32"
+    assert mixed.description == "INT4 weights (a scale a row), INT4 weights (groups of 32)"
     fp8 = groups((["re:.*down_proj"], FLOAT8 | {"strategy": "channel"}))
     fp8["config_groups"]["group_0"] |= dict(format="float-quantized", input_activations=TOKEN)
     fp8["config_groups"]["group_1"] = dict(targets=["Linear"], weights=INT4)
     fp8 = read_quantization(fp8, None)
-    assert "FP8, a scale a row and a token and INT4 weights" in fp8.description
+    assert fp8.description.startswith(
+        "FP8 weights (a scale a row) and inputs (a scale a token), INT4 weights ("
+    )
     static = read_quantization(FORMATS["ministral"][1], None)
-    assert static.description == "FP8, a scale a tensor and static ones of inputs"
+    assert static.description == "FP8 weights (a scale a tensor) and inputs (a static scale)"
     assert fp8.scheme_of(DOWN) == Fp8(1, 0, "token") and fp8.scheme_of(Q).bits == 4
 
 
@@ -194,7 +196,7 @@ def test_the_ready_line_names_the_format_and_scales_for_a_kv_cache(tmp_path, cap
         LLM(str(packed), device="cpu", **options).close()
     assert "tokens in FP8 with the checkpoint's scales (" in caplog.messages[-1]
     line = next(x for x in caplog.messages if "ready in" in x)
-    assert "INT4 weights, groups of 32, float32" in line
+    assert "INT4 weights (groups of 32), float32" in line
     assert "tokens (the checkpoint has scales for kv_cache_dtype='fp8') (" in line
     assert "0.1 M parameters" in line
 

@@ -207,5 +207,5 @@ def test_an_llm_runs_a_published_gptq_checkpoint(of, tmp_path):
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with LLM(tmp_path, device="cpu", num_kvcache_blocks=8, max_model_len=64) as llm:
         (output,) = llm.generate([TOKENS], params, use_tqdm=False)
-        assert llm.engine.runner.info.weight_format == "GPTQ INT4 weights, groups of 128"
+        assert llm.engine.runner.info.weight_format == "GPTQ INT4 weights (groups of 128)"
     assert output["token_ids"] == tokens[len(TOKENS) :]

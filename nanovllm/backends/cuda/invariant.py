@@ -115,7 +115,7 @@ def check_model(model: CausalLM, dtype: torch.dtype) -> None:
             kind = type(module).__name__.removeprefix("Fused")
             if isinstance(module, Quantised):
                 weight: Any = next(iter(module.packed.values()))
-                kind += f" ({weight.scheme.description})"
+                kind += f" with {weight.scheme.description}"
                 remedy = "use weights in bfloat16, or leave the option out"
             raise ValueError(
                 f"batch_invariant is True, but layer {name} is of class {kind}, whose results "

@@ -32,14 +32,15 @@ class Fp8:
     @property
     def description(self) -> str:
         """The format in words, for the line that an LLM logs when it is ready."""
-        scales = {(0, 0): "tensor", (1, 0): "row"}.get((self.rows, self.columns))
-        scales = scales or f"block of {self.rows} x {self.columns}"
-        if self.activations is None:
-            return f"FP8 weights, a scale a {scales}"
-        if self.activations == "tensor":
-            return f"FP8, a scale a {scales} and static ones of inputs"
-        inputs = {"token": "a token", "group": f"{self.columns} inputs"}
-        return f"FP8, a scale a {scales} and {inputs[self.activations]}"
+        part = {(0, 0): "tensor", (1, 0): "row"}.get((self.rows, self.columns))
+        weights = f"FP8 weights (a scale a {part or f'block of {self.rows} x {self.columns}'})"
+        inputs = {
+            None: "",
+            "token": " and inputs (a scale a token)",
+            "group": f" and inputs (a scale for each {self.columns})",
+            "tensor": " and inputs (a static scale)",
+        }
+        return weights + inputs[self.activations]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Integers:
         """The format in words, for the line that an LLM logs when it is ready."""
         name = {"gptq": "GPTQ ", "awq": "AWQ "}.get(self.layout, "")
         groups = f"groups of {self.group}" if self.group else "a scale a row"
-        return f"{name}INT{self.bits} weights, {groups}"
+        return f"{name}INT{self.bits} weights ({groups})"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Int8:
     The head is quantised, too, because it holds a good part of a small model's weights.
     """
 
-    description = "INT8, a scale a row and 32 inputs"
+    description = "INT8 weights (a scale a row) and inputs (a scale for each 32)"
 
 
 Scheme = Fp8 | Integers | Fp4 | Int8
@@ -145,7 +146,7 @@ class Quantization:
     def description(self) -> str:
         """The formats in words, for the line that an LLM logs when it is ready."""
         formats = {scheme.description for _, scheme in self.rules if scheme is not None}
-        return " and ".join(sorted(formats))
+        return ", ".join(sorted(formats))
 
 
 def read_quantization(
