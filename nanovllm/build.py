@@ -240,7 +240,7 @@ def check_batch_invariance(config: Config, device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(
             f"{why}device is {str(device)!r}: use a Hopper GPU, or leave the option out; in "
-            "float32 a CPU gives a prompt the same tokens in any batch without it"
+            "float32 a CPU gives a prompt the same tokens in any batch without the option"
         )
     if (major := torch.cuda.get_device_capability(device)[0]) != 9:
         raise ValueError(

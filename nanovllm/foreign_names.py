@@ -79,6 +79,9 @@ OPTIONS = {
     ),
     "attn_implementation": Foreign("use attention_backend"),
     "block_size": Foreign("use kvcache_block_size, a multiple of 16"),
+    "calculate_kv_scales": Foreign(
+        "leave it out, kv_cache_dtype='fp8' takes the checkpoint's scales, or 1", (None, False)
+    ),
     "compilation_config": Foreign("use kernels='compile', or enforce_eager for no CUDA graphs"),
     "cpu_offload_gb": Foreign("leave it out, weights stay where they are", (None, 0, 0.0)),
     "device_map": Foreign("use device, or tensor_parallel_size for several GPUs"),

@@ -77,6 +77,7 @@ def main():
         max_model_len=256,
         quantization=None,
         swap_space=0,
+        calculate_kv_scales=False,
         disable_log_stats=True,
         enable_chunked_prefill=True,
         seed=0,
