@@ -83,8 +83,8 @@ class LLM:
         """Complete prompts.
 
         Args:
-            prompts: Each prompt is text, token ids, or a dict that holds the one as "prompt" or
-                the other as "prompt_token_ids".
+            prompts: Each prompt is text, token ids, or a dict with the text as "prompt" or the
+                token ids as "prompt_token_ids".
             sampling_params: One for all prompts, or a list as long as `prompts`.
             use_tqdm: Whether to show progress; or a function that makes the bar, as tqdm does.
 

@@ -83,7 +83,7 @@ class CppIntegerWeight(IntegerWeight):
     def suits(plain: IntegerWeight) -> bool:
         """Tell whether the kernel can multiply by the weight: its groups must be of whole words.
 
-        With an `order`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
+        With a `g_idx`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
         rank's share begins inside a group, no kernel was written. Both stay plain.
         """
         begins_inside = plain.num_groups > 1 and plain.columns.start % plain.group

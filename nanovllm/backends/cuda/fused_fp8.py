@@ -73,7 +73,7 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
         codes, scales = (
             self.rows_of(parameter, slice(None), expert) for parameter in (self.codes, self.scales)
         )
-        # A group that another rank has the first columns of is a format that no kernel knows.
+        # No kernel knows a rank's share that begins within a group: 0 says so.
         group = 0 if self.columns.start % self.group else self.group
         if self.num_groups == 1:
             group = self.width

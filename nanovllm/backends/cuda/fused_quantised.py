@@ -72,9 +72,10 @@ def drop_copies(model: nn.Module) -> None:
 
 
 def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
-    """Return the matrix of the layer that inputs x [T, K] are for, if they may be quantised for it.
+    """Return the FP8 matrix by which the layer `reader` multiplies its inputs x [T, K].
 
-    None: the layer wants them as they are.
+    None: the layer has no such matrix, or takes inputs as they are. Otherwise the inputs may be
+    quantised for the matrix before the layer gets them.
     """
     if isinstance(reader, FusedQuantised):
         weight = reader.packed["weight"]
@@ -140,9 +141,10 @@ def packed_experts(weight: nn.Module) -> Any:
         return PackedExperts("int4", weight.codes, weight.scales, group, zeros=zeros)
     if isinstance(weight, Fp8Weight):
         how = weight.scheme.activations
-        is_shared = how == "token" and weight.is_split  # a scale of the inputs, among the ranks
+        # Ranks that split the columns must agree on the scale of a token's inputs.
+        needs_ranks = how == "token" and weight.is_split
         is_divisible = not has_groups or group % 32 == 0
-        if how == "tensor" or is_shared or weight.width % 2 or not is_divisible:
+        if how == "tensor" or needs_ranks or weight.width % 2 or not is_divisible:
             return None
         sharing = {"group": group, "token": weight.width, None: None}[how]
         return PackedExperts("e4m3", weight.codes, weight.scales, group, sharing, weight.block_rows)

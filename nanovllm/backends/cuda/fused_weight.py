@@ -6,7 +6,7 @@ from nanovllm.backends.quantised.packed import PackedWeight
 
 
 class FusedWeight(PackedWeight):
-    """A packed weight in the form that kernels read. It comes before the class of its format.
+    """A packed weight in the form that kernels read: a base before the class of its format.
 
     Kernels may want the codes in another order (woven), or read a tensor that is made of the scales
     (a copy). The runner calls these methods of all such weights of a model:
@@ -21,7 +21,10 @@ class FusedWeight(PackedWeight):
     """
 
     def await_weights(self) -> None:
-        """Let kernels be compiled before the weights are read; `arrange` must follow."""
+        """Choose the form of the codes, whose kernels are compiled before weights are read.
+
+        `arrange` must follow.
+        """
 
     def arrange(self) -> None:
         """Bring weights that were just read into the form of the kernels.

@@ -82,13 +82,11 @@ class PackedWeight(nn.Module):
 
     codes: nn.Parameter
     scales: nn.Parameter
-    # Names of parameters: those that `encode` makes of a plain weight, and those of which a plain
-    # weight says nothing, so that an update of the weights keeps them.
-    made: tuple[str, ...] = ("codes", "scales")
-    kept: tuple[str, ...] = ()
+    made: tuple[str, ...] = ("codes", "scales")  # parameters that `encode` makes of a plain weight
+    kept: tuple[str, ...] = ()  # parameters that an update by plain weights leaves as they are
     block_rows = 1  # rows, counted from the first, that share their scales; kernels rely on it
-    # Whether a row's results must not depend on the number of rows: kernels that cannot promise it
-    # must neither be chosen nor have the codes put into their order. See `use_packed_kernels`.
+    # Whether a token's results must not depend on the number of tokens (batch_invariant). Then no
+    # kernel is chosen that cannot promise this, and the codes are not put into its order.
     is_invariant = False
 
     def __init__(
@@ -112,7 +110,7 @@ class PackedWeight(nn.Module):
         # The groups that this rank's columns touch.
         self.groups = covering(self.columns, self.group)
         self.num_groups = self.groups.stop - self.groups.start
-        self.starts = sorted({piece.here.start for piece in pieces})
+        self.starts = sorted({piece.here.start for piece in pieces})  # the first row of each piece
 
     def copy_parameters(self, source: nn.Module) -> None:
         """Copy the parameters of another packed weight of the same format and sizes."""
@@ -146,8 +144,7 @@ class PackedWeight(nn.Module):
 
     def at(self, parameter: Tensor, piece: Piece) -> Tensor:
         """Return the rows of a parameter that belong to a piece."""
-        whole = parameter if piece.expert is None else parameter[piece.expert]
-        return whole[piece.here]
+        return self.rows_of(parameter, piece.here, piece.expert)
 
     def rows_of(self, parameter: Tensor, rows: slice, expert: int | None) -> Tensor:
         """Return rows of a parameter, or of an expert's part of it."""
