@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from os import fspath
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def choose_transform(config: Config, device: torch.device) -> Callable[[nn.Modul
 
         return compile_layers
     if config.kernels == "auto" and device.type == "cpu":
-        return use_cpu_layers
+        return partial(use_cpu_layers, plain_attention=config.attention_backend == "torch")
     return None
 
 

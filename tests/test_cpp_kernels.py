@@ -307,6 +307,14 @@ def test_greedy_output_with_cpp_kernels_equals_transformers(get_checkpoint, make
 
 
 @needs_compiler
+def test_plain_attention_stays_where_the_option_asks_for_it(checkpoint, make_llm):
+    llm = make_llm(attention_backend="torch")
+    layer = llm.engine.runner.model.model.layers[0]
+    assert llm.engine.runner.info.attention == "plain" and type(layer.mlp) is layers.CppGatedMLP
+    assert_greedy(llm, checkpoint)
+
+
+@needs_compiler
 def test_preemption_and_chunks_do_not_change_greedy_output_with_cpp_kernels(checkpoint, make_llm):
     llm = make_llm(num_kvcache_blocks=9, max_num_batched_tokens=16, overlap=True)
     assert_greedy(llm, checkpoint, max_tokens=60)

@@ -133,13 +133,15 @@ class PackedLMHead(Packed, ParallelLMHead):
         return linear(hidden, self.weight, None)
 
 
-def use_cpp(model: nn.Module) -> None:
+def use_cpp(model: nn.Module, plain_attention: bool = False) -> None:
     """Replace layers by those that call the C++ kernels, in place.
 
     Layers of other classes stay as they are. So do subclasses, because they compute something else.
+
+    plain_attention: whether attention layers stay as they are, too.
     """
     for module in model.modules():
-        if type(module) is SelfAttention:
+        if type(module) is SelfAttention and not plain_attention:
             suits = CppSelfAttention.suits(module)
             module.__class__ = CppSelfAttention if suits else CppDecodeAttention
         elif type(module) is GatedMLP and module.activation is F.silu:
