@@ -414,7 +414,7 @@ class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):
 
     @staticmethod
     def suits(plain: MixtureOfExperts) -> bool:
-        """Tell whether the kernels know both."""
+        """Tell whether the kernels know the shared expert, and the others."""
         assert isinstance(plain, SharedExpertMixture)
         return type(plain.shared_expert) is FusedGatedMLP and FusedMixtureOfExperts.suits(plain)
 
@@ -546,7 +546,7 @@ class FusedDecoder(Decoder):
 
     @cached_property
     def outline(self) -> list[FusedLayer]:
-        """The layers that a dry run runs. To find them in 48 layers takes 3 ms."""
+        """The layers that a dry run runs, found once: in 48 layers that takes 3 ms."""
         return layers_of_dry_run([layer for layer in self.layers if isinstance(layer, FusedLayer)])
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
@@ -611,8 +611,9 @@ class FusedDecoder(Decoder):
         # tensor_parallel/collectives.py.
         group: Any = self.embed_tokens.group
         if group.size > 1:
-            # The kernel that adds the residual to a sum, too, knows few rows alone, and does not
-            # round the sum before: so none or all rows may be summed by it.
+            # One kernel sums over the ranks, adds the residual and norms, but takes few rows alone,
+            # and rounds the sum only with the residual. So a row's bits depend on whether it is
+            # used, and thus on the number of rows.
             may_fuse = not self.products.is_invariant and after is None
             if may_fuse and norm is not None and not norm.zero_centered:
                 if (rows := group.shared_rows(x)) is not None:
