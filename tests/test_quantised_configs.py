@@ -56,6 +56,7 @@ BY_ROWS = INT4 | dict(strategy="channel", group_size=None)
         (FP8 | {"modules_to_not_convert": ["self_attn"]}, [DOWN], [Q]),
         (FP8 | {"modules_to_not_convert": ["model.layers.*.self_attn"]}, [DOWN], [Q]),
         (FP8 | {"modules_to_not_convert": None}, [Q, DOWN], []),
+        (FP8 | {"ignored_layers": ["model.layers.1.self_attn"]}, [DOWN], [Q]),
         (FP8 | {"modules_to_not_convert": [r"model\.layers\.(0|1)"]}, ["model.layers.10.x"], [Q]),
         (GPTQ | {"modules_in_block_to_quantize": [["mlp.down_proj"]]}, [DOWN], [Q]),
         (AWQ | {"modules_to_not_convert": ["gate"]}, ["mlp.gate_proj"], ["mlp.gate", "gate.x"]),
@@ -122,6 +123,16 @@ def test_a_layer_left_plain_is_read_as_it_is(tmp_path):
     assert kinds == ["RowParallelLinear", "ParallelLMHead"]
     of_checkpoint = tensors_of(plain)[f"{DOWN}.weight"]
     assert torch.equal(model.model.layers[1].mlp.down_proj.weight, of_checkpoint)
+
+
+def test_static_fp8_of_autofp8_is_read_by_its_own_names(tmp_path):
+    """The tensors are those of compressed-tensors."""
+    pack, config, _ = FORMATS["fp8-static"]
+    _, packed = make_pair(tmp_path, DENSE, pack, config)
+    want = logits_of(load(packed))
+    autofp8 = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    change_config(packed, quantization_config=autofp8)
+    assert torch.equal(logits_of(load(packed)), want)
 
 
 W8A8 = dict(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)

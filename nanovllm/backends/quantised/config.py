@@ -225,6 +225,8 @@ def read_fp8(config: dict[str, Any]) -> Rules:
     )
     block = config.get("weight_block_size")
     names = dict(scale_name="weight_scale_inv", input_scale_name="activation_scale")
+    if block is None and "ignored_layers" in config:
+        names = {}  # AutoFP8 made the checkpoint, and gives scales of tensors the usual names
     if block is None:
         fp8 = Fp8(0, 0, "tensor" if scheme == "static" else "token", **names)
     elif not is_block(block):
@@ -233,7 +235,8 @@ def read_fp8(config: dict[str, Any]) -> Rules:
         refuse("activation_scheme", scheme, "blocks of weights need dynamic")
     else:
         fp8 = Fp8(block[0], block[1], "group", **names)
-    return [*left_plain(config, "modules_to_not_convert"), (everything, fp8)]
+    plain = [*left_plain(config, "modules_to_not_convert"), *left_plain(config, "ignored_layers")]
+    return [*plain, (everything, fp8)]
 
 
 def read_gptq(config: dict[str, Any]) -> Rules:
