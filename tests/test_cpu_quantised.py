@@ -145,7 +145,9 @@ def test_integer_kernels_multiply_by_the_numbers_that_the_codes_stand_for(
     for rows in (1, 2, 3, 4, 8, 21):
         x, bias = torch.randn(rows, shape[1]), torch.randn(shape[0])
         want, out = x.double() @ numbers.T + bias.double(), fast(x, bias)
-        assert (out - want).norm() < 2e-6 * want.norm()
+        # The summands may nearly cancel each other, so their sizes are the measure.
+        sizes = x.double().abs() @ numbers.abs().T + bias.double().abs()
+        assert (out - want).norm() < 4e-7 * sizes.norm()
         assert torch.equal(out, torch.cat([fast(row, bias) for row in x.split(1)]))
 
 
