@@ -28,6 +28,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
+    admit_next,
     arrivals,
     can_overlap,
     has_large_shared_memory,
@@ -264,14 +265,9 @@ def _product_kernel(
             prefetch(weight, n * BLOCK_N, K, begin, last, BLOCK_N, BLOCK_K)
             if GATED:
                 prefetch(weight, N + n * BLOCK_N, K, begin, last, BLOCK_N, BLOCK_K)
-        if PDL and LEAD > 0:
-            tl.extra.cuda.gdc_wait()  # the next kernel starts later
-        else:
-            wait_for_inputs(PDL)
+        wait_for_inputs(PDL, LATE=LEAD > 0)
         for k in range(begin, end, BLOCK_K):
-            if PDL and LEAD > 0:
-                if end - k <= LEAD:
-                    tl.extra.cuda.gdc_launch_dependents()
+            admit_next(end - k, LEAD, PDL)
             inputs = x_tiles.load([m * BLOCK_M, k])
             if PAIRED:
                 weights = w_tiles.load([0, n * BLOCK_N, k]).reshape(WIDTH, BLOCK_K)

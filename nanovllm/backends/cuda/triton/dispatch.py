@@ -8,9 +8,13 @@ Until its own call, a kernel overlaps with the one before, so it may only read m
 writes, that is, weights. The call returns when the kernel before has ended and its writes are
 visible. As that kernel waited too, all earlier kernels have ended as well. In a kernel launched
 with `**overlap(x)`, every program must call `wait_for_inputs`. Two exceptions: a kernel of long
-programs may let the next kernel start later, as decode_gemm.py does if a tiling has a lead; and in
-woven_token.py a kernel waits first, so that the next one may also read early what was written
-before.
+programs may let the next kernel start later, by `admit_next` or at its end; and in woven_token.py a
+kernel waits first, so that the next one may also read early what was written before.
+
+A late start saves time where kernels that wait hold shared memory, so that those before them are
+spread unevenly over the multiprocessors, or where a product evicts from the cache what they have
+prefetched. It costs time where the next kernel would have prefetched more. Only whole decode steps
+show which is more.
 
 Each forward pass begins with the embedding, a kernel of PyTorch. It is not launched early, so the
 kernels before it have ended when it starts. In a decode step, a layer's kernel may therefore also
@@ -169,8 +173,23 @@ def needs_register_limit(device: torch.device) -> bool:
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, and wait until the kernels before this one have ended."""
+def wait_for_inputs(PDL: tl.constexpr, LATE: tl.constexpr = False):
+    """Let the next kernel start, and wait until the kernels before this one have ended.
+
+    LATE: let the next kernel start later: when all programs have called `admit_next` or ended.
+    """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not LATE:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def admit_next(left, LEAD: tl.constexpr, PDL: tl.constexpr):
+    """Let the next kernel start if a program has no more than LEAD inputs left. 0: do nothing.
+
+    A program calls this function in each step: all calls but the first do no more.
+    """
+    if PDL and LEAD > 0:
+        if left <= LEAD:
+            tl.extra.cuda.gdc_launch_dependents()
