@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
+    admit_next,
     arrivals,
     gpu,
     has_large_shared_memory,
@@ -39,6 +40,10 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
 from nanovllm.backends.cuda.triton.prefill_gemm import place
 
 PREFETCH = 1024  # inputs whose weights each program asks for before its inputs are ready
+# A program lets the next kernel start when it has so many inputs left. On an H200 (torch 2.11,
+# Triton 3.6), decode steps of Qwen3-8B with 4 and 16 rows took 5.6 and 1.8 % less time than if the
+# next kernel might start at once. With 512 inputs, it was 5.0 % less and 0.5 % more.
+LEAD = 256
 CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
 COLUMN = tl.constexpr(8)  # of tiles: see `place`
 
@@ -182,7 +187,7 @@ def multiply(
         matrix.scales.shape[1] > 1,
         x.scales is not None and x.scales.shape[0] > 1,
         is_uniform,
-        *(t.block_m, t.block_n, block_k, t.splits, t.swap, PREFETCH),
+        *(t.block_m, t.block_n, block_k, t.splits, t.swap, PREFETCH, LEAD),
         # Others lack the tensor memory accelerator, or spill where they use it.
         has_large_shared_memory(out.device) and gpu(out.device).capability >= (9, 0),
         num_warps=t.warps,
@@ -245,6 +250,7 @@ def _linear_kernel(
     SPLITS: tl.constexpr,
     SWAP: tl.constexpr,
     PREFETCH: tl.constexpr,
+    LEAD: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -260,13 +266,14 @@ def _linear_kernel(
     end = tl.minimum(begin + steps * BLOCK_K, K)
     if PDL and m == 0:
         prefetch(weight, n * BLOCK_N, N, K, begin, tl.minimum(begin + PREFETCH, end), BLOCK_N)
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL, LATE=LEAD > 0)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_N], tl.float32)
     # Scales are loaded a step ahead, so that no step waits for them.
     group = tl.minimum(begin // GROUP, G - 1)
     x_scale = _x_scale_at(x_scales, row, M, group, X_GROUPED)
     w_scale = _w_scale_at(w_scales, n * BLOCK_N, N, G, group, W_GROUPED, UNIFORM, BLOCK_N)
     for k in range(begin, end, BLOCK_K):
+        admit_next(end - k, LEAD, PDL)
         group = tl.minimum((k + BLOCK_K) // GROUP, G - 1)
         next_x_scale = _x_scale_at(x_scales, row, M, group, X_GROUPED)
         next_w_scale = _w_scale_at(w_scales, n * BLOCK_N, N, G, group, W_GROUPED, UNIFORM, BLOCK_N)
