@@ -62,24 +62,25 @@ class WovenExperts(NamedTuple):
 class Tile(NamedTuple):
     """The tiling of a product: how it is cut into programs."""
 
-    rows: int  # pairs of token and expert: a power of 2, or the sum of two
+    rows: int  # pairs of token and expert: a power of 2
     warps: int
     units: int  # a tile has 16 outputs a warp for each unit
     stages: int  # steps that are in shared memory or on their way
     splits: int = 1  # programs that share the columns of the second product
     registers: int | None = None  # at most, of a thread
+    few: int = 0  # 0, or a power of 2: programs with at most so many pairs compute no more
 
 
 # Tiles by the greatest number of pairs for each expert. They were measured (Triton 3.6) with
-# gpt-oss-20b's shape: at 1 to 64 pairs on an H200, at 0.125, 0.5, 256 and 2,048 pairs on an H100.
-# Up to 40 pairs, the limits between these numbers leave few experts with a second tile.
+# gpt-oss-20b's shape: at 1 to 256 pairs on an H200, at 0.125, 0.5 and 2,048 pairs on an H100. Up to
+# 13 pairs, the limits leave few experts with a second tile. 5 and 9 stages divide the shape's 45
+# steps; with 6, three more would be computed with weights of 0.
 TILES = (
     (0.2, Tile(8, warps=4, units=1, stages=6, splits=2)),
-    (4, Tile(8, warps=4, units=1, stages=6)),
-    (13, Tile(16, warps=4, units=1, stages=6)),
-    (26, Tile(32, warps=4, units=2, stages=5)),
-    (40, Tile(48, warps=4, units=2, stages=5, registers=168)),
-    (80, Tile(64, warps=4, units=1, stages=5)),
+    (4, Tile(8, warps=4, units=1, stages=9)),
+    (13, Tile(16, warps=4, units=1, stages=5)),
+    (20, Tile(32, warps=4, units=2, stages=5)),
+    (80, Tile(64, warps=4, units=2, stages=5, registers=168, few=32)),
     (512, Tile(128, warps=8, units=1, stages=5, registers=128)),
     (float("inf"), Tile(256, warps=8, units=1, stages=5)),
 )
@@ -197,10 +198,9 @@ def multiply_woven(
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
     splits = 1 if is_gated else tile.splits
     parts = triton.cdiv(outputs, BLOCK_ROWS * tile.warps * tile.units)
-    block_m = 1 << tile.rows.bit_length() - 1  # Triton's tensors have a power of 2 of rows
     _woven_experts_kernel[(max_tiles * parts, splits)](
         *(x, weight.codes, weight.scales, bias, order, runs, out, alpha, limit),
-        *(top_k, outputs, inputs, is_gated, block_m, tile.rows - block_m, tile.warps, tile.units),
+        *(top_k, outputs, inputs, is_gated, tile.rows, tile.few, tile.warps, tile.units),
         *(tile.stages, splits),
         num_warps=tile.warps,
         maxnreg=tile.registers,
@@ -282,8 +282,7 @@ def _fetch(codes_at, scales_at, exists, x_at, inside, step, is_wanted, codes, sc
     exists = exists & is_wanted
     fetch(codes, codes_at + step * 128, mask=gl.expand_dims(exists, 1))
     fetch(scales, scales_at + step * 8, mask=exists)
-    for i in gl.static_range(len(inputs)):
-        fetch(inputs[i], x_at[i] + step * 64, mask=inside[i] & is_wanted)
+    fetch(inputs, x_at + step * 64, mask=inside & is_wanted)
     async_copy.commit_group()
 
 
@@ -313,22 +312,12 @@ def _wait(sums, weights):
 
 
 @gluon.jit
-def _begin(weights, inputs, acc):
-    """Begin to add weights [16 W, 64] times inputs [M, 64] to sums [16 W, M]."""
-    # The registers stay the same, but their type depends on that of the sums.
-    A: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    weights = gl.convert_layout(weights, A, assert_trivial=True)
-    return warpgroup_mma(weights, inputs.permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
 def _multiply(weights, inputs, sums, UNIT_: gl.constexpr):
-    """Begin to add a unit's weights times the inputs to the unit's sums."""
-    PARTS: gl.constexpr = len(inputs)
+    """Begin to add weights [16 W, 64] times inputs [M, 64] to a unit's sums [16 W, M]."""
     new = gl.tuple(())
     for i in gl.static_range(len(sums)):
-        if i // PARTS == UNIT_:
-            new += (_begin(weights, inputs[i % PARTS], sums[i]),)
+        if i == UNIT_:
+            new += (warpgroup_mma(weights, inputs.permute((1, 0)), sums[i], is_async=True),)
         else:
             new += (sums[i],)
     return new
@@ -406,6 +395,104 @@ def _store(
 
 
 @gluon.jit
+def _multiply_tile(
+    x,
+    codes,
+    scales,
+    bias,
+    order,
+    out,
+    alpha,
+    limit,
+    expert,
+    first,
+    end,
+    part,
+    K: gl.constexpr,
+    OUT: gl.constexpr,
+    IN: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    WARPS: gl.constexpr,
+    UNITS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    """Multiply 16 * WARPS * UNITS rows of an expert's weights by at most BLOCK_M pairs."""
+    BLOCKS: gl.constexpr = OUT // 16
+    STEPS: gl.constexpr = IN // 64
+    AHEAD: gl.constexpr = STAGES - 2
+    THREADS: gl.constexpr = 32 * WARPS
+    dtype: gl.constexpr = x.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    # A thread copies the words and scales that it reads later.
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    IN_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Each stage has memory of its own: then the compiler knows that copies of different stages do
+    # not meet, and adds no barriers.
+    codes_of = gl.tuple(())
+    scales_of = gl.tuple(())
+    inputs = gl.tuple(())
+    for _ in gl.static_range(STAGES):
+        codes_of += (gl.allocate_shared_memory(gl.int32, [UNITS * THREADS, 4], FLAT),)
+        scales_of += (gl.allocate_shared_memory(gl.int32, [UNITS * THREADS], LINE),)
+        inputs += (gl.allocate_shared_memory(dtype, [BLOCK_M, 64], IN_SHARED),)
+    block = part * (WARPS * UNITS)
+    thread = gl.arange(0, UNITS * THREADS, layout=gl.SliceLayout(1, WORDS))
+    record = (expert * BLOCKS + block + thread // 32) * STEPS
+    exists = block + thread // 32 < BLOCKS
+    word = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)), 0)
+    codes_at = codes + gl.expand_dims(record * 128 + thread % 32 * 4, 1) + word
+    scales_at = scales + record * 8 + thread % 32 // 4
+    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPY))
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY))
+    OF_TOKENS: gl.constexpr = K if GATED else 0
+    x_at, inside = _sources(first, end, order, x, row, column, OF_TOKENS, IN)
+    sums = gl.tuple(())
+    for _ in gl.static_range(UNITS):
+        sums += (gl.zeros([16 * WARPS, BLOCK_M], gl.float32, MMA),)
+    split = gl.program_id(1) if SPLITS > 1 else 0
+    begin = split * STEPS // SPLITS
+    end_step = (split + 1) * STEPS // SPLITS
+    for i in gl.static_range(AHEAD):
+        step = begin + i
+        _fetch(
+            *(codes_at, scales_at, exists, x_at, inside, step, step < end_step),
+            *(codes_of[i], scales_of[i], inputs[i]),
+        )
+    weights = gl.zeros([16 * WARPS, 64], gl.bfloat16, A)
+    for start in range(begin, end_step, STAGES):
+        for i in gl.static_range(STAGES):
+            async_copy.wait_group(AHEAD - 1)
+            # All threads are done with the step before the last one, so its place is free.
+            fence_async_shared()
+            step = start + i + AHEAD
+            _fetch(
+                *(codes_at, scales_at, exists, x_at, inside, step, step < end_step),
+                *(codes_of[(i + AHEAD) % STAGES], scales_of[(i + AHEAD) % STAGES]),
+                inputs[(i + AHEAD) % STAGES],
+            )
+            for u in gl.static_range(UNITS):
+                words = codes_of[i].slice(u * THREADS, THREADS).load(WORDS)
+                scale = scales_of[i].slice(u * THREADS, THREADS)
+                new = _weights(words, scale.load(gl.SliceLayout(1, WORDS)), WARPS, A)
+                sums = _wait(sums, weights)
+                weights = new
+                sums = _multiply(weights, inputs[i], sums, u)
+    sums = _wait(sums, weights)
+    async_copy.wait_group(0)  # results pass through the memory that the last copies fill with 0
+    for u in gl.static_range(UNITS):
+        _store(
+            *(sums[u], bias, expert, order, out, first, end, block + u * WARPS, split),
+            *(alpha, limit, OUT, GATED, SPLITS),
+        )
+
+
+@gluon.jit
 def _woven_experts_kernel(
     x,
     codes,
@@ -421,104 +508,27 @@ def _woven_experts_kernel(
     IN: gl.constexpr,
     GATED: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    MORE: gl.constexpr,
+    FEW: gl.constexpr,
     WARPS: gl.constexpr,
     UNITS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Multiply 16 * WARPS * UNITS rows of an expert's weights by a tile of BLOCK_M + MORE pairs."""
+    """Multiply 16 * WARPS * UNITS rows of an expert's weights by a tile of BLOCK_M pairs."""
     if PDL:
         run("griddepcontrol.launch_dependents;")
         run("griddepcontrol.wait;")
-    BLOCKS: gl.constexpr = OUT // 16
-    PARTS: gl.constexpr = (BLOCKS + WARPS * UNITS - 1) // (WARPS * UNITS)
-    STEPS: gl.constexpr = IN // 64
-    AHEAD: gl.constexpr = STAGES - 2
-    THREADS: gl.constexpr = 32 * WARPS
-    dtype: gl.constexpr = x.dtype.element_ty
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    # A thread copies the words and scales that it reads later.
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    IN_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    PARTS: gl.constexpr = (OUT // 16 + WARPS * UNITS - 1) // (WARPS * UNITS)
     tile, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     if tile < gl.load(runs):
         runs += (1 + tile) * 3
         expert, first, end = gl.load(runs).to(gl.int64), gl.load(runs + 1), gl.load(runs + 2)
-        # Each stage has memory of its own: then the compiler knows that copies of different stages
-        # do not meet, and adds no barriers.
-        codes_of = gl.tuple(())
-        scales_of = gl.tuple(())
-        inputs = gl.tuple(())
-        for _ in gl.static_range(STAGES):
-            codes_of += (gl.allocate_shared_memory(gl.int32, [UNITS * THREADS, 4], FLAT),)
-            scales_of += (gl.allocate_shared_memory(gl.int32, [UNITS * THREADS], LINE),)
-            of_rows = gl.tuple((gl.allocate_shared_memory(dtype, [BLOCK_M, 64], IN_SHARED),))
-            if MORE:
-                of_rows += (gl.allocate_shared_memory(dtype, [MORE, 64], IN_SHARED),)
-            inputs += (of_rows,)
-        block = part * (WARPS * UNITS)
-        thread = gl.arange(0, UNITS * THREADS, layout=gl.SliceLayout(1, WORDS))
-        record = (expert * BLOCKS + block + thread // 32) * STEPS
-        exists = block + thread // 32 < BLOCKS
-        word = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)), 0)
-        codes_at = codes + gl.expand_dims(record * 128 + thread % 32 * 4, 1) + word
-        scales_at = scales + record * 8 + thread % 32 // 4
-        row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, COPY))
-        column = gl.arange(0, 64, layout=gl.SliceLayout(0, COPY))
-        OF_TOKENS: gl.constexpr = K if GATED else 0
-        at, valid = _sources(first, end, order, x, row, column, OF_TOKENS, IN)
-        x_at, inside = gl.tuple((at,)), gl.tuple((valid,))
-        if MORE:
-            more_row = BLOCK_M + gl.arange(0, MORE, layout=gl.SliceLayout(1, COPY))
-            at, valid = _sources(first, end, order, x, more_row, column, OF_TOKENS, IN)
-            x_at += (at,)
-            inside += (valid,)
-            MORE_MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MORE, 16])
-        sums = gl.tuple(())
-        for _ in gl.static_range(UNITS):
-            sums += (gl.zeros([16 * WARPS, BLOCK_M], gl.float32, MMA),)
-            if MORE:
-                sums += (gl.zeros([16 * WARPS, MORE], gl.float32, MORE_MMA),)
-        split = gl.program_id(1) if SPLITS > 1 else 0
-        begin = split * STEPS // SPLITS
-        end_step = (split + 1) * STEPS // SPLITS
-        for i in gl.static_range(AHEAD):
-            step = begin + i
-            _fetch(
-                *(codes_at, scales_at, exists, x_at, inside, step, step < end_step),
-                *(codes_of[i], scales_of[i], inputs[i]),
-            )
-        weights = gl.zeros([16 * WARPS, 64], gl.bfloat16, A)
-        for start in range(begin, end_step, STAGES):
-            for i in gl.static_range(STAGES):
-                async_copy.wait_group(AHEAD - 1)
-                # All threads are done with the step before the last one, so its place is free.
-                fence_async_shared()
-                step = start + i + AHEAD
-                _fetch(
-                    *(codes_at, scales_at, exists, x_at, inside, step, step < end_step),
-                    *(codes_of[(i + AHEAD) % STAGES], scales_of[(i + AHEAD) % STAGES]),
-                    inputs[(i + AHEAD) % STAGES],
-                )
-                for u in gl.static_range(UNITS):
-                    words = codes_of[i].slice(u * THREADS, THREADS).load(WORDS)
-                    scale = scales_of[i].slice(u * THREADS, THREADS)
-                    new = _weights(words, scale.load(gl.SliceLayout(1, WORDS)), WARPS, A)
-                    sums = _wait(sums, weights)
-                    weights = new
-                    sums = _multiply(weights, inputs[i], sums, u)
-        sums = _wait(sums, weights)
-        async_copy.wait_group(0)  # results pass through the memory that the last copies fill with 0
-        for u in gl.static_range(UNITS):
-            for p in gl.static_range(len(x_at)):
-                _store(
-                    *(sums[u * len(x_at) + p], bias, expert, order, out),
-                    *(first + p * BLOCK_M, end, block + u * WARPS, split, alpha, limit),
-                    *(OUT, GATED, SPLITS),
-                )
+        # With uneven routing, some experts fill large tiles, and the tensor cores need not multiply
+        # by the rows that others lack.
+        given = (x, codes, scales, bias, order, out, alpha, limit, expert, first, end, part)
+        if FEW > 0:
+            if end - first <= FEW:
+                _multiply_tile(*given, K, OUT, IN, GATED, FEW, WARPS, UNITS, STAGES, SPLITS)
+        if end - first > FEW:
+            _multiply_tile(*given, K, OUT, IN, GATED, BLOCK_M, WARPS, UNITS, STAGES, SPLITS)
