@@ -404,11 +404,12 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             continue
         yield f"{name} {tokens} of 128", partial(run, tokens, 128, 8, 2048, 768)
         yield f"{name} {tokens} of 32 clamped", partial(run, tokens, 32, 4, 2880, 2880, clamped)
-    # The widest rows that the kernels of one token take.
-    yield "decode 1 of 8 wide in FP8", partial(run, 1, 8, 2, 16384, 512, None, packings["FP8"][0])
+    # One token has kernels of its own. The width is that of DeepSeek-V3, and the other one the most
+    # that the kernels take.
+    yield "decode 1 of 8 wide in FP8", partial(run, 1, 8, 2, 7168, 512, None, packings["FP8"][0])
     make, sizes = packings["woven MXFP4"]
     yield "decode 1 of 8 wide in woven MXFP4", partial(run, 1, 8, 2, 4096, 4096, clamped, make)
-    # One token has kernels of its own: for two, programs share the columns.
+    # For two tokens, programs share the columns.
     case = partial(run, 2, 128, 4, 2880, 2880, clamped, make)
     yield "decode 2 of 128 experts in woven MXFP4", case
     for name, tokens in (("decode", 160), ("prefill", 512), ("prefill", 1024), ("prefill", 8192)):

@@ -30,7 +30,7 @@ from nanovllm.layers.moe import ClampedSwiGLU
 # Bytes of weights that a program loads, rows being rounded up to powers of 2: in Qwen3-30B-A3B, two
 # results. Programs of four took as long on an H200.
 PROGRAM_BYTES = 8192
-MOST_BYTES = 32768  # a thread holds 256 of them in registers
+MOST_BYTES = 16384  # a thread holds 128 of them in registers
 
 
 def suits(x: Tensor, gate_up: PackedExperts) -> bool:
