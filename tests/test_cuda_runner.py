@@ -4,6 +4,7 @@ whoever had a batch slot before.
 
 import inspect
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,3 +132,29 @@ def test_steps_launch_no_attention_kernel_that_the_start_does_not_launch(
     seen = {kind for kind in launched if kind[0] in of_attention}
     assert {kind[0] for kind in seen} == of_attention
     assert seen <= at_start
+
+
+def test_a_start_launches_attention_with_blocks_that_exist_whoever_had_blocks_before(two):
+    runner = two[0].engine.runner
+    runner.batch_state.block_tables.fill_(99)  # while weights load, the cache has one block
+    layer = runner.attention_layers[0]
+    seen = []
+
+    def recorded(attend):
+        def call(q, kv, *args, **kwargs):
+            tables = [x.block_tables for x in (kv, *args) if hasattr(x, "block_tables")]
+            seen.extend(x for x in tables if x is not None)
+            return attend(q, kv, *args, **kwargs)
+
+        return call
+
+    plain = layer.backend
+    layer.backend = replace(plain, prefill=recorded(plain.prefill), decode=recorded(plain.decode))
+    try:
+        with torch.inference_mode():
+            runner._run_attention(layer)
+    finally:
+        layer.backend = plain
+        runner.batch_state.block_tables.zero_()
+    assert seen
+    assert all((tables == 0).all() for tables in seen)

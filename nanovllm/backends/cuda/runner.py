@@ -221,7 +221,8 @@ class CUDAModelRunner(ModelRunner):
 
         The prompts are a short one, a longer one, and one with a cached part.
         """
-        tables = self.batch_state.block_tables
+        # Before a level-2 sleep, sequences had blocks that the cache of this run does not have.
+        tables = torch.zeros_like(self.batch_state.block_tables[:1])
         width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
         options: dict[str, Any] = dict(dtype=self.dtype, device=self.device)
 
@@ -231,17 +232,16 @@ class CUDAModelRunner(ModelRunner):
             with forward_context(metadata):
                 layer.heads(torch.zeros(length, width, **options), positions=ints[0])
 
-        cached = tables[:1]
-        kinds = [(32, None), (512, None), (512, cached)]
+        kinds = [(32, None), (512, None), (512, tables)]
         for length, table in [(min(n, self.max_model_len), table) for n, table in kinds]:
             ends = torch.tensor([0, length], dtype=torch.int32, device=self.device)
             run(length, PrefillMetadata(ends, ends, length, length, table))
         if self._backend.takes_tiles:
-            run(length, TiledPrefill(ends, ends, 0, 0, cached, tile_queries(ends, 8)))
+            run(length, TiledPrefill(ends, ends, 0, 0, tables, tile_queries(ends, 8)))
         for size in self.decode_sizes:
             q = torch.zeros(size, layer.num_heads, layer.head_dim, **options)
             lens = torch.ones(size, dtype=torch.int32, device=self.device)
-            kv = PagedKV(layer.kv_cache, tables[:1].repeat(size, 1), lens)
+            kv = PagedKV(layer.kv_cache, tables.repeat(size, 1), lens)
             layer.backend.decode(q, kv, layer.options)
             if size >= MIN_SHARING and not self.config.batch_invariant:
                 layer.backend.decode(q, kv, layer.options, shared_prefix_len=self._shared_len)
