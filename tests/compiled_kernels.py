@@ -189,11 +189,13 @@ def run_all() -> None:
     decode_attention.decode_attention(q, kv, AttentionOptions(0.125))
     norms = new(HEAD_DIM), new(HEAD_DIM)
     cos_sin = new(1024, HEAD_DIM, dtype=torch.float32)
-    how = decode_attention.NormRopeStore(*norms, 1e-6, cos_sin, ints, ints.clone())
-    # Contexts of so many splits that a tile is loaded early, and shorter ones.
-    for width in (64, 8):
-        kv = PagedKV(cache, new(rows, width, dtype=torch.int32), state.context_lens[:rows])
-        decode_attention.decode_attention_of_qkv(heads, kv, AttentionOptions(0.125), how)
+    # So many sequences that a program asks for a tile of keys and values early, and one more.
+    for count in (decode_attention.EARLY_ROWS, decode_attention.EARLY_ROWS + 1):
+        places = new(count, dtype=torch.int64), new(count, dtype=torch.int64)
+        how = decode_attention.NormRopeStore(*norms, 1e-6, cos_sin, *places)
+        kv = PagedKV(cache, new(count, 64, dtype=torch.int32), state.context_lens[:count])
+        qkv = new(count, heads.shape[1])
+        decode_attention.decode_attention_of_qkv(qkv, kv, AttentionOptions(0.125), how)
     moe.moe(
         x,
         new(rows, 8),

@@ -36,7 +36,7 @@ TESTS = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What compiled_kernels.py finds."""
+    """Compile the kernels that may start early, and find what each does before it waits."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS)])
     command = [sys.executable, "-W", "ignore", str(TESTS / "compiled_kernels.py")]
