@@ -102,14 +102,14 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
     rows, (outputs, inputs) = len(x.codes), matrix.codes.shape
     processors = num_processors(matrix.codes.device)
     has_room = has_large_shared_memory(matrix.codes.device)
-    if 16 < rows <= 64 and has_room and matrix.activations is not None:
+    has_fp8_inputs = matrix.activations is not None
+    if 16 < rows <= 64 and has_room and has_fp8_inputs:
         return _tiling_of_all_rows(rows, outputs, inputs, processors)
     block_m = 16 if rows <= 16 else 64
     is_wide = rows <= 16 or rows > 128 or outputs > 8192 or rows > 64 and inputs > 8192
     block_n = 128 if is_wide and has_room else 64
     tiles = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
-    is_fp8 = matrix.activations is not None
-    if rows > 64 and block_n == 128 and tiles * 2 <= processors and is_fp8:
+    if rows > 64 and block_n == 128 and tiles * 2 <= processors and has_fp8_inputs:
         return Tiling(block_m, block_n, _shares(tiles, inputs, processors), 4, 6)
     splits = 1
     # A program of few columns ends early. More programs than fit would wait for others.

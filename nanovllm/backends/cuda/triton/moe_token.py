@@ -19,10 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton import e4m3
-from nanovllm.backends.cuda.triton.dispatch import (
-    overlap,
-    wait_for_inputs,
-)
+from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import PackedExperts, Rows
 from nanovllm.layers.moe import ClampedSwiGLU
