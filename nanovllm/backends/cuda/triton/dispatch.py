@@ -11,10 +11,10 @@ with `**overlap(x)`, every program must call `wait_for_inputs`. Two exceptions: 
 programs may let the next kernel start later, by `admit_next` or at its end; and in woven_token.py a
 kernel waits first, so that the next one may also read early what was written before.
 
-A late start saves time where kernels that wait hold shared memory, so that those before them are
-spread unevenly over the multiprocessors, or where a product evicts from the cache what they have
-prefetched. It costs time where the next kernel would have prefetched more. Only whole decode steps
-show which is more.
+A late start saves time after some products, and costs time after others: only whole decode steps
+show which. Probably it saves time where kernels that wait hold shared memory, so that those before
+them are spread unevenly over the multiprocessors, or where a product evicts from the cache what
+they have prefetched. Neither cause was measured by itself.
 
 Each forward pass begins with the embedding, a kernel of PyTorch. It is not launched early, so the
 kernels before it have ended when it starts. In a decode step, a layer's kernel may therefore also

@@ -57,12 +57,11 @@ FEW_ROWS = 64  # up to so many, decode_gemm.py is as fast as cuBLAS
 FEW_ROWS_STAGES = 6  # steps of 128 inputs that a program of few rows fetches in advance
 SHARED_STAGES = 4  # the same, so that a multiprocessor runs two programs at a time
 LONG_INPUTS = 8192  # with more, more programs are faster, though each has fewer outputs
-# A program of few rows lets the next kernel start when it has so many inputs left. Kernels that
-# wait hold shared memory, so that those before them are spread unevenly over the multiprocessors,
-# and a product of much weight evicts from the cache what they have prefetched. Measured on an H200
-# with one row: a layer of Qwen3-8B took 122.2 us if the next kernel might start at once, 113.0 us
-# with this lead, and 120.0 us with 2,048 inputs; one of 30B-A3B took 59.7, 54.4 and 55.0 us (torch
-# 2.11, Triton 3.6, before gates had the tiles of `_turned_tiling`).
+# A program of few rows lets the next kernel start when it has so many inputs left: dispatch.py says
+# why that may be faster. On an H200, a layer of Qwen3-8B with one row took 122.2 us if the next
+# kernel might start at once, 113.0 us with this lead, and 120.0 us with 2,048 inputs; one of
+# 30B-A3B took 59.7, 54.4 and 55.0 us (torch 2.11, Triton 3.6, before gates had the tiles of
+# `_turned_tiling`).
 LEAD = 512
 CHAINS = 8  # of a weight that has several
 WHOLE_ROWS = 16  # rows of x that a program takes at once, with all of their inputs
