@@ -26,9 +26,11 @@ from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy
 
 # Pacing never holds the number of decoding sequences below this. A decode step takes the time to
 # read the weights, or the time to multiply by them if that is longer; where the two meet depends on
-# the device's ratio of FLOP/s to bytes/s. Measured with an 8B model and short contexts, at 4.3 TB/s
-# and 790 TFLOP/s: 5.4 ms a step for 64 sequences, 5.8 for 160, 6.7 for 192, 7.3 for 256.
-MIN_RUNNING = 160
+# the device, the format of the weights and the kernels. Measured on an H200 with `bench`, in
+# seconds, with at least 160, 192 and 256 sequences: Qwen3-8B 13.27, 13.37, 13.58; in FP8 11.8,
+# 11.28, 11.28; in INT4 13.57, 13.67, 13.69; Qwen3-0.6B 4.71, 4.66, 4.70; Qwen3-30B-A3B in FP8
+# 14.34, 14.15, 14.20; gpt-oss-20b in MXFP4 8.22, 8.14, 8.20.
+MIN_RUNNING = 192
 
 # Prompts of this many tokens keep a device busy for longer than the host takes to launch them.
 GROUP_TOKENS = 4096
