@@ -319,7 +319,7 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     def run(rows, outputs, inputs, group, bits, gated):
         codes = new(outputs, inputs * bits // 32, dtype=torch.int32)
         factors = new(inputs // group, outputs, dtype=torch.int32)
-        woven = packed_linear.takes_woven(META, bits, group, inputs)
+        woven = packed_linear.takes_woven(META, bits, group, outputs, inputs)
         weight = packed_linear.PackedTensors(codes, factors, bits, group, inputs, woven)
         x = new(rows, inputs, dtype=dtype)
         if gated:
@@ -327,9 +327,9 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         else:
             products.linear_int(x, weight, new(outputs, dtype=dtype))
 
-    def run_woven(outputs, inputs):
-        if packed_linear.takes_woven(META, 4, 128, inputs):
-            run(1, outputs, inputs, 128, 4, False)
+    def run_woven(rows, outputs, inputs):
+        if packed_linear.takes_woven(META, 4, 128, outputs, inputs):
+            run(rows, outputs, inputs, 128, 4, False)
 
     for rows in (1, 16, 64, 160, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
@@ -340,7 +340,9 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     # On Hopper, warps divide a row evenly or not, and take their share at once or in blocks.
     for outputs, inputs in ((2048, 1024), (2560, 9728), (5120, 5120), (5120, 17408), (5120, 25600)):
         name = f"decode INT4 1 woven {outputs} {inputs}"
-        yield name, partial(run_woven, outputs, inputs)
+        yield name, partial(run_woven, 1, outputs, inputs)
+    for rows in (8, 32, 96, 128, 192, 224):
+        yield f"decode INT4 {rows} woven", partial(run_woven, rows, 4096, 4096)
 
 
 def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:

@@ -84,10 +84,12 @@ def report_to(found: list) -> Callable[..., None]:
         compiled = kernel.run(*args, grid=grid, warmup=True, **options)
         bound = inspect.signature(kernel.fn).bind_partial(*args)
         constants = {p.name for p in kernel.params if p.is_constexpr}
+        specialized = {p.name for p in kernel.params if not p.do_not_specialize}
         names = []
         for name, value in bound.arguments.items():
-            # None and constants are no arguments of the compiled kernel; nor is 1, a constant.
-            if name in constants or value is None or type(value) in (int, bool) and value == 1:
+            # None and constants are no arguments of the compiled kernel; nor is 1, mostly.
+            is_one = type(value) in (int, bool) and value == 1 and name in specialized
+            if name in constants or value is None or is_one:
                 continue
             if hasattr(value, "block_shape"):
                 names += [name] + [

@@ -140,10 +140,56 @@ def test_a_row_may_be_divided_among_warps_in_any_way(division, dtype):
     assert_close(gated, activated(expected, dtype, gelu=False))
 
 
+def test_codes_of_an_odd_number_of_outputs_are_not_woven(monkeypatch):
+    """The halves of a tile are outputs of the first half and of the second."""
+    monkeypatch.setattr(packed_linear, "is_hopper", lambda device: True)
+    assert packed_linear.takes_woven(torch.device("cpu"), 4, 128, 34, 256)
+    assert not packed_linear.takes_woven(torch.device("cpu"), 4, 128, 33, 256)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(woven_linear, "num_processors", lambda device: 132)
+
+
+@pytest.mark.parametrize("rows", [8, 16, 32, 64, 96, 128, 160, 192, 256])
+def test_tiles_fetch_no_rows_beyond_the_last_of_a_graph(rows, hopper):
+    """Such boxes take up to 2.3 times as long as whole ones."""
+    tiling = woven_linear.tiling(torch.empty(rows, 4096), 4096)
+    assert rows % (tiling.block_m + tiling.more) == 0
+
+
+@pytest.mark.parametrize("rows", [2, 16, 64, 96, 128, 160, 192, 224, 256])
+@pytest.mark.parametrize("outputs", [64, 4096, 6144, 12288, 25600, 151936])
+def test_programs_that_share_tiles_run_at_once(rows, outputs, hopper):
+    tiling = woven_linear.tiling(torch.empty(rows, 4096), outputs)
+    row_tiles = -(-rows // (tiling.block_m + tiling.more))
+    tiles = row_tiles * -(-outputs // (16 * tiling.warps))
+    assert tiling.warps * tiling.splits * (tiles - tiling.whole) <= 16 * 132
+    assert tiling.whole % 132 == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("splits, whole", [(1, 0), (2, 0), (3, 2), (9, 1), (2, 99)])
+@pytest.mark.parametrize("block_m, more, warps", [(8, 0, 4), (64, 0, 4), (64, 32, 4), (128, 16, 8)])
+def test_programs_may_share_tiles_in_any_way(block_m, more, warps, splits, whole, gated, dtype):
+    """Each product is computed twice: the first one must leave the programs' counters at 0."""
+    outputs, inputs, group = shape = 328, 2304, 256
+    x, weight, bias, expected = woven_case(150, shape, dtype)
+    if gated:
+        expected = activated(expected, dtype, gelu=False)
+    tiling = woven_linear.Tiling(block_m, more, warps, splits, stages=2, whole=whole)
+    for _ in range(2):
+        tensors = x, weight.codes, weight.factors, bias, tiling
+        assert_close(woven_linear.linear(*tensors, group=group, gated=gated), expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*WOVEN_SHAPES, (4096, 4096, 128)])
-@pytest.mark.parametrize("rows", [1, 3, 16, 30, 40, 100, 150, 180, 256])
+@pytest.mark.parametrize("rows", [1, 3, 16, 30, 40, 90, 100, 150, 180, 200, 256])
 def test_tensor_cores_multiply_by_woven_codes(rows, shape, dtype):
     """The kernel is written in Gluon, which has no interpreter."""
     x, weight, bias, expected = woven_case(rows, shape, dtype)

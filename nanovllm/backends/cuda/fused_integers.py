@@ -67,7 +67,7 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
         """True if the kernels want the codes woven."""
         # Kernels for experts know no other order.
         return not self.lead and packed_linear.takes_woven(
-            self.codes.device, self.scheme.bits, self.group, self.width
+            self.codes.device, self.scheme.bits, self.group, self.codes.shape[0], self.width
         )
 
     @torch.inference_mode()

@@ -87,13 +87,13 @@ class Tiling(NamedTuple):
     registers: int | None = None  # at most, of a thread
 
 
-def takes_woven(device: torch.device, bits: int, group: int, inputs: int) -> bool:
+def takes_woven(device: torch.device, bits: int, group: int, outputs: int, inputs: int) -> bool:
     """Tell whether a weight's codes shall be woven: for woven_row.py and woven_linear.py."""
     in_runs = group % 128 == 0 or group >= inputs
     return (
         woven_linear is not None
         and is_hopper(device)
-        and (bits == 4 and inputs % 128 == 0 and in_runs)
+        and (bits == 4 and outputs % 2 == 0 and inputs % 128 == 0 and in_runs)
     )
 
 

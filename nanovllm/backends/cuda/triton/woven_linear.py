@@ -7,7 +7,9 @@ are woven once, when the weights are loaded: see `weave`. Then four neighbouring
 a thread needs, and a shift and a mask yield two numbers that belong into one register.
 
 Codes and inputs of several steps, of one run or two, are on their way to shared memory at a time.
-While the tensor cores multiply by 64 columns of weights, the threads dequantise the next ones.
+While the tensor cores multiply by 64 columns of weights, the threads dequantise the next ones. To
+wait for a product before beginning the next one would not do: ptxas (CUDA 12.8) moves what is
+computed before such a wait behind it. So a product is begun before the last one is waited for.
 
 The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
 
@@ -46,10 +48,11 @@ class Tiling(NamedTuple):
     block_m: int  # rows of a tile
     more: int  # rows that a tile has beyond these; 0: none
     warps: int  # a tile has 16 outputs a warp
-    splits: int  # programs that share a tile
+    splits: int  # programs that share a tile, but for the first `whole` tiles
     stages: int  # steps that are in shared memory or on their way
     registers: int | None = None  # at most, of a thread
     runs: int = 1  # that a step takes
+    whole: int = 0  # tiles that one program computes alone
 
 
 def places() -> list[int]:
@@ -79,38 +82,43 @@ def weave(codes: Tensor) -> None:
 def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
     """Choose how to cut a product into programs that fill the device.
 
-    A weight is dequantised once for each tile of rows. So a tile takes 32 or 64 rows beyond 128
-    where a second one would be mostly empty. Then two programs run on a multiprocessor.
+    A weight is dequantised once for each tile of rows, and a box of inputs that reaches beyond the
+    last row takes up to 2.3 times as long to fetch as a whole one. So a tile may have 32 or 64 rows
+    beyond 64 or 128. With 193 to 255 rows some boxes are not whole; tiles of eight warps, which are
+    half as many, fetch fewer of them.
 
-    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B: products of 2 to 256
-    rows, and whole models whose steps have up to 160 rows. Of programs with four warps, three or
-    four run on a multiprocessor at a time: while one waits, others compute. Of programs with eight
-    warps one does. On an H100, these took 4 to 9 % less time for products of 256 rows that they
-    computed in one go, and 7 % more for gates and ups.
+    Of programs with four warps, two to four run on a multiprocessor at a time: while one waits,
+    others compute. Programs take a tile each as long as they fill the device, and share those that
+    are left.
+
+    Measured on an H200 (torch 2.11, Triton 3.6) with the shapes of Qwen3-8B and 8 to 256 rows.
 
     Of up to 32 rows, a step takes two runs: 148 of the 268 instructions of a step of one run
     dequantise nothing. Gates and ups of 16 rows take 23.5 us by two runs a step, 27.8 us by one.
     """
-    rows, runs = len(x), x.shape[1] // COLUMNS
-    processors = num_processors(x.device)
-    if rows > 192 and not gated:
-        # So few that all run at once, but no third of the device is idle.
-        tiles = triton.cdiv(rows, 128) * triton.cdiv(outputs, 128)
-        splits = min(processors // tiles, runs // 3)
-        if 3 * splits * tiles >= 2 * processors:
-            return Tiling(128, 0, 8, splits, 5)
-    columns = triton.cdiv(outputs, 32 if gated else 64)
-    more = triton.cdiv(rows - 128, 32) * 32 if 128 < rows <= 192 else 0
-    programs = processors * (4 if rows <= 16 else 2 if more else 3)
-    # Two tiles of 64 rows, of which fewer programs share each, took less time than one of 128.
-    is_small = rows <= 128 and columns * 2 <= programs
-    block_m = min(max(8, triton.next_power_of_2(rows)), 64 if is_small else 128)
-    splits = max(1, min(programs // (columns * triton.cdiv(rows, block_m + more)), runs // 3))
+    rows, inputs = x.shape
+    runs = inputs // COLUMNS
+    more, warps = 0, 4
+    if rows <= 64:
+        block_m = max(8, triton.next_power_of_2(rows))
+    elif rows <= 192:
+        block_m = 64 if rows <= 96 else 128
+        more = triton.cdiv(max(0, rows - block_m), 32) * 32
+    else:
+        block_m, warps = 128, 8 if rows % 128 else 4
+    resident = 1 if warps == 8 else 4 if block_m <= 16 else 2 if block_m + more > 128 else 3
+    slots = resident * num_processors(x.device)
+    columns = triton.cdiv(2 * outputs if gated else outputs, 16 * warps)
+    tiles = triton.cdiv(rows, block_m + more) * columns
+    left = tiles % slots
+    splits = max(1, min(slots // left, runs // 3)) if left else 1
+    whole = tiles - left
     if block_m <= 32 and runs % 2 == 0:
         stages = {8: 4, 16: 3, 32: 3}[block_m]
-        return Tiling(block_m, more, 4, splits, stages, runs=2)
-    stages = {8: 8, 16: 6, 32: 5, 64: 3, 128: 2}[block_m]
-    return Tiling(block_m, more, 4, splits, stages, None if block_m <= 16 or more else 168)
+        return Tiling(block_m, more, warps, splits, stages, None, runs=2, whole=whole)
+    stages = 5 if warps == 8 else 2 if more else {8: 8, 16: 6, 32: 5, 64: 3, 128: 2}[block_m]
+    registers = 168 if resident == 3 else None
+    return Tiling(block_m, more, warps, splits, stages, registers, whole=whole)
 
 
 def linear(
@@ -133,42 +141,33 @@ def linear(
     if gated:
         outputs //= 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    block_m, more, warps, splits, stages, registers, runs = tiling
-    half = 8 * warps  # outputs of which a thread holds one at a time
-    columns = runs * COLUMNS
+    block_m, more, warps, splits, stages, registers, runs, whole = tiling
+    half, columns = 8 * warps, runs * COLUMNS
     steps = inputs // columns
     span = triton.cdiv(steps, splits)
     splits = triton.cdiv(steps, span)
-    width = (8 if gated else 16) * warps
-    grid = triton.cdiv(rows, block_m + more), triton.cdiv(outputs, width), splits
+    row_tiles = triton.cdiv(rows, block_m + more)
+    tiles = row_tiles * triton.cdiv(codes.shape[0], 2 * half)
+    whole = tiles if splits == 1 else min(whole, tiles)
     parts = counters = None
-    if splits > 1:
-        size = grid[0] * grid[1] * splits * 16 * warps * (block_m + more)
+    if shared := tiles - whole:
+        size = shared * splits * 2 * half * (block_m + more)
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
         counters = arrivals(x.device)
+        assert shared <= len(counters)
     in_shared_memory = gl.NVMMASharedLayout(128, 16, 2)
+    words = codes.shape[1]
     tensors = (
         TensorDescriptor.from_tensor(x, [block_m, columns], in_shared_memory),
         TensorDescriptor.from_tensor(x, [more, columns], in_shared_memory) if more else None,
         TensorDescriptor.from_tensor(
-            codes, [half, runs * RUN], gl.NVMMASharedLayout(64 * runs, 32, 2)
+            codes.view(2, -1, words), [2, half, runs * RUN], gl.NVMMASharedLayout(64 * runs, 32, 3)
         ),
-        *(
-            factors,
-            bias,
-            out,
-            parts,
-            counters,
-            rows,
-            outputs,
-            steps,
-            span,
-            splits,
-            group // COLUMNS,
-        ),
+        *(factors, bias, out, parts, counters),
+        *(rows, outputs, steps, span, splits, row_tiles, whole, group // COLUMNS),
     )
-    _woven_linear_kernel[grid](
-        *(*tensors, runs, block_m, more, warps, splits > 1, stages, gated, gelu),
+    _woven_linear_kernel[(whole + shared * splits,)](
+        *(*tensors, runs, block_m, more, warps, shared > 0, stages, gated, gelu),
         num_warps=warps,
         maxnreg=registers,
         **overlap(x),
@@ -274,7 +273,7 @@ def _weights(words, more, factor, more_factor, dtype: gl.constexpr, A: gl.conste
 
 
 @gluon.jit
-def _prefetch_factors(factors, n, second_n, rows, group, last, WARPS: gl.constexpr):
+def _prefetch_factors(factors, n, apart, group, last, WARPS: gl.constexpr):
     """Ask for the factors of both halves of a tile in the next groups, without waiting for them.
 
     They are lines of 128 bytes, or 256, far apart. A step that waited for the memory to deliver
@@ -283,7 +282,7 @@ def _prefetch_factors(factors, n, second_n, rows, group, last, WARPS: gl.constex
     THREADS: gl.constexpr = 32 * WARPS
     i = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     group = gl.minimum(group + i // 2, last)
-    line = factors + group * rows + gl.minimum(n + i % 2 * (second_n - n), rows - 1)
+    line = factors + (2 * group + i % 2) * apart + gl.minimum(n, apart - 1)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
@@ -310,35 +309,51 @@ def gated_product(gate, up, GELU: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(weights, inputs, stage, FIRST: gl.constexpr, sums):
-    """Begin to add weights [2 H, 64] times columns of a stage's inputs, from FIRST on, to sums.
-
-    Inputs and sums have a part of BLOCK_M rows, and may have another one.
-    """
-    columns = inputs[0].index(stage).slice(FIRST, 64, 1).permute((1, 0))
-    first = warpgroup_mma(weights, columns, sums[0], is_async=True)
-    if len(sums) == 1:
-        return (first,)
-    else:
-        # The same registers, but of another type.
-        A: gl.constexpr = gl.DotOperandLayout(0, sums[1].type.layout, 2)
-        weights = gl.convert_layout(weights, A, assert_trivial=True)
-        columns = inputs[1].index(stage).slice(FIRST, 64, 1).permute((1, 0))
-        return (first, warpgroup_mma(weights, columns, sums[1], is_async=True))
+def _multiply(weights, inputs, FIRST: gl.constexpr, sums):
+    """Begin to add weights [2 H, 64] times columns of the inputs, from FIRST on, to sums."""
+    # For another part of the rows, the same registers are of another type.
+    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+    weights = gl.convert_layout(weights, A, assert_trivial=True)
+    columns = inputs.slice(FIRST, 64, 1).permute((1, 0))
+    return warpgroup_mma(weights, columns, sums, is_async=True)
 
 
 @gluon.jit
-def _wait(sums, weights):
-    """Wait for the products that were begun, which read the weights from registers."""
+def _add(new, weights, inputs, stage, FIRST: gl.constexpr, sums):
+    """Begin to multiply by `new` weights, then wait until `weights` are no longer read.
+
+    Adds weights [2 H, 64] times columns of a stage's inputs, from FIRST on. Inputs and sums have a
+    part of BLOCK_M rows, and may have another one.
+    """
+    first = _multiply(new, inputs[0].index(stage), FIRST, sums[0])
     if len(sums) == 1:
-        first, weights = warpgroup_mma_wait(0, deps=(sums[0], weights))
+        return _wait(1, weights, (first,))
+    else:
+        second = _multiply(new, inputs[1].index(stage), FIRST, sums[1])
+        return _wait(2, weights, (first, second))
+
+
+@gluon.jit
+def _wait(PENDING: gl.constexpr, weights, sums):
+    """Wait until only so many products are pending. Others, which read the weights, are done."""
+    if len(sums) == 1:
+        first, weights = warpgroup_mma_wait(PENDING, deps=(sums[0], weights))
         return (first,)
     else:
-        first, second, weights = warpgroup_mma_wait(0, deps=(sums[0], sums[1], weights))
+        first, second, weights = warpgroup_mma_wait(PENDING, deps=(sums[0], sums[1], weights))
         return (first, second)
 
 
-@gluon.jit(do_not_specialize=["M", "all_steps", "span", "splits"])
+@gluon.jit
+def _load_words(codes, WORDS: gl.constexpr):
+    """Load the words of both halves of a tile, [2, H, 16 RUNS]: twice 2 RUNS times [H, 8]."""
+    H: gl.constexpr = codes.shape[1]
+    codes = codes.reshape([2 * H, codes.shape[2]])
+    first, second = codes.slice(0, H, 0).load(WORDS), codes.slice(H, H, 0).load(WORDS)
+    return _quarters(first), _quarters(second)
+
+
+@gluon.jit(do_not_specialize=["M", "all_steps", "span", "splits", "row_tiles", "whole"])
 def _woven_linear_kernel(
     x,
     more_x,
@@ -353,6 +368,8 @@ def _woven_linear_kernel(
     all_steps,
     span,
     splits,
+    row_tiles,
+    whole,
     SHARING: gl.constexpr,  # runs that share a factor
     RUNS: gl.constexpr,  # of a step
     BLOCK_M: gl.constexpr,
@@ -378,7 +395,7 @@ def _woven_linear_kernel(
         [H, 16 * RUNS],
     )
     dtype: gl.constexpr = out.dtype.element_ty
-    fetched_codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, H, 16 * RUNS], codes.layout)
+    fetched_codes = gl.allocate_shared_memory(gl.int32, [STAGES, 2, H, 16 * RUNS], codes.layout)
     inputs = gl.tuple(
         (gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, 128 * RUNS], x.layout),)
     )
@@ -391,26 +408,33 @@ def _woven_linear_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
     BYTES: gl.constexpr = RUNS * (2 * H * 64 + ROWS * 256)
-    m = gl.program_id(0) * ROWS
-    # The halves of a tile are neighbours, or gates and ups.
-    n = gl.program_id(1) * (H if GATED else 2 * H)
-    second_n = n + (N if GATED else H)
-    rows = 2 * N if GATED else N
-    split = gl.program_id(2)
+    tile = gl.program_id(0)
+    split = 0
+    if SPLIT:
+        # Programs that share a tile are neighbours.
+        after = gl.maximum(tile - whole, 0)
+        tile = gl.minimum(tile, whole) + after // splits
+        split = after % splits
+    m = tile % row_tiles * ROWS
+    # The halves of a tile are gates and ups, or `apart` outputs from each other.
+    n = tile // row_tiles * H
+    apart = N if GATED else N // 2
     begin = split * span
     steps = gl.minimum(span, all_steps - begin)
+    if SPLIT:
+        if tile < whole:
+            steps = all_steps
     first = gl.minimum(steps, STAGES)
     for k in range(first):
-        at = (begin + k) * 16 * RUNS
         mbarrier.expect(ready.index(k), BYTES)
-        fetch(codes, [n, at], ready.index(k), fetched_codes.index(2 * k))
-        fetch(codes, [second_n, at], ready.index(k), fetched_codes.index(2 * k + 1))
-    row = gl.arange(0, H, layout=gl.SliceLayout(1, WORDS))
+        at = (begin + k) * 16 * RUNS
+        fetch(codes, [0, n, at], ready.index(k), fetched_codes.index(k))
     # What lies outside is computed from what lies inside, and not stored.
-    factors_0 = factors + gl.minimum(n + row, rows - 1)
-    factors_1 = factors + gl.minimum(second_n + row, rows - 1)
+    row = gl.minimum(n + gl.arange(0, H, layout=gl.SliceLayout(1, WORDS)), apart - 1)
+    factors_0, factors_1 = factors + row, factors + apart + row
+    rows = 2 * apart
     begin_run, last = begin * RUNS, all_steps * RUNS - 1
-    _prefetch_factors(factors, n, second_n, rows, begin_run // SHARING, last // SHARING, WARPS)
+    _prefetch_factors(factors, n, apart, begin_run // SHARING, last // SHARING, WARPS)
     now = _load_factors(factors_0, factors_1, begin_run, last, rows, SHARING, RUNS)
     # Those of the next step are asked for a step ahead.
     following = _load_factors(factors_0, factors_1, begin_run + RUNS, last, rows, SHARING, RUNS)
@@ -423,34 +447,30 @@ def _woven_linear_kernel(
         if MORE:
             fetch(more_x, [m + BLOCK_M, at], ready.index(k), inputs[1].index(k))
     mbarrier.wait(ready.index(0), 0)
-    words = _quarters(fetched_codes.index(0).load(WORDS))
-    more = _quarters(fetched_codes.index(1).load(WORDS))
+    words, more = _load_words(fetched_codes.index(0), WORDS)
     weights = _weights(words[0], more[0], now[0], now[1], dtype, A)
-    sums = _multiply(weights, inputs, 0, 0, sums)
+    sums = _add(weights, weights, inputs, 0, 0, sums)
     for q in gl.static_range(1, QUARTERS - 1):
         new = _weights(words[q], more[q], now[q // 2 * 2], now[q // 2 * 2 + 1], dtype, A)
-        sums = _wait(sums, weights)
+        sums = _add(new, weights, inputs, 0, 64 * q, sums)
         weights = new
-        sums = _multiply(weights, inputs, 0, 64 * q, sums)
     # The last 64 columns of a step are multiplied while the next step's codes are awaited.
-    last_words, last_more = words[QUARTERS - 1], more[QUARTERS - 1]
-    last_0, last_1 = now[QUARTERS - 2], now[QUARTERS - 1]
+    LAST: gl.constexpr = QUARTERS - 1
+    last_words, last_more = words[LAST], more[LAST]
+    last_0, last_1 = now[LAST - 1], now[LAST]
     for k in range(1, steps):
         new = _weights(last_words, last_more, last_0, last_1, dtype, A)
         now = following
         ahead = begin_run + (k + 1) * RUNS
         following = _load_factors(factors_0, factors_1, ahead, last, rows, SHARING, RUNS)
-        sums = _wait(sums, weights)
+        sums = _add(new, weights, inputs, (k - 1) % STAGES, 64 * LAST, sums)
         weights = new
-        sums = _multiply(weights, inputs, (k - 1) % STAGES, 64 * (QUARTERS - 1), sums)
         stage = k % STAGES
         mbarrier.wait(ready.index(stage), k // STAGES & 1)
-        words = _quarters(fetched_codes.index(2 * stage).load(WORDS))
-        more = _quarters(fetched_codes.index(2 * stage + 1).load(WORDS))
+        words, more = _load_words(fetched_codes.index(stage), WORDS)
         new = _weights(words[0], more[0], now[0], now[1], dtype, A)
-        sums = _wait(sums, weights)
+        sums = _add(new, weights, inputs, stage, 0, sums)
         weights = new
-        sums = _multiply(weights, inputs, stage, 0, sums)
         # All threads are done with step k - 1, so its place is free.
         barrier()
         later = k - 1 + STAGES
@@ -458,14 +478,7 @@ def _woven_linear_kernel(
         place = later % STAGES
         at = (begin + later) * RUNS
         mbarrier.expect(ready.index(place), BYTES, pred=wanted)
-        fetch(
-            *(codes, [n, at * 16]),
-            *(ready.index(place), fetched_codes.index(2 * place), wanted),
-        )
-        fetch(
-            *(codes, [second_n, at * 16]),
-            *(ready.index(place), fetched_codes.index(2 * place + 1), wanted),
-        )
+        fetch(codes, [0, n, at * 16], ready.index(place), fetched_codes.index(place), wanted)
         fetch(x, [m, at * 128], ready.index(place), inputs[0].index(place), wanted)
         if MORE:
             fetch(
@@ -474,29 +487,56 @@ def _woven_linear_kernel(
             )
         for q in gl.static_range(1, QUARTERS - 1):
             new = _weights(words[q], more[q], now[q // 2 * 2], now[q // 2 * 2 + 1], dtype, A)
-            sums = _wait(sums, weights)
+            sums = _add(new, weights, inputs, stage, 64 * q, sums)
             weights = new
-            sums = _multiply(weights, inputs, stage, 64 * q, sums)
-        last_words, last_more = words[QUARTERS - 1], more[QUARTERS - 1]
-        last_0, last_1 = now[QUARTERS - 2], now[QUARTERS - 1]
+        last_words, last_more = words[LAST], more[LAST]
+        last_0, last_1 = now[LAST - 1], now[LAST]
     new = _weights(last_words, last_more, last_0, last_1, dtype, A)
-    sums = _wait(sums, weights)
-    sums = _multiply(new, inputs, (steps - 1) % STAGES, 64 * (QUARTERS - 1), sums)
-    sums = _wait(sums, new)
-    tile = gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)
-    _finish(sums[0], bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
-    if MORE:
-        if SPLIT:
-            tiles = gl.num_programs(0) * gl.num_programs(1)
-            parts += tiles * splits * BLOCK_M * 2 * H
-            arrivals += tiles
-        m += BLOCK_M
-        _finish(sums[1], bias, out, parts, arrivals, M, N, m, n, tile, splits, SPLIT, GATED, GELU)
+    sums = _add(new, weights, inputs, (steps - 1) % STAGES, 64 * LAST, sums)
+    sums = _wait(0, new, sums)
+    if SPLIT:
+        if tile >= whole:
+            parts += (tile - whole) * splits * ROWS * 2 * H
+            arrivals += tile - whole
+            _share(
+                *(sums, bias, out, parts, arrivals, M, N, m, n, apart, split, splits),
+                *(GATED, GELU),
+            )
+        else:
+            _store_all(sums, bias, out, M, N, m, n, apart, GATED, GELU)
+    else:
+        _store_all(sums, bias, out, M, N, m, n, apart, GATED, GELU)
 
 
 @gluon.jit
-def _finish(
-    acc,
+def _in_threads(sums):
+    """View sums [2 H, M], of 16 rows a warp, as [M // 8, threads, 4]: what a thread holds."""
+    WARPS: gl.constexpr = sums.shape[0] // 16
+    M: gl.constexpr = sums.shape[1]
+    sums = sums.reshape([WARPS, 2, 8, M // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+    return sums.reshape([M // 8, 32 * WARPS, 4])
+
+
+@gluon.jit
+def _places(sums, split, splits, BLOCK: gl.constexpr):
+    """Return the places in memory of a program's numbers: [M // 8, threads, 4].
+
+    The programs' parts of a block of BLOCK rows of x follow each other, then those of the next.
+    """
+    P: gl.constexpr = sums.type.layout
+    THREADS: gl.constexpr = sums.shape[1]
+    i = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, P)))
+    t = gl.arange(0, THREADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, P)))
+    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, P)))
+    EIGHTS: gl.constexpr = BLOCK // 8
+    i = ((i // EIGHTS * splits + split) * EIGHTS + i % EIGHTS) * (4 * THREADS)
+    place = gl.expand_dims(i, 1) + gl.expand_dims(4 * t, 0)
+    return gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(j, 0), 1)
+
+
+@gluon.jit
+def _share(
+    sums,
     bias,
     out,
     parts,
@@ -505,59 +545,99 @@ def _finish(
     N,
     m,
     n,
-    tile,
+    apart,
+    split,
     splits,
-    SPLIT: gl.constexpr,
     GATED: gl.constexpr,
     GELU: gl.constexpr,
 ):
-    """Sum the parts of a tile [2 H, BLOCK_M], whose rows have the order of `_weights`; store it."""
+    """Store this program's part of a tile's sums, then add up all parts of some blocks of rows.
+
+    The programs of a tile take turns at its blocks, as soon as all parts are stored. The only block
+    of a small tile is left to the program that arrives last, and no other one waits.
+
+    A program that waits keeps a place on a multiprocessor. Programs start in the order of their
+    numbers, and those of a tile have neighbouring numbers: so at most one tile's programs wait for
+    some that have not started, and these start when other tiles' programs end.
+    """
+    WIDTH: gl.constexpr = sums[0].shape[0]
+    LEAST: gl.constexpr = sums[len(sums) - 1].shape[1]
+    BLOCK: gl.constexpr = LEAST if LEAST < 32 else 32
+    blocks = 0
+    for i in gl.static_range(len(sums)):
+        blocks = _store_part(sums[i], parts, blocks, split, splits, BLOCK)
+    barrier()  # wait until all threads have stored
+    # What the programs of a tile add amounts to 0, but not before all have added.
+    own = gl.where(split == 0, 1 - splits, 1)
+    missing = gl.atomic_add(arrivals, own, sem="acq_rel") + own
+    if len(sums) > 1 or sums[0].shape[1] > BLOCK:
+        while missing != 0:
+            missing = gl.atomic_add(arrivals, 0, sem="acquire")
+        turn = split
+    else:
+        turn = gl.where(missing == 0, 0, blocks)
+    barrier()
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WIDTH // 16, 1], [16, BLOCK, 16])
+    zeros = _in_threads(gl.zeros([WIDTH, BLOCK], gl.float32, MMA))
+    place = _places(zeros, 0, 1, BLOCK)
+    for block in range(turn, blocks, splits):
+        total = zeros
+        for part in range(splits):
+            total += gl.load(parts + (block * splits + part) * WIDTH * BLOCK + place)
+        total = total.reshape([BLOCK // 8, WIDTH // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+        total = gl.convert_layout(total.reshape([WIDTH, BLOCK]), MMA, assert_trivial=True)
+        _store(total, bias, out, M, N, m + block * BLOCK, n, apart, GATED, GELU)
+
+
+@gluon.jit
+def _store_part(sums, parts, block, split, splits, BLOCK: gl.constexpr):
+    """Store a program's part of the sums, from a block on. Returns the block after them."""
+    WIDTH: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
+    sums = _in_threads(sums)
+    gl.store(parts + block * splits * WIDTH * BLOCK + _places(sums, split, splits, BLOCK), sums)
+    return block + ROWS // BLOCK
+
+
+@gluon.jit
+def _store_all(sums, bias, out, M, N, m, n, apart, GATED: gl.constexpr, GELU: gl.constexpr):
+    """Store a tile, which has sums of BLOCK_M rows and may have some of further rows."""
+    _store(sums[0], bias, out, M, N, m, n, apart, GATED, GELU)
+    if len(sums) == 2:
+        _store(sums[1], bias, out, M, N, m + sums[0].shape[1], n, apart, GATED, GELU)
+
+
+@gluon.jit
+def _store(acc, bias, out, M, N, m, n, apart, GATED: gl.constexpr, GELU: gl.constexpr):
+    """Store a tile [2 H, BLOCK_M], whose rows have the order of `_weights`."""
     BLOCK_M: gl.constexpr = acc.shape[1]
     H: gl.constexpr = acc.shape[0] // 2
     WARPS: gl.constexpr = H // 8
-    MMA: gl.constexpr = acc.type.layout
     dtype: gl.constexpr = out.dtype.element_ty
-    second_n = n + (N if GATED else H)
-    rows = 2 * N if GATED else N
-    r = gl.arange(0, 2 * H, layout=gl.SliceLayout(1, MMA))
-    column = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, MMA))
-    is_last = True
-    if SPLIT:
-        place = gl.expand_dims(r, 1) * BLOCK_M + gl.expand_dims(column, 0)
-        parts += tile * splits * BLOCK_M * 2 * H
-        gl.store(parts + gl.program_id(2) * BLOCK_M * 2 * H + place, acc)
-        # The program that arrives last sees what the others wrote before they arrived.
-        barrier()  # wait until all threads have stored
-        is_last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == splits - 1
-        barrier()
-        if is_last:
-            gl.store(arrivals + tile, 0)
-            acc = gl.zeros([2 * H, BLOCK_M], gl.float32, MMA)
-            for part in range(splits):
-                acc += gl.load(parts + part * BLOCK_M * 2 * H + place)
-    if is_last:
-        if bias is not None:
-            inside = n + r // 16 * 8 + r % 8 + r // 8 % 2 * (second_n - n)
-            inside = gl.minimum(inside, rows - 1)
-            acc += gl.expand_dims(gl.load(bias + inside).to(gl.float32), 1)
-        halves = acc.reshape([WARPS, 2, 8, BLOCK_M])
-        if GATED:
-            gate, up = gl.split(halves.permute([0, 2, 3, 1]))
-            result = gated_product(gate, up, GELU, dtype).reshape([H, BLOCK_M])
-        else:
-            result = halves.permute([1, 0, 2, 3]).reshape([2 * H, BLOCK_M])
-        # Let a thread store neighbours.
-        WIDTH: gl.constexpr = H if GATED else 2 * H
-        LANES: gl.constexpr = WIDTH // 8
-        STORE: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
-        result = gl.convert_layout(result.to(dtype), STORE)
-        own = n + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, STORE))
-        target = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORE))
-        gl.store(
-            out + gl.expand_dims(target.to(gl.int64) * N, 0) + gl.expand_dims(own, 1),
-            result,
-            mask=gl.expand_dims(target < M, 0) & gl.expand_dims(own < N, 1),
-        )
+    if bias is not None:
+        r = gl.arange(0, 2 * H, layout=gl.SliceLayout(1, acc.type.layout))
+        row = gl.minimum(n + r // 16 * 8 + r % 8, apart - 1) + r // 8 % 2 * apart
+        acc += gl.expand_dims(gl.load(bias + row).to(gl.float32), 1)
+    halves = acc.reshape([WARPS, 2, 8, BLOCK_M])
+    if GATED:
+        gate, up = gl.split(halves.permute([0, 2, 3, 1]))
+        result = gated_product(gate, up, GELU, dtype).reshape([H, BLOCK_M])
+    else:
+        result = halves.permute([1, 0, 2, 3]).reshape([2 * H, BLOCK_M])
+    # Let a thread store neighbours.
+    WIDTH: gl.constexpr = H if GATED else 2 * H
+    LANES: gl.constexpr = WIDTH // 8
+    STORE: gl.constexpr = gl.BlockedLayout([8, 1], [LANES, 32 // LANES], [1, WARPS], [0, 1])
+    result = gl.convert_layout(result.to(dtype), STORE)
+    own = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, STORE))
+    column = n + own % H
+    target = m + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, STORE))
+    place = gl.expand_dims(target.to(gl.int64) * N, 0)
+    gl.store(
+        out + place + gl.expand_dims(column + own // H * apart, 1),
+        result,
+        mask=gl.expand_dims(target < M, 0) & gl.expand_dims(column < apart, 1),
+    )
 
 
 @gluon.jit
