@@ -174,13 +174,6 @@ def prepare_row(
 SortedPairs = Sequence[Any]
 
 
-# With weights of these kinds, the next kernel starts only when programs end. On an H200 (torch
-# 2.11, Triton 3.6), decode steps of Qwen3-30B-A3B in FP8 with one row took 4.1 % less time, when
-# this kernel computed all products of a single token, too; those of 4 to 256 rows took as long.
-# Other kinds were not measured.
-LATE_KINDS = ("e4m3",)
-
-
 class Tile(NamedTuple):
     """The tiling of a product: how it is cut into programs."""
 
@@ -320,7 +313,6 @@ def multiply_packed(
         *(top_k, outputs, inputs, weight.kind, parts, group, weight.scales.shape[-1]),
         *(sharing or 0, is_gated, parts_of_out, uniform, swapped, tile.rows, block_n, words),
         splits,
-        weight.kind in LATE_KINDS,
         num_warps=tile.warps if block_n >= 64 else 4,
         num_stages=stages,
         maxnreg=registers,
@@ -361,7 +353,6 @@ def _packed_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     SPLITS: tl.constexpr,
-    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply BLOCK_N rows of an expert's weights by a tile of BLOCK_M pairs.
@@ -372,7 +363,7 @@ def _packed_product_kernel(
     With SPLITS above 1, as many programs share the columns of the inputs. Each writes its sums as
     they are: rows pair * SPLITS + split, and with GATED the gates before the ups.
     """
-    wait_for_inputs(PDL, LATE)
+    wait_for_inputs(PDL)
     RESULTS: tl.constexpr = OUT // 2 if GATED else OUT
     BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # results of a program
     WORDS: tl.constexpr = IN // PARTS
