@@ -414,7 +414,14 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     # For two tokens, programs share the columns.
     case = partial(run, 2, 128, 4, 2880, 2880, clamped, make)
     yield "decode 2 of 128 experts in woven MXFP4", case
-    for name, tokens in (("decode", 160), ("prefill", 512), ("prefill", 1024), ("prefill", 8192)):
+    for name, tokens in (
+        ("decode", 4),
+        ("decode", 96),
+        ("decode", 160),
+        ("prefill", 512),
+        ("prefill", 1024),
+        ("prefill", 8192),
+    ):
         case = partial(run, tokens, *sizes, clamped, make)
         yield f"{name} {tokens} experts in woven MXFP4", case
 

@@ -256,11 +256,13 @@ def test_every_cut_of_moe_equals_its_twin(pairs_an_expert, dtype):
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 50])
-def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, monkeypatch):
+@pytest.mark.parametrize("few", [0, 8])
+def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, few, monkeypatch):
+    """Tiles of more than `few` pairs come first."""
     monkeypatch.setattr(triton_moe, "MAX_CHUNKS", 3)  # for several passes
     logits = moe_inputs(tokens, 9, 8, 8, torch.float32)[1]
     weights, order, runs, max_tiles = triton_moe.sort_by_expert(
-        logits, logits, top_k=4, renormalize=False, block_m=16
+        logits, logits, top_k=4, renormalize=False, block_m=16, few=few
     )
     expected, experts = logits.softmax(dim=1).topk(4)
     torch.testing.assert_close(weights.view(-1, 4), expected)
@@ -276,6 +278,7 @@ def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, monkeypatch):
     ends = experts.flatten().bincount(minlength=9).cumsum(0).tolist()
     tiles = [[e, at, end] for e, end in enumerate(ends) for at in range(end - counts[e], end, 16)]
     assert runs[0, 0] == len(tiles) <= max_tiles == len(runs) - 1
+    tiles.sort(key=lambda tile: tile[2] - tile[1] <= few)
     assert runs[1 : 1 + len(tiles)].tolist() == tiles
 
 

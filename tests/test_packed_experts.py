@@ -302,7 +302,10 @@ def test_tiles_of_woven_experts_have_sizes_that_the_kernel_takes():
 
 
 @needs_gluon
-@pytest.mark.parametrize("tokens, rows, few", [(128, 32, 0), (192, 64, 32), (512, 64, 32)])
+@pytest.mark.parametrize(
+    "tokens, rows, few",
+    [(16, 8, 0), (32, 16, 8), (64, 16, 8), (96, 32, 8), (128, 32, 8), (192, 32, 16), (256, 64, 16)],
+)
 def test_woven_experts_have_tiles_for_few_and_many_pairs_where_these_were_fastest(
     tokens, rows, few
 ):

@@ -53,10 +53,10 @@ try:
 except ImportError:  # older releases of Triton lack Gluon, or parts of it
     woven_experts = woven_token = None
 
-# A program routes and sorts a chunk of tokens, by passes of CHUNK_TOKENS tokens.
-CHUNK_TOKENS = 8
+# A program routes and sorts a chunk of tokens, by passes of 4 or 8 tokens.
 MAX_CHUNKS = 256
 # Tiles by the greatest number of pairs for each expert, measured on an H200.
+COUNTED_CHUNKS = 32  # whose pairs a program counts at a time
 TILES = (
     (4, Tile(16, 64, 128, 2, 4)),
     (16, Tile(32, 128, 128, 4, 3)),
@@ -135,6 +135,7 @@ def moe(
         renormalize=renormalize,
         block_m=tile.rows,
         preparation=preparation,
+        few=tile.rows // 2 if is_woven and tile.few else 0,
     )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     splits = tile.splits
@@ -210,12 +211,14 @@ def sort_by_expert(
     renormalize: bool,
     block_m: int,
     preparation: tuple[Any, ...] | None = None,
+    few: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
 
     The pairs of a single token stay in the order of their scores: each is a run.
 
     preparation: the arguments of `rows_for`, whose rows are filled meanwhile.
+    few: tiles of more pairs come first.
 
     Returns:
         weights: [P] float32, of the pairs.
@@ -227,8 +230,9 @@ def sort_by_expert(
     num_tokens, num_experts = logits.shape
     pairs = num_tokens * top_k
     max_tiles = (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
-    passes = triton.cdiv(num_tokens, CHUNK_TOKENS * MAX_CHUNKS)
-    chunks = triton.cdiv(num_tokens, CHUNK_TOKENS * passes)
+    chunk_tokens = 4 if num_tokens <= 4 * COUNTED_CHUNKS else 8
+    passes = triton.cdiv(num_tokens, chunk_tokens * MAX_CHUNKS)
+    chunks = triton.cdiv(num_tokens, chunk_tokens * passes)
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
     places, order, counts, runs = (
         torch.empty(size, dtype=torch.int32, device=x.device)
@@ -240,7 +244,7 @@ def sort_by_expert(
         *(logits, weights, places, counts, order, runs, num_tokens, passes, chunks),
         *(preparation or (None,) * 9),
         *(num_experts, top_k, renormalize, is_alone),
-        1 if is_alone else CHUNK_TOKENS,
+        1 if is_alone else chunk_tokens,
         block_e,
         triton.next_power_of_2(top_k),
         **overlap(x),
@@ -248,11 +252,11 @@ def sort_by_expert(
     if not is_alone:
         _sort_kernel[(chunks + 1,)](
             *(places, counts, order, runs, pairs, passes, chunks),
-            *(num_experts, CHUNK_TOKENS * top_k, block_m),
+            *(num_experts, chunk_tokens * top_k, block_m, few),
             block_e,
-            triton.next_power_of_2(CHUNK_TOKENS * top_k),
-            32,
-            num_warps=8,
+            triton.next_power_of_2(chunk_tokens * top_k),
+            COUNTED_CHUNKS,
+            num_warps=4,
             **overlap(x),
         )
     return weights, order, runs, max_tiles
@@ -429,7 +433,7 @@ def _sort_kernel(
     """Write a chunk's pairs to their places in the order, or the tiles of all runs.
 
     There is a program for each chunk, which places at most PAIRS pairs a pass. One more program
-    writes the tiles.
+    writes the tiles, those of more than FEW pairs before the others.
     """
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
@@ -443,6 +447,7 @@ def _sort_kernel(
         )
         total += tl.sum(count, axis=0)
         before += tl.sum(tl.where(c < chunk, count, 0), axis=0)
+    FEW: tl.constexpr,
     run = tl.cumsum(total, axis=0) - total
     if chunk < chunks:
         first = run + before
@@ -456,10 +461,13 @@ def _sort_kernel(
             tl.store(order + at, pair, mask=inside)
     else:
         tiles = (total + BLOCK_M - 1) // BLOCK_M
-        first = tl.cumsum(tiles, axis=0) - tiles
+        large = (total + BLOCK_M - 1 - FEW) // BLOCK_M
+        small = tiles - large  # 0 or 1
+        first_large = tl.cumsum(large, axis=0) - large
+        first_small = tl.sum(large, axis=0) + tl.cumsum(small, axis=0) - small
         tl.store(runs, tl.sum(tiles, axis=0))
         for i in range(tl.max(tiles, axis=0)):
-            at = runs + (1 + first + i) * 3
+            at = runs + (1 + tl.where(i < large, first_large + i, first_small)) * 3
             tl.store(at, expert, mask=i < tiles)
             tl.store(at + 1, run + i * BLOCK_M, mask=i < tiles)
             tl.store(at + 2, run + total, mask=i < tiles)

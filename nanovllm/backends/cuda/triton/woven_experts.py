@@ -68,22 +68,24 @@ class Tile(NamedTuple):
     stages: int  # steps that are in shared memory or on their way
     splits: int = 1  # programs that share the columns of the second product
     registers: int | None = None  # at most, of a thread
-    few: int = 0  # 0, or a power of 2: programs with at most so many pairs compute no more
+    few: int = 0  # 0, or a power of 2: tiles of fewer pairs are rounded up to it, twice it, ...
     late: bool = False  # whether the next kernel starts only when programs end
 
 
 # Tiles by the greatest number of pairs for each expert. They were measured (Triton 3.6) with
-# gpt-oss-20b's shape: at 1 to 256 pairs on an H200, at 0.125, 0.5 and 2,048 pairs on an H100. Up to
-# 13 pairs, the limits leave few experts with a second tile. 5 and 9 stages divide the shape's 45
-# steps; with 6, three more would be computed with weights of 0. `late` was measured by decode steps
-# on an H200: with it, steps of 1, 4 and 16 tokens took 4.4, 7.4 and 0.5 % less time, those of 32 to
-# 256 tokens 0.5 to 4.2 % more.
+# gpt-oss-20b's shape: at 1 to 256 pairs on an H200, at 0.125, 0.5 and 2,048 pairs on an H100. Whole
+# decode steps chose those for 3 to 80 pairs, with even and with uneven routing. 5 and 9 stages
+# divide the shape's 45 steps; with 6, three more would be computed with weights of 0. `late` was
+# measured by decode steps, too: with it, steps of 2 and 4 tokens took 11 and 2 % less time, those
+# of 8 tokens 1 % more.
 TILES = (
     (0.2, Tile(8, warps=4, units=1, stages=6, splits=2, late=True)),
-    (4, Tile(8, warps=4, units=1, stages=9, late=True)),
-    (13, Tile(16, warps=4, units=1, stages=5)),
-    (20, Tile(32, warps=4, units=2, stages=5)),
-    (80, Tile(64, warps=4, units=2, stages=5, registers=168, few=32)),
+    (0.5, Tile(8, warps=4, units=1, stages=9, late=True)),
+    (3, Tile(8, warps=4, units=1, stages=9)),
+    (10, Tile(16, warps=4, units=1, stages=5, few=8)),
+    (16, Tile(32, warps=4, units=2, stages=5, few=8)),
+    (24, Tile(32, warps=4, units=2, stages=5, few=16)),
+    (80, Tile(64, warps=4, units=2, stages=5, registers=168, few=16)),
     (512, Tile(128, warps=8, units=1, stages=5, registers=128)),
     (float("inf"), Tile(256, warps=8, units=1, stages=5)),
 )
@@ -200,11 +202,12 @@ def multiply_woven(
     outputs, inputs = weight.shape
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
     splits = 1 if is_gated else tile.splits
+    few = tile.few or tile.rows
     parts = triton.cdiv(outputs, BLOCK_ROWS * tile.warps * tile.units)
     _woven_experts_kernel[(max_tiles * parts, splits)](
         *(x, weight.codes, weight.scales, bias, order, runs, out, alpha, limit),
-        *(top_k, outputs, inputs, is_gated, tile.rows, tile.few, tile.warps, tile.units),
-        *(tile.stages, splits, tile.late),
+        *(top_k, outputs, inputs, is_gated, few, (tile.rows // few).bit_length()),
+        *(tile.warps, tile.units, tile.stages, splits, tile.late),
         num_warps=tile.warps,
         maxnreg=tile.registers,
         **overlap(out, top_k * splits),
@@ -510,8 +513,8 @@ def _woven_experts_kernel(
     OUT: gl.constexpr,
     IN: gl.constexpr,
     GATED: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     FEW: gl.constexpr,
+    SIZES: gl.constexpr,
     WARPS: gl.constexpr,
     UNITS: gl.constexpr,
     STAGES: gl.constexpr,
@@ -519,7 +522,10 @@ def _woven_experts_kernel(
     LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Multiply 16 * WARPS * UNITS rows of an expert's weights by a tile of BLOCK_M pairs."""
+    """Multiply 16 * WARPS * UNITS rows of an expert's weights by a tile of pairs.
+
+    The tile has FEW pairs, or twice as many, and so on: one of SIZES sizes.
+    """
     if PDL:
         if not LATE:
             run("griddepcontrol.launch_dependents;")
@@ -532,8 +538,9 @@ def _woven_experts_kernel(
         # With uneven routing, some experts fill large tiles, and the tensor cores need not multiply
         # by the rows that others lack.
         given = (x, codes, scales, bias, order, out, alpha, limit, expert, first, end, part)
-        if FEW > 0:
-            if end - first <= FEW:
-                _multiply_tile(*given, K, OUT, IN, GATED, FEW, WARPS, UNITS, STAGES, SPLITS)
-        if end - first > FEW:
-            _multiply_tile(*given, K, OUT, IN, GATED, BLOCK_M, WARPS, UNITS, STAGES, SPLITS)
+        pairs = end - first
+        for i in gl.static_range(SIZES):
+            least = FEW * 2**i // 2 if i > 0 else 0
+            most = FEW * 2**i if i < SIZES - 1 else pairs
+            if (pairs > least) & (pairs <= most):
+                _multiply_tile(*given, K, OUT, IN, GATED, FEW * 2**i, WARPS, UNITS, STAGES, SPLITS)
