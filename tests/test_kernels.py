@@ -602,7 +602,8 @@ def test_gated_decode_gemm_equals_its_twin(rows, tiling, gelu, dtype):
 @needs_tiles
 def test_turned_tiles_run_at_the_same_time_and_cover_all_inputs():
     shapes = [(1024, 2048), (1024, 3072), (4096, 1024), (2048, 6144), (6144, 2560), (2560, 9728)]
-    for outputs, inputs in [*shapes, (4096, 12288), (24576, 4096), (100, 128), (1, 1152)]:
+    shapes += [(4096, 12288), (24576, 4096), (100, 128), (1, 1152), (5120, 2880)]
+    for outputs, inputs in shapes:
         for rows in range(1, decode_gemm.TURNED_ROWS + 1):
             for gated in (False, True):
                 t = decode_gemm.turned_tiling(rows, outputs, inputs, gated, 132)
@@ -625,6 +626,21 @@ def test_turned_tiles_run_at_the_same_time_and_cover_all_inputs():
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(
     # One tile in part; two columns in part of two bands; of one band and the next one's part.
+@needs_tiles
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize(
+    "tiling",
+    [(16, 64, 512, 2, 1, 4, True), (16, 64, 128, 1, 5, 4, True), (16, 64, 128, 3, 5, 4, True)],
+)
+def test_a_turned_tile_may_reach_beyond_the_last_input(tiling, dtype):
+    """As those of gpt-oss do, which has 2,880 inputs."""
+    x, weight = randn(5, 704, dtype=dtype), randn(100, 704, dtype=dtype)
+    expected = F.linear(x.double(), weight.double()).to(dtype)
+    for _ in range(2):
+        product = decode_gemm.multiply(x, weight, None, decode_gemm.Tiling(*tiling))
+        assert_close(product, expected)
+
+
     "rows, outputs, inputs",
     [(1, 8, 64), (130, 200, 192), (1157, 136, 64)],
 )
@@ -723,7 +739,7 @@ def test_no_rows_are_not_fetched_at_once(monkeypatch):
     [
         (4096, 1024, torch.bfloat16, False),
         (4096, 1024, torch.float32, True),
-        (960, 576, torch.bfloat16, True),  # the inputs are no multiple of 128
+        (960, 544, torch.bfloat16, True),  # the inputs are no multiple of 64
     ],
 )
 def test_few_rows_that_turned_tiles_leave_are_multiplied_as_on_other_devices(

@@ -80,6 +80,8 @@ def tiling(x: Tensor, weight: Tensor, *, gated: bool = False) -> Tiling | None:
     if gated:
         outputs //= 2
     if rows > TURNED_ROWS:
+        if inputs % 128:  # a step would reach beyond the last input, which was not tried
+            return None
         return upright_tiling(rows, outputs, inputs, gated, num_processors(x.device))
     if is_hopper(x.device):
         return turned_tiling(rows, outputs, inputs, gated, num_processors(x.device))
@@ -91,7 +93,7 @@ def is_able(x: Tensor, weight: Tensor) -> bool:
     return (
         TensorDescriptor is not None
         and x.dtype in (torch.bfloat16, torch.float16)
-        and weight.shape[1] % 128 == 0
+        and weight.shape[1] % 64 == 0
         and 0 < x.shape[0] <= MAX_ROWS
         and x.is_contiguous()
         and weight.is_contiguous()
@@ -127,7 +129,7 @@ def turned_tiling(
                 and span * column <= room_of(beside)
             ):
                 return Tiling(block_m, block_n, span, splits, stages=1, turned=True)
-        steps = inputs // block_k
+        steps = triton.cdiv(inputs, block_k)
         splits = max(1, min(most // tiles, steps // 2, MAX_SPLITS))
         splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none is left without a step
     stages = room_of(PROGRAMS) // (block_k * column)
