@@ -46,6 +46,7 @@ from nanovllm.backends.cuda.triton import (
     packed_linear,
     prefill_attention,
     resampler,
+    router,
     sampler,
     short_conv,
     woven_experts,
@@ -353,9 +354,15 @@ def moe_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
 
     def run(tokens, experts, top_k, width, inner, clamped=None, make=plain):
         bias = (lambda size: new(experts, size, dtype=dtype)) if clamped else lambda size: None
+        x, weight = new(tokens, width, dtype=dtype), new(experts, width, dtype=dtype)
+        logits: Any = new(tokens, experts, dtype=dtype)
+        if router.suits(x, weight):
+            logits = router.partial_logits(
+                x, weight, new(experts, dtype=dtype) if clamped else None
+            )
         moe.moe(
-            new(tokens, width, dtype=dtype),
-            new(tokens, experts, dtype=dtype),
+            x,
+            logits,
             gate_up=make(experts, 2 * inner, width),
             down=make(experts, width, inner),
             gate_up_bias=bias(2 * inner),

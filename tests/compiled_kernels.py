@@ -31,6 +31,7 @@ from nanovllm.backends.cuda.triton import (
     moe,
     moe_packed,
     packed_linear,
+    router,
     sampler,
     short_conv,
     whole_gated,
@@ -200,7 +201,7 @@ def run_all() -> None:
         decode_attention.decode_attention_of_qkv(qkv, kv, AttentionOptions(0.125), how)
     moe.moe(
         x,
-        new(rows, 8),
+        router.partial_logits(x, new(8, HIDDEN), new(8)),
         gate_up=new(8, 64, HIDDEN),
         down=new(8, HIDDEN, 32),
         gate_up_bias=new(8, 64),

@@ -49,9 +49,9 @@ from nanovllm.backends.cuda.fused_layers import (
     FusedSelfAttention,
     fuse,
 )
-from nanovllm.backends.cuda.products import FASTEST
+from nanovllm.backends.cuda.products import FASTEST, INVARIANT
 from nanovllm.backends.cuda.triton import decode_attention as decode_module
-from nanovllm.backends.cuda.triton import gated_delta, short_conv
+from nanovllm.backends.cuda.triton import gated_delta, router, short_conv
 from nanovllm.backends.cuda.triton.decode_attention import (
     decode_attention,
     decode_attention_of_qkv,
@@ -239,6 +239,30 @@ def test_few_sequences_decode_by_one_kernel_and_prompts_beside_them_by_two(
     kernels.clear()
     driver.step({0: 3, 1: 4}, {})
     assert kernels == ["qk_norm_rope_store"] * layers
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("products", [FASTEST, INVARIANT])
+@pytest.mark.parametrize("folder", ["experts", "gpt-oss"], indirect=True)
+def test_a_router_leaves_the_sum_of_its_parts_to_the_kernel_that_picks_experts(
+    folder, products, monkeypatch
+):
+    """One token has a kernel that needs no parts, and sums of parts depend on the tokens."""
+    rows = []
+
+    def noted(x, *args):
+        rows.append(len(x))
+        return partial_logits(x, *args)
+
+    partial_logits = router.partial_logits
+    monkeypatch.setattr(router, "partial_logits", noted)
+    monkeypatch.setattr(router, "can_overlap", lambda device: True)
+    plain, fused = load(folder), load(folder)
+    fuse(fused, TRITON, products)
+    torch.testing.assert_close(run(fused), run(plain), rtol=1e-4, atol=1e-4)
+    layers = len(fused.model.layers)
+    sizes = [14, 2, 14, 9, 3] if products is FASTEST else []
+    assert rows == [size for size in sizes for _ in range(layers)]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

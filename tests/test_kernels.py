@@ -23,6 +23,7 @@ from nanovllm.backends.cuda.triton import (
     gemv,
     prefill_attention,
     prefill_gemm,
+    router,
 )
 from nanovllm.backends.cuda.triton import moe as triton_moe
 from nanovllm.backends.cuda.triton import sampler as triton_sampler
@@ -255,8 +256,8 @@ def test_every_cut_of_moe_equals_its_twin(pairs_an_expert, dtype):
     assert_close(triton_moe.moe(x, logits, **options), plain.moe(x, logits, **options))
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 50])
 @pytest.mark.parametrize("few", [0, 8])
+@pytest.mark.parametrize("tokens", [1, 7, 50])
 def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, few, monkeypatch):
     """Tiles of more than `few` pairs come first."""
     monkeypatch.setattr(triton_moe, "MAX_CHUNKS", 3)  # for several passes
@@ -277,9 +278,34 @@ def test_sorted_pairs_are_whole_runs_in_whole_tiles(tokens, few, monkeypatch):
     counts = experts.flatten().bincount(minlength=9).tolist()
     ends = experts.flatten().bincount(minlength=9).cumsum(0).tolist()
     tiles = [[e, at, end] for e, end in enumerate(ends) for at in range(end - counts[e], end, 16)]
-    assert runs[0, 0] == len(tiles) <= max_tiles == len(runs) - 1
     tiles.sort(key=lambda tile: tile[2] - tile[1] <= few)
+    assert runs[0, 0] == len(tiles) <= max_tiles == len(runs) - 1
     assert runs[1 : 1 + len(tiles)].tolist() == tiles
+
+
+@spread(
+    {
+        "tokens, num_experts, width": [(2, 4, 16), (17, 5, 300), (40, 70, 520)],
+        "has_bias": [True, False],
+        "dtype": DTYPES,
+    }
+)
+def test_moe_adds_up_what_programs_computed_of_the_routers_logits(
+    tokens, num_experts, width, has_bias, dtype
+):
+    x, _, options = moe_inputs(tokens, num_experts, width, 16, dtype)
+    weight = (randn(num_experts, width) / width**0.5).to(dtype)
+    bias = randn(num_experts, dtype=dtype) if has_bias else None
+    partial = router.partial_logits(x, weight, bias)
+    logits = torch.zeros(partial.shape, device=DEVICE)
+    for part in partial.parts:
+        logits += part
+    if bias is not None:
+        logits += bias
+    assert_close(logits.to(dtype), F.linear(x, weight, bias))
+    options |= dict(top_k=3, renormalize=True)
+    expected = triton_moe.moe(x, logits.to(dtype), **options)
+    assert torch.equal(triton_moe.moe(x, partial, **options), expected)
 
 
 def test_moe_of_what_is_no_number_stays_in_bounds():
@@ -600,6 +626,21 @@ def test_gated_decode_gemm_equals_its_twin(rows, tiling, gelu, dtype):
 
 
 @needs_tiles
+@pytest.mark.parametrize("dtype", LOW_DTYPES)
+@pytest.mark.parametrize(
+    "tiling",
+    [(16, 64, 512, 2, 1, 4, True), (16, 64, 128, 1, 5, 4, True), (16, 64, 128, 3, 5, 4, True)],
+)
+def test_a_turned_tile_may_reach_beyond_the_last_input(tiling, dtype):
+    """As those of gpt-oss do, which has 2,880 inputs."""
+    x, weight = randn(5, 704, dtype=dtype), randn(100, 704, dtype=dtype)
+    expected = F.linear(x.double(), weight.double()).to(dtype)
+    for _ in range(2):
+        product = decode_gemm.multiply(x, weight, None, decode_gemm.Tiling(*tiling))
+        assert_close(product, expected)
+
+
+@needs_tiles
 def test_turned_tiles_run_at_the_same_time_and_cover_all_inputs():
     shapes = [(1024, 2048), (1024, 3072), (4096, 1024), (2048, 6144), (6144, 2560), (2560, 9728)]
     shapes += [(4096, 12288), (24576, 4096), (100, 128), (1, 1152), (5120, 2880)]
@@ -626,21 +667,6 @@ def test_turned_tiles_run_at_the_same_time_and_cover_all_inputs():
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(
     # One tile in part; two columns in part of two bands; of one band and the next one's part.
-@needs_tiles
-@pytest.mark.parametrize("dtype", LOW_DTYPES)
-@pytest.mark.parametrize(
-    "tiling",
-    [(16, 64, 512, 2, 1, 4, True), (16, 64, 128, 1, 5, 4, True), (16, 64, 128, 3, 5, 4, True)],
-)
-def test_a_turned_tile_may_reach_beyond_the_last_input(tiling, dtype):
-    """As those of gpt-oss do, which has 2,880 inputs."""
-    x, weight = randn(5, 704, dtype=dtype), randn(100, 704, dtype=dtype)
-    expected = F.linear(x.double(), weight.double()).to(dtype)
-    for _ in range(2):
-        product = decode_gemm.multiply(x, weight, None, decode_gemm.Tiling(*tiling))
-        assert_close(product, expected)
-
-
     "rows, outputs, inputs",
     [(1, 8, 64), (130, 200, 192), (1157, 136, 64)],
 )

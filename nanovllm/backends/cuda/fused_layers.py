@@ -30,7 +30,7 @@ from nanovllm.backends.cuda.fused_recurrent import (
     FusedGatedDeltaNet,
 )
 from nanovllm.backends.cuda.products import FASTEST, Products
-from nanovllm.backends.cuda.triton import moe
+from nanovllm.backends.cuda.triton import moe, router
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
 from nanovllm.backends.cuda.triton.decode_attention import NormRopeStore, takes_qkv
 from nanovllm.backends.cuda.triton.elementwise import (
@@ -92,7 +92,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, products: Products = FASTE
             module.__class__ = fused
             if isinstance(module, FusedSelfAttention):
                 module.backend = backend
-            if isinstance(module, FusedLayer):
+            if isinstance(module, (FusedLayer, FusedMixtureOfExperts)):
                 module.prepare()
             if isinstance(module, TAKES_PRODUCTS):
                 module.products = products
@@ -345,6 +345,15 @@ class FusedGatedMLP(GatedMLP):
         self.gate_up_proj.warmup_gated(self.activation is gelu_tanh)
 
 
+class FusedRouter(FusedReplicatedLinear):
+    """The router of a FusedMixtureOfExperts. Its logits may come in parts."""
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.products.is_invariant and router.suits(x, self.weight):
+            return router.partial_logits(x, self.weight, self.bias)
+        return super().forward(x)
+
+
 class FusedMixtureOfExperts(MixtureOfExperts):
     """A mixture of experts in the kernels of triton/moe.py. The experts may be quantised."""
 
@@ -361,6 +370,11 @@ class FusedMixtureOfExperts(MixtureOfExperts):
             runs_plainly, is_known = kind.run is Experts.run, True
         is_known &= experts.gating is swiglu or type(experts.gating) is ClampedSwiGLU
         return is_known and runs_plainly and kind.forward is Experts.forward
+
+    def prepare(self) -> None:
+        """Let the router hand on parts. Called once, when it has become a fused layer."""
+        if type(self.gate) is FusedReplicatedLinear:
+            self.gate.__class__ = FusedRouter
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.partial(x))

@@ -13,7 +13,7 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
 in `is_skinny`, `tiling`, `suits`, `takes_woven` and the like. Weights in other formats are
 dequantised as they are used (PackedWeight.forward). Experts are a matter of their own:
-triton/moe.py chooses.
+triton/moe.py chooses; in decode steps, triton/router.py multiplies by their router's weights.
 """
 
 from collections.abc import Callable

@@ -41,6 +41,7 @@ from nanovllm.backends.cuda.triton.moe_packed import (
     prepare_row,
     rows_for,
 )
+from nanovllm.backends.cuda.triton.router import PartialLogits
 from nanovllm.layers.moe import ClampedSwiGLU
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ except ImportError:  # older releases of Triton lack Gluon, or parts of it
 
 # A program routes and sorts a chunk of tokens, by passes of 4 or 8 tokens.
 MAX_CHUNKS = 256
-# Tiles by the greatest number of pairs for each expert, measured on an H200.
 COUNTED_CHUNKS = 32  # whose pairs a program counts at a time
+# Tiles by the greatest number of pairs for each expert, measured on an H200.
 TILES = (
     (4, Tile(16, 64, 128, 2, 4)),
     (16, Tile(32, 128, 128, 4, 3)),
@@ -71,7 +72,7 @@ FLOAT32_TILE = Tile(16, 64, 32, 4, 3)  # tensor cores do not compute products of
 
 def moe(
     x: Tensor,
-    logits: Tensor,
+    logits: Tensor | PartialLogits,
     *,
     gate_up: "Tensor | PackedExperts | WovenExperts",
     down: "Tensor | PackedExperts | WovenExperts",
@@ -86,7 +87,7 @@ def moe(
     """Compute a mixture of experts as MixtureOfExperts does: x [T, N] -> [T, N].
 
     Args:
-        logits: [T, E], the router's.
+        logits: [T, E], the router's, which `partial_logits` may have computed.
         gate_up: [E, 2 F, N], plain, packed or woven.
         down: [E, N, F], of the same kind.
         gate_up_bias: [E, 2 F].
@@ -98,7 +99,7 @@ def moe(
         is_invariant: whether a token's result must not depend on the number of tokens.
     """
     out = torch.empty_like(x)
-    (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[1], down.shape[-1]
+    (num_tokens, width), num_experts, expert_width = x.shape, logits.shape[-1], down.shape[-1]
     pairs = num_tokens * top_k
     if not pairs:
         return out
@@ -134,8 +135,8 @@ def moe(
         top_k=top_k,
         renormalize=renormalize,
         block_m=tile.rows,
-        preparation=preparation,
         few=tile.rows // 2 if is_woven and tile.few else 0,
+        preparation=preparation,
     )
     # The rows of `hidden` are in sorted order, those of `results` in the order of tokens.
     splits = tile.splits
@@ -204,21 +205,21 @@ def multiply(
 
 
 def sort_by_expert(
-    logits: Tensor,
+    logits: Tensor | PartialLogits,
     x: Tensor,
     *,
     top_k: int,
     renormalize: bool,
     block_m: int,
-    preparation: tuple[Any, ...] | None = None,
     few: int = 0,
+    preparation: tuple[Any, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pick each token's experts, and sort the pairs by expert, those of an expert by token.
 
     The pairs of a single token stay in the order of their scores: each is a run.
 
-    preparation: the arguments of `rows_for`, whose rows are filled meanwhile.
     few: tiles of more pairs come first.
+    preparation: the arguments of `rows_for`, whose rows are filled meanwhile.
 
     Returns:
         weights: [P] float32, of the pairs.
@@ -228,6 +229,10 @@ def sort_by_expert(
         max_tiles: the greatest possible number of tiles.
     """
     num_tokens, num_experts = logits.shape
+    bias, splits = None, 0
+    if isinstance(logits, PartialLogits):
+        logits, bias = logits
+        splits = len(logits)
     pairs = num_tokens * top_k
     max_tiles = (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
     chunk_tokens = 4 if num_tokens <= 4 * COUNTED_CHUNKS else 8
@@ -241,9 +246,9 @@ def sort_by_expert(
     is_alone = num_tokens == 1
     block_e = triton.next_power_of_2(num_experts)
     _route_kernel[(chunks + (num_tokens if preparation else 0),)](
-        *(logits, weights, places, counts, order, runs, num_tokens, passes, chunks),
-        *(preparation or (None,) * 9),
-        *(num_experts, top_k, renormalize, is_alone),
+        *(logits, bias, weights, places, counts, order, runs, num_tokens, passes, chunks),
+        *(preparation or (x, *(None,) * 8)),
+        *(splits, num_experts, top_k, renormalize, is_alone),
         1 if is_alone else chunk_tokens,
         block_e,
         triton.next_power_of_2(top_k),
@@ -265,6 +270,7 @@ def sort_by_expert(
 @triton.jit(do_not_specialize=["T", "passes", "chunks"])
 def _route_kernel(
     logits,
+    bias,
     weights,
     places,
     counts,
@@ -282,6 +288,7 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -297,17 +304,18 @@ def _route_kernel(
     if chunk < chunks:
         # fmt: off
         _route(
-            logits, weights, places, counts, order, runs, T, passes, chunk,
-            E, K, RENORMALIZE, ALONE, BLOCK_T, BLOCK_E, BLOCK_K,
+            logits, bias, weights, places, counts, order, runs, T, passes, chunk,
+            x.dtype.element_ty, SPLITS, E, K, RENORMALIZE, ALONE, BLOCK_T, BLOCK_E, BLOCK_K,
         )
         # fmt: on
-    elif x is not None:
+    elif numbers is not None:
         prepare_row(chunk - chunks, x, numbers, scales, IN, PARTS, SHARING, GROUPS, BLOCK_G, BLOCK)
 
 
 @triton.jit
 def _route(
     logits,
+    bias,
     weights,
     places,
     counts,
@@ -316,6 +324,8 @@ def _route(
     T,
     passes,
     chunk,
+    dtype: tl.constexpr,
+    SPLITS: tl.constexpr,
     E: tl.constexpr,
     K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
@@ -328,13 +338,25 @@ def _route(
 
     A pair's place is its expert, and 2^16 times its number. ALONE: there is one token, whose pairs
     are sorted at once.
+
+    SPLITS: the parts of the logits, which are added up and rounded as a linear layer does; 0: the
+    logits are whole.
     """
     expert, pick = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     count = tl.zeros([BLOCK_E], tl.int32)
     for i in range(passes):
         token = ((chunk * passes + i) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
         inside = (token < T) & (expert < E)
-        scores = tl.load(logits + token * E + expert, mask=inside, other=float("-inf"))
+        at = token * E + expert
+        if SPLITS > 0:
+            scores = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+            for split in tl.static_range(SPLITS):
+                scores += tl.load(logits + split * T * E + at, mask=inside, other=float("-inf"))
+            if bias is not None:
+                scores += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)
+            scores = scores.to(dtype)
+        else:
+            scores = tl.load(logits + at, mask=inside, other=float("-inf"))
         # Rows of padding may be NaN (see cuda/padded_forward.py). They get experts, too.
         keys = _keys(tl.where(scores == scores, scores, float("-inf")), expert)
         NONE: tl.constexpr = -(2**31) if keys.dtype == tl.int32 else -(2**63)
@@ -425,6 +447,7 @@ def _sort_kernel(
     E: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -447,7 +470,6 @@ def _sort_kernel(
         )
         total += tl.sum(count, axis=0)
         before += tl.sum(tl.where(c < chunk, count, 0), axis=0)
-    FEW: tl.constexpr,
     run = tl.cumsum(total, axis=0) - total
     if chunk < chunks:
         first = run + before
