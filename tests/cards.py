@@ -491,6 +491,7 @@ def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     def norms(rows, width):
         x, weight = new(rows, width, dtype=dtype), new(width, dtype=dtype)
         elementwise.rms_norm(x, weight, 1e-6)
+        elementwise.embed_and_norm(new(rows, dtype=torch.int64), x, weight, 1e-6)
         elementwise.add_rms_norm(x, x, weight=weight, eps=1e-6)
         elementwise.norm_add_norm(x, x, after=weight, weight=weight, eps=1e-6, zero_centered=True)
         elementwise.activate_and_mul(x)
@@ -543,7 +544,9 @@ def sampling_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             new(rows, vocab, dtype=dtype),
             temperatures=new(rows, dtype=torch.float32),
             seeds=new(rows, dtype=torch.int64),
-            positions=new(rows, dtype=torch.int64),
+            positions=new(rows, dtype=torch.int32),
+            slots=new(rows, dtype=torch.int64),
+            last_tokens=new(512, dtype=torch.int64),
         )
 
     def resample():

@@ -154,6 +154,7 @@ def run_all() -> None:
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
         allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)
     elementwise.add_rms_norm(x, x.clone(), weight=weight, eps=1e-6)
+    elementwise.embed_and_norm(ints, new(8, HIDDEN), weight, 1e-6)
     elementwise.norm_add_norm(x, x.clone(), after=weight, weight=weight, eps=1e-6)
     elementwise.activate_and_mul(x)
     elementwise.multiply_by_sigmoid(x, x.clone())
@@ -259,7 +260,14 @@ def run_all() -> None:
         logits = new(tokens, 8)
         moe.moe(x[:tokens], logits, gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
-    sampler.sample(new(rows, 256), temperatures=temperatures, seeds=ints, positions=ints.clone())
+    sampler.sample(
+        new(rows, 256),
+        temperatures=temperatures,
+        seeds=ints,
+        positions=ints.clone(),
+        slots=ints.clone(),
+        last_tokens=ints.clone(),
+    )
 
 
 if __name__ == "__main__":

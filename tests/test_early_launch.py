@@ -22,15 +22,20 @@ pytestmark = pytest.mark.skipif(not dispatch.TAKES_ALL_ARGUMENTS, reason="Triton
 # What no kernel writes. `addresses`: of memory that ranks share, written once at the start.
 CONSTANT = {"weight", "gate_weight", "up_weight", "after", "addresses", "codes", "factors"}
 CONSTANT |= {"w_scales", "input_scale", "w_tiles", "q_weight", "k_weight", "cos_sin"}
-# What was written before the embedding of a decode step, which is not launched early.
+# What was written before the embedding of a decode step: see EMBEDDING.
 STEP_INPUTS = {"positions", "slots", "lens", "tables"}
+OF_SLOTS = {"positions", "slots", "temperatures", "seeds"}
 OLD = {
     "_decode_kernel": STEP_INPUTS | {"k_cache", "v_cache"},
+    "_best_cell_of_part_kernel": OF_SLOTS,
+    "_best_of_row_kernel": OF_SLOTS,
     "_woven_down_kernel": {"runs"},  # see STARTED_LATE
 }
 # Of the two kernels of one token's woven experts, the second reads the router's choice early: the
 # first lets it start only after its own wait.
 STARTED_LATE = {"_woven_down_kernel": "_woven_gate_up_kernel"}
+# PyTorch's is not launched early, and this one waits before the next kernel starts.
+EMBEDDING = "_embed_and_norm_kernel"
 TESTS = Path(__file__).parent
 
 
@@ -70,6 +75,10 @@ def test_a_kernel_that_starts_early_reads_only_what_no_kernel_writes_before_it_w
 
 def test_a_kernel_that_starts_early_writes_nothing_before_it_waits(compiled):
     assert [name for name, _, writes, *_ in compiled if writes] == []
+
+
+def test_the_kernel_after_the_embedding_starts_when_what_came_before_it_has_ended(compiled):
+    assert [starts_next for name, *_, starts_next in compiled if name == EMBEDDING] == [False]
 
 
 def test_a_kernel_whose_next_one_reads_the_choice_early_waits_before_that_one_starts(compiled):

@@ -80,6 +80,16 @@ def test_rms_norm_equals_its_twin(shape, zero_centered, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero_centered", [False, True])
+def test_embed_and_norm_equals_its_twins(zero_centered, dtype):
+    table, weight = randn(9, 100, dtype=dtype), randn(100, dtype=dtype)
+    token_ids = torch.tensor([8, 0, 3, 3], device=DEVICE)
+    normed, rows = elementwise.embed_and_norm(token_ids, table, weight, 1e-6, zero_centered)
+    assert torch.equal(rows, table[token_ids])
+    assert_close(normed, plain.rms_norm(rows, weight, 1e-6, zero_centered))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("then_norm", [False, True])
 def test_norm_add_norm_equals_its_twin(then_norm, zero_centered, dtype):
     x, residual = randn(2, 7, 100, dtype=dtype)
@@ -426,6 +436,29 @@ def test_sample_draws_the_tokens_of_its_twin(vocab, vocab_start, dtype):
     expected_tokens, expected_values = sample(logits, **options, vocab_start=vocab_start)
     assert torch.equal(tokens, expected_tokens)
     torch.testing.assert_close(values, expected_values)
+
+
+def test_sample_reads_and_writes_the_state_of_slots():
+    logits = randn(3, 1500)
+    temperatures, seeds = torch.rand(6, device=DEVICE), torch.arange(6, device=DEVICE) + 3
+    temperatures[4] = 0
+    slots = torch.tensor([5, 0, 4], device=DEVICE)
+    positions = torch.tensor([9, 2, 7], dtype=torch.int32, device=DEVICE)
+    last_tokens = torch.full((6,), -7, device=DEVICE)
+    tokens, values = triton_sampler.sample(
+        logits,
+        temperatures=temperatures,
+        seeds=seeds,
+        positions=positions,
+        slots=slots,
+        last_tokens=last_tokens,
+    )
+    expected_tokens, expected_values = sample(
+        logits, temperatures=temperatures[slots], seeds=seeds[slots], positions=positions.long()
+    )
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(values, expected_values)
+    assert last_tokens.tolist() == [tokens[1], -7, -7, -7, tokens[2], tokens[0]]
 
 
 @pytest.mark.parametrize("rows", [3, 17])

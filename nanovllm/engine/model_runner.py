@@ -416,6 +416,11 @@ class ModelRunner:
         `slots` [B]. `positions` [B] are the positions of these tokens in their sequences.
         """
         logits = self.model.compute_logits(hidden)
+        tokens = self._sample_slots(logits, slots, positions)
+        return StepOutput(tokens, logits, positions, slots)
+
+    def _sample_slots(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Do the work of `_sample` from the logits [B, V] of this rank on; return the tokens."""
         tokens, values = self._sample_tokens(
             logits,
             temperatures=self.batch_state.temperatures[slots],
@@ -426,7 +431,7 @@ class ModelRunner:
         if self.group.size > 1:
             tokens = best_over_ranks(tokens, values, self.group)
         self.batch_state.last_tokens[slots] = tokens
-        return StepOutput(tokens, logits, positions, slots)
+        return tokens
 
     # The methods below are those that a subclass may override for its device.
 

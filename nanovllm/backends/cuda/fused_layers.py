@@ -33,8 +33,10 @@ from nanovllm.backends.cuda.products import FASTEST, Products
 from nanovllm.backends.cuda.triton import moe, router
 from nanovllm.backends.cuda.triton.allreduce_norm import sum_add_rms_norm
 from nanovllm.backends.cuda.triton.decode_attention import NormRopeStore, takes_qkv
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.elementwise import (
     add_rms_norm,
+    embed_and_norm,
     multiply_by_sigmoid,
     norm_add_norm,
     qk_norm_rope_store,
@@ -45,7 +47,7 @@ from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
 from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
-from nanovllm.layers.embedding import ParallelLMHead
+from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.gated_attention import GatedSelfAttention
 from nanovllm.layers.gated_delta import GatedDeltaNet
 from nanovllm.layers.linear import (
@@ -566,8 +568,7 @@ class FusedDecoder(Decoder):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         indices = current_metadata().logits_indices
         layers = self.fused_layers
-        residual = self.embed_tokens(input_ids)  # [T] -> [T, hidden]
-        x = self.first_norm(layers)(residual)
+        x, residual = self.embed(input_ids, layers)
         for layer, next_norm, next_layer in zip(
             layers, self.following_norms(layers), [*layers[1:], None]
         ):
@@ -579,6 +580,19 @@ class FusedDecoder(Decoder):
                 reader = None if next_layer is None else next_layer.reader
                 x, residual = self.finish_layer(layer, mixed, residual, next_norm, reader, out=x)
         return x
+
+    def embed(self, input_ids: Tensor, layers: Sequence[FusedLayer]) -> tuple[Tensor, Tensor]:
+        """Return (normed, residual), from which the first layer starts: [T] -> [T, hidden] each."""
+        embedding, norm = self.embed_tokens, layers[0].norms[0]
+        is_plain = type(embedding) is VocabParallelEmbedding and embedding.group.size == 1
+        is_able = is_plain and len(input_ids) <= MAX_ROWS
+        # Prompts of more tokens must get the same bits in this mode.
+        if norm is not None and is_able and not self.products.is_invariant:
+            return embed_and_norm(
+                input_ids, embedding.weight, norm.weight, norm.eps, norm.zero_centered
+            )
+        residual = embedding(input_ids)
+        return self.first_norm(layers)(residual), residual
 
     def first_norm(self, layers: Sequence[FusedLayer]) -> Callable[[Tensor], Tensor]:
         """Return the norm before the first layer's attention, or a copy function if it has none."""

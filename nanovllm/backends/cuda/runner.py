@@ -488,6 +488,21 @@ class CUDAModelRunner(ModelRunner):
         inputs = padded.token_ids[:size], padded.positions[:size], padded.metadata(size, decodes)
         return (super()._forward(*inputs),)
 
+    def _sample_slots(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        if not self._has_own_kernels or self.group.size > 1:
+            return super()._sample_slots(logits, slots, positions)
+        # The kernels read and write the state of the slots. PyTorch would need four kernels more.
+        state = self.batch_state
+        tokens, _ = sampler.sample(
+            logits,
+            temperatures=state.temperatures,
+            seeds=state.seeds,
+            positions=positions,
+            slots=slots,
+            last_tokens=state.last_tokens,
+        )
+        return tokens
+
     def _sample_tokens(self, logits: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         sample = sampler.sample if self._has_own_kernels else super()._sample_tokens
         return sample(logits, **options)

@@ -16,10 +16,11 @@ show which. Probably it saves time where kernels that wait hold shared memory, s
 them are spread unevenly over the multiprocessors, or where a product evicts from the cache what
 they have prefetched. Neither cause was measured by itself.
 
-Each forward pass begins with the embedding, a kernel of PyTorch. It is not launched early, so the
-kernels before it have ended when it starts. In a decode step, a layer's kernel may therefore also
-read before its call what was written before the embedding: the step's inputs, which are positions,
-slots, lengths and block tables, and the keys and values of earlier tokens.
+Each forward pass begins with the embedding. It is a kernel of PyTorch, which is not launched early,
+or `embed_and_norm`, which lets the next kernel start when the kernels before itself have ended. In
+a decode step, a layer's kernel or the sampler's may therefore also read before its call what was
+written before the embedding: the step's inputs, which are positions, slots, lengths and block
+tables, the state of slots, and the keys and values of earlier tokens.
 
 With little work. A step that is not a graph's replay launches four or five of these kernels a
 layer, and the host may take longer to launch them than the device to run them. `launch` lets Triton

@@ -28,6 +28,53 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     return out.view(x.shape)
 
 
+def embed_and_norm(
+    token_ids: Tensor, table: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return (norm(rows), rows) of an embedding table [V, N]: [T, N] each. token_ids: [T]."""
+    width = table.shape[1]
+    rows = table.new_empty(len(token_ids), width)
+    out = torch.empty_like(rows)
+    if len(rows):
+        block = triton.next_power_of_2(width)
+        launch(
+            _embed_and_norm_kernel,
+            (len(rows),),
+            *(token_ids, table, weight, rows, out, eps, width, block, zero_centered),
+            num_warps=max(1, min(8, block // 512)),
+            **overlap(rows),
+        )
+    return out, rows
+
+
+@triton.jit
+def _embed_and_norm_kernel(
+    token_ids,
+    table,
+    weight,
+    rows,
+    out,
+    eps,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < N
+    factor = tl.load(weight + cols, mask=inside, other=0.0)
+    # The kernels of the layers count on it that what came before this kernel has ended when they
+    # start: see dispatch.py.
+    wait_for_inputs(PDL, LATE=True)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.load(table + tl.load(token_ids + i) * N + cols, mask=inside, other=0.0)
+    tl.store(rows + i * N + cols, row, mask=inside)
+    value = normed(row, factor, eps, N, ZERO_CENTERED)
+    tl.store(out + i * N + cols, value, mask=inside)
+
+
 def add_rms_norm(
     x: Tensor, residual: Tensor, *, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:

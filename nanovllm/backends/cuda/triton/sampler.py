@@ -29,11 +29,20 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
     vocab_start: int = 0,
+    slots: Tensor | None = None,
+    last_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample a token for each row; see layers/sampler.py.
 
-    logits [B, V], temperatures [B] float32, seeds and positions [B] -> tokens [B] int64 and their
-    values [B] float32.
+    Args:
+        logits: [B, V].
+        temperatures, seeds: [B], float32 and int64, or the columns of all slots. No running kernel
+            may write to them, nor to positions and slots.
+        positions: [B].
+        slots: [B] int64, the rows' places in the columns of slots; None: there are no slots.
+        last_tokens: the column of all slots that the tokens are also written to.
+    Returns:
+        tokens [B] int64 and their values [B] float32.
     """
     batch, vocab = logits.shape
     first_cell, last_cell = vocab_start // CELL, triton.cdiv(vocab_start + vocab, CELL)
@@ -50,6 +59,7 @@ def sample(
             temperatures,
             seeds,
             positions,
+            slots,
             part_values,
             part_cells,
             logits.stride(0),
@@ -67,10 +77,12 @@ def sample(
             temperatures,
             seeds,
             positions,
+            slots,
             part_values,
             part_cells,
             values,
             tokens,
+            last_tokens,
             logits.stride(0),
             vocab_start,
             vocab,
@@ -89,6 +101,7 @@ def _best_cell_of_part_kernel(
     temperatures,
     seeds,
     positions,
+    slots,
     part_values,
     part_cells,
     row_stride,
@@ -100,14 +113,15 @@ def _best_cell_of_part_kernel(
     CELL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
+    slot = row if slots is None else tl.load(slots + row)
+    temperature, seed = tl.load(temperatures + slot), tl.load(seeds + slot)
+    position = tl.load(positions + row)
+    wait_for_inputs(PDL)
     if temperature < 0:
         return
     logits += row.to(tl.int64) * row_stride
     greedy, scale = scale_of(temperature)
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
     # A lane meets its cells in rising order. It keeps the first of equally good cells, which is the
     # lowest.
     best = tl.full([CELLS], float("-inf"), tl.float32)
@@ -137,10 +151,12 @@ def _best_of_row_kernel(
     temperatures,
     seeds,
     positions,
+    slots,
     part_values,
     part_cells,
     values,
     tokens,
+    last_tokens,
     row_stride,
     vocab_start,
     vocab,
@@ -149,9 +165,11 @@ def _best_of_row_kernel(
     CELL: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait_for_inputs(PDL)
     row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
+    slot = row if slots is None else tl.load(slots + row)
+    temperature, seed = tl.load(temperatures + slot), tl.load(seeds + slot)
+    position = tl.load(positions + row)
+    wait_for_inputs(PDL)
     if temperature < 0:
         tl.store(values + row, 0.0)
         tl.store(tokens + row, tl.zeros([], tl.int64))
@@ -173,11 +191,12 @@ def _best_of_row_kernel(
         )
         * scale
     )
-    seed, position = tl.load(seeds + row), tl.load(positions + row)
     token = best_entry(score, col + vocab_start, inside, greedy, seed, position)
     token = tl.where(is_valid, token, INVALID)
     tl.store(values + row, tl.where(greedy, best, best * LN_2))
     tl.store(tokens + row, token.to(tl.int64))
+    if last_tokens is not None:
+        tl.store(last_tokens + slot, token.to(tl.int64))
 
 
 @triton.jit
