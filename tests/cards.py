@@ -522,6 +522,7 @@ def small_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
 
     def inputs():
         elementwise.decode_inputs(new(8, dtype=torch.int64), BatchState(512, 160, 256, META))
+        elementwise.copy(new(8, dtype=torch.int64), new(8, dtype=torch.int64))
 
     for width in (4096, 8192):
         yield f"decode norms {width}", partial(norms, 8, width)

@@ -392,6 +392,14 @@ def test_decode_inputs_equals_its_twin(width):
         assert torch.equal(getattr(mine, name), getattr(twin, name))
 
 
+@pytest.mark.parametrize("length", [1, 256, 700])
+def test_a_kernel_copies_tokens(length):
+    tokens = torch.arange(length, device=DEVICE)
+    out = torch.full((701,), -1, device=DEVICE)
+    elementwise.copy(tokens, out[:length])
+    assert out.tolist() == [*range(length), *[-1] * (701 - length)]
+
+
 @triton.jit
 def _copy_kernel(x, y, count, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

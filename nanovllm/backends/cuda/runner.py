@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,7 @@ class CUDAModelRunner(ModelRunner):
         with self._dry_run():
             for size in sorted({3, *of_prompts, *self.decode_sizes}):
                 output = self._run_decode(self._slots.new_full((size,), self.max_num_seqs))
+            self._answer(output._replace(tokens=output.tokens[:1]), [])
         if self.resampler is not None:
             self.resampler.warmup(output)
         layers = [x for x in self.attention_layers if isinstance(x, FusedSelfAttention)]
@@ -521,8 +523,21 @@ class CUDAModelRunner(ModelRunner):
         pinned.numpy()[...] = array
         return pinned.to(self.device, non_blocking=True)
 
+    @cached_property
+    def _token_rows(self) -> Iterator[Tensor]:
+        """Pinned memory that kernels write sampled tokens to, a row a step.
+
+        There are four rows: at most two steps are in flight, and each may sample twice, so the host
+        has read a row before it is written again.
+        """
+        width = self.max_num_seqs + self.max_num_seqs % 2  # keeps rows aligned
+        return cycle(torch.empty(4, width, dtype=torch.int64, pin_memory=True))
+
     def _answer(self, output: StepOutput, logprobs: list[Any]) -> SampledTokensInFlight:
-        return SampledTokensInFlight.send(output.tokens, logprobs, output.prompt_logprobs)
+        tokens, host = output.tokens, None
+        if self._has_own_kernels:
+            host = next(self._token_rows)[: len(tokens)]
+        return SampledTokensInFlight.send(tokens, logprobs, output.prompt_logprobs, host)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

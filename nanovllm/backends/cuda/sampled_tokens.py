@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.backends.cuda.triton import elementwise
 from nanovllm.engine.batch import StepResult
 from nanovllm.engine.model_runner import SampledTokens
 
@@ -18,10 +19,18 @@ class SampledTokensInFlight(SampledTokens):
 
     @classmethod
     def send(
-        cls, tokens: Tensor, logprobs: list[Any], prompt_logprobs: Any
+        cls, tokens: Tensor, logprobs: list[Any], prompt_logprobs: Any, host: Tensor | None = None
     ) -> "SampledTokensInFlight":
-        """Start to copy tokens and log-probabilities to the host; return without waiting."""
-        tokens = _to_host(tokens)
+        """Start to copy tokens and log-probabilities to the host; return without waiting.
+
+        host: pinned memory that a kernel writes the tokens to, which must not be freed. The next
+            step's kernels wait longer for a copy.
+        """
+        if host is None:
+            tokens = _to_host(tokens)
+        else:
+            elementwise.copy(tokens, host)
+            tokens = host
         logprobs = [replace(part, records=_to_host(part.records)) for part in logprobs]
         if prompt_logprobs is not None:
             prompt_logprobs = replace(prompt_logprobs, records=_to_host(prompt_logprobs.records))

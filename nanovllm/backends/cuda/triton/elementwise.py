@@ -28,6 +28,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
     return out.view(x.shape)
 
 
+def copy(x: Tensor, out: Tensor) -> None:
+    """Copy x [N] to `out`, which may be pinned memory of the host."""
+    if len(x):
+        launch(_copy_kernel, (triton.cdiv(len(x), 256),), x, out, len(x), 256, num_warps=1)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _copy_kernel(x, out, N, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, mask=i < N), mask=i < N)
+
+
 def embed_and_norm(
     token_ids: Tensor, table: Tensor, weight: Tensor, eps: float, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
