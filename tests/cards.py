@@ -53,6 +53,7 @@ from nanovllm.backends.cuda.triton import (
 )
 from nanovllm.backends.cuda.triton.gated_delta import DeltaInputs
 from nanovllm.backends.cuda.triton.short_conv import ChunkBlocks
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.engine.model_runner import StepOutput
 from nanovllm.layers.attention import AttentionOptions, KVCache, PackedKV, PagedKV
@@ -282,6 +283,12 @@ def invariant_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
         yield f"invariant attention {head_dim}", partial(on_hopper, attention, head_dim)
 
 
+def unnormed(x: torch.Tensor) -> Unnormed:
+    """Make a row for a product that norms it."""
+    stream = Stream(x, new(x.shape[1] // 16, dtype=torch.float32))
+    return Unnormed(stream, new(x.shape[1], dtype=x.dtype), 1e-6)
+
+
 def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
     """Yield cases of linear layers in FP8, by blocks, by rows, and with weights alone."""
 
@@ -296,15 +303,23 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             activations=how,
         )
         x = new(rows, inputs, dtype=dtype)
+        if products.fp8_row is not None and products.fp8_row.suits(x, matrix):
+            if gated:
+                products.gated_linear_fp8(unnormed(x), matrix, dtype)
+            else:
+                residual = new(1, outputs, dtype=dtype)
+                products.linear_fp8(x, matrix, new(outputs, dtype=dtype), dtype, residual=residual)
         if gated:
             products.gated_linear_fp8(x, matrix, dtype)
+            products.gated_linear_fp8(fp8_inputs.as_rows(x, matrix), matrix, dtype)
             if how:
                 weight = new(inputs, dtype=dtype)
                 fp8_inputs.norm_and_quantise(x, x, matrix, weight=weight, eps=1e-6)
                 product = new(rows, 2 * inputs, dtype=dtype)
                 fp8_inputs.activate_and_quantise(product, matrix)
         else:
-            products.linear_fp8(x, matrix, new(outputs, dtype=dtype), dtype)
+            for inputs in (x, fp8_inputs.as_rows(x, matrix)):
+                products.linear_fp8(inputs, matrix, new(outputs, dtype=dtype), dtype)
 
     for how in ("group", "token", None):
         for rows in (1, 16, 64, 256, 8192):
@@ -329,8 +344,18 @@ def packed_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             products.linear_int(x, weight, new(outputs, dtype=dtype))
 
     def run_woven(rows, outputs, inputs):
-        if packed_linear.takes_woven(META, 4, 128, outputs, inputs):
-            run(rows, outputs, inputs, 128, 4, False)
+        if not packed_linear.takes_woven(META, 4, 128, outputs, inputs):
+            return
+        run(rows, outputs, inputs, 128, 4, False)
+        if rows == 1:
+            codes = new(outputs, inputs // 8, dtype=torch.int32)
+            factors = new(inputs // 128, outputs, dtype=torch.int32)
+            weight = packed_linear.PackedTensors(codes, factors, 4, 128, inputs, True)
+            x, residual = new(1, inputs, dtype=dtype), new(1, outputs, dtype=dtype)
+            products.linear_int(x, weight, None, residual)
+            if packed_linear.woven_row.norms(inputs):
+                products.linear_int(unnormed(x), weight)
+                products.gated_linear_int(unnormed(x), weight)
 
     for rows in (1, 16, 64, 160, 256, 8192):
         kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"

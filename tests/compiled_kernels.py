@@ -25,6 +25,7 @@ from nanovllm.backends.cuda.triton import (
     fp8_gemv,
     fp8_inputs,
     fp8_linear,
+    fp8_row,
     gated_delta,
     gemv,
     invariant_linear,
@@ -39,6 +40,7 @@ from nanovllm.backends.cuda.triton import (
     woven_linear,
     woven_row,
 )
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.engine.batch_state import BatchState
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
@@ -150,6 +152,11 @@ def run_all() -> None:
         woven_linear.linear(many, codes, factors, new(64), woven, group=128)
     division = woven_row.Division(warps=1, runs=2, blocks=2)
     woven_row.linear(new(1, HIDDEN), codes, factors, new(64), division, group=128)
+    stream = Stream(new(1, HIDDEN), new(4, dtype=torch.float32))
+    row, residual = Unnormed(stream, weight, 1e-6), new(1, 64)
+    division = woven_row.Division(warps=1, runs=4, blocks=1)
+    woven_row.linear(row, codes, factors, None, division, group=128, residual=residual)
+    fp8_row.linear(row, matrix, None, residual=residual)
     for direct_bytes in (1 << 20, 0):
         shared = allreduce_norm.SharedRows(ints, 0, direct_bytes)
         allreduce_norm.sum_add_rms_norm(x, x.clone(), weight=weight, eps=1e-6, shared=shared)

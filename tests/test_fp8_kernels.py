@@ -3,6 +3,7 @@
 They run in Triton's interpreter on a CPU, as on a GPU without FP8, and compiled on a GPU.
 """
 
+import plain_layers as plain
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.fp8_linear import Tiling
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.config import Fp8
 from nanovllm.backends.quantised.fp8 import Fp8Weight, rounded, scale_for
 from nanovllm.layers.parallel import ParallelGroup
@@ -236,3 +238,47 @@ def test_a_row_of_several_parts_equals_the_plain_layers_product(name):
     assert fp8_gemv.suits(rows, matrix)
     out = fp8_gemv.linear(rows, matrix, None, torch.float32)
     assert_close(out, expected(x, matrix).float())
+
+
+def test_the_warps_of_a_program_take_all_inputs_of_an_fp8_row():
+    fp8_row = pytest.importorskip("nanovllm.backends.cuda.triton.fp8_row")
+    for inputs in range(128, 16384 + 1, 128):
+        warps, runs, blocks = fp8_row.division(inputs)
+        assert warps * runs * blocks * 128 >= inputs and runs <= 8
+        assert warps * runs * (blocks - 1) * 128 < inputs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("inputs", [128, 1024, 2304, 4096, 8320, 12288])
+def test_a_row_is_quantised_normed_and_added_to_the_residual_stream(inputs, zero_centered, dtype):
+    """The kernel is written in Gluon, which has no interpreter."""
+    fp8_row = pytest.importorskip("nanovllm.backends.cuda.triton.fp8_row")
+    matrix = make_matrix(*FORMATS["blocks"], inputs)
+    x = make_inputs(1, inputs, dtype)
+    if not fp8_row.suits(x, matrix):
+        pytest.skip("needs a Hopper GPU")
+    bias = torch.randn(OUTPUTS, device=DEVICE).to(dtype)
+    residual = torch.randn(1, OUTPUTS, device=DEVICE).to(dtype)
+    squares = x.float().square().view(-1, 64).sum(dim=1)
+    gain = torch.rand(inputs, device=DEVICE).to(dtype)
+    row = Unnormed(Stream(x, squares), gain, 1e-6, zero_centered)
+    normed = plain.rms_norm(x, gain, 1e-6, zero_centered)
+    for given, same in ((x, x), (row, normed), (normed, normed)):
+        want = expected(same, matrix, bias)
+        assert_rounded(fp8_row.linear(given, matrix, bias), want)
+        total, parts = fp8_row.linear(given, matrix, bias, residual=residual)
+        assert_rounded(total, want.to(dtype).double() + residual.double())
+        torch.testing.assert_close(parts.sum(), total.float().square().sum(), rtol=1e-5, atol=0)
+        for gelu in (False, True):
+            gates, ups = expected(same, matrix).to(dtype).float().chunk(2, dim=1)
+            active = F.gelu(gates, approximate="tanh") if gelu else F.silu(gates)
+            gated = fp8_row.linear(given, matrix, gated=True, gelu=gelu)
+            assert_rounded(gated, active.to(dtype).double() * ups)
+
+
+def assert_rounded(actual, want):
+    """Compare, where a sum of squares of another order may round a few inputs otherwise."""
+    error = (actual.double() - want).norm() / want.norm()
+    assert error < 1.5e-2, f"relative error {error:.2e}"

@@ -57,6 +57,7 @@ from nanovllm.backends.cuda.triton.decode_attention import (
     decode_attention_of_qkv,
 )
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.config import Fp8, Integers, Quantization
 from nanovllm.backends.quantised.layers import Quantised, use_quantised_layers
 from nanovllm.backends.quantised.packed import PackedWeight
@@ -348,6 +349,50 @@ def test_fp8_layers_are_fused_by_kernels(folder, scheme):
         torch.testing.assert_close(found, want, rtol=0, atol=0.1 * want.std().item())
         close = (found - want).abs() < 1e-3
         assert close.float().mean() > 0.3, close.float().mean()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "folder, norms", [("qwen3", 5), ("gemma2", 0), ("granite", 0)], indirect=["folder"]
+)
+def test_products_of_one_row_add_to_the_residual_stream_and_norm_it(folder, norms, monkeypatch):
+    """The kernels that do so have no interpreter: here, PyTorch computes what they do."""
+    model = load_quantised(folder, Fp8(1, 0, None))
+    fuse(model, TRITON)
+    want = run_alone(model)
+    forward, seen = FusedFp8Weight.forward, []
+
+    def add(weight, row, bias, residual):
+        total = residual + forward(weight, row, bias)
+        return Stream(total, total.square().sum(dim=1))
+
+    def normed(x):
+        if not isinstance(x, Unnormed):
+            return x
+        seen.append(x)
+        (total, squares), *norm = x
+        torch.testing.assert_close(total.square().sum(dim=1), squares)
+        return plain.rms_norm(total, *norm)
+
+    monkeypatch.setattr(FusedFp8Weight, "can_norm", lambda *_: True)
+    monkeypatch.setattr(FusedFp8Weight, "can_add", lambda *_: True)
+    monkeypatch.setattr(FusedFp8Weight, "add", add)
+    monkeypatch.setattr(
+        FusedFp8Weight, "forward", lambda weight, x, *bias: forward(weight, normed(x), *bias)
+    )
+    monkeypatch.setattr(
+        FusedFp8Weight,
+        "gated",
+        lambda weight, x, bias, gelu, reader: plain.activate_and_mul(weight(x, bias), gelu),
+    )
+    torch.testing.assert_close(run_alone(model), want, rtol=1e-4, atol=1e-4)
+    assert len(seen) == norms
+
+
+def run_alone(model) -> torch.Tensor:
+    """Logits of a prompt of three tokens and of a decode, of one sequence alone."""
+    driver = Driver(model, num_sequences=1, max_tokens=32)
+    return torch.cat((driver.step({}, {0: [5, 6, 7]}), driver.step({0: 8}, {})))
 
 
 def test_each_family_runs_quantised(folder):

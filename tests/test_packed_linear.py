@@ -2,6 +2,7 @@
 the codes stand for: in Triton's interpreter on a CPU, and compiled, in bfloat16 too, on a GPU.
 """
 
+import plain_layers as plain
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from effort import spread
 
 from nanovllm.backends.cuda.triton import packed_linear, woven_linear, woven_row
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors, Tiling
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.packed import pack
 
 HAS_GPU = torch.cuda.is_available()
@@ -184,6 +186,28 @@ def test_programs_may_share_tiles_in_any_way(block_m, more, warps, splits, whole
     for _ in range(2):
         tensors = x, weight.codes, weight.factors, bias, tiling
         assert_close(woven_linear.linear(*tensors, group=group, gated=gated), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", [*WOVEN_SHAPES, (40, 1024, 128), (4096, 4096, 128)])
+def test_a_row_is_normed_and_added_to_the_residual_stream(shape, zero_centered, dtype):
+    """The kernel is written in Gluon, which has no interpreter."""
+    x, weight, bias, _ = woven_case(1, shape, dtype)
+    squares = x.float().square().view(-1, 64).sum(dim=1)
+    gain = torch.rand(shape[1], device=DEVICE).to(dtype)
+    row = Unnormed(Stream(x, squares), gain, 1e-6, zero_centered)
+    normed = plain.rms_norm(x, gain, 1e-6, zero_centered)
+    numbers = packed_linear.dequantise(weight, dtype)
+    expected = normed.double() @ numbers.double().T + bias.double()
+    gated = packed_linear.woven_product(row, weight, bias, gated=True)
+    assert_close(gated, activated(expected, dtype, gelu=False))
+    residual = torch.randn(1, shape[0], device=DEVICE).to(dtype)
+    for given in (row, normed):
+        total, parts = packed_linear.woven_product(given, weight, bias, residual=residual)
+        assert_close(total, expected.to(dtype).double() + residual.double())
+        torch.testing.assert_close(parts.sum(), total.float().square().sum(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.gpu

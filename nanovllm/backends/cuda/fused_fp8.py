@@ -1,6 +1,7 @@
 """Packed weights in FP8 whose products are computed by Triton kernels."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 
 
@@ -22,11 +24,23 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
 
     block_scales: Tensor | None = None  # [N / 128, G]
 
+    def can_norm(self, row: Tensor) -> bool:
+        return self.can_add(row)
+
+    def can_add(self, row: Any) -> bool:
+        matrices = self.matrices(None)
+        is_able = products.fp8_row is not None and not (self.is_invariant or self.lead)
+        return is_able and len(matrices) == 1 and products.fp8_row.suits(row, matrices[0])
+
+    def add(self, row: Tensor, bias: Tensor | None, residual: Tensor) -> Stream:
+        matrix, dtype = self.matrices(None)[0], self.plain.dtype
+        return products.linear_fp8(row, matrix, bias, dtype, residual=residual)
+
     def forward(
-        self, x: Tensor | Rows, bias: Tensor | None = None, expert: int | None = None
+        self, x: Tensor | Rows | Unnormed, bias: Tensor | None = None, expert: int | None = None
     ) -> Tensor:
         matrices, dtype, linear = self.matrices(expert), self.plain.dtype, self.linear
-        if isinstance(x, Rows):
+        if isinstance(x, (Rows, Unnormed)):
             return linear(x, matrices[0], bias, dtype)
         if not all(fp8_linear.suits(x, matrix) for matrix in matrices):
             return super().forward(x, bias, expert)
@@ -44,14 +58,14 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
         return fp8_linear.invariant_linear if self.is_invariant else products.linear_fp8
 
     def gated(
-        self, x: Tensor | Rows, bias: Tensor | None, gelu: bool, reader: Fp8Matrix | None
+        self, x: Tensor | Rows | Unnormed, bias: Tensor | None, gelu: bool, reader: Fp8Matrix | None
     ) -> Tensor | Rows:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K].
 
         reader: the matrix that the result will be multiplied by, if it may be quantised for it.
         """
         matrix = self.matrices(None)[0]
-        if bias is None and (isinstance(x, Rows) or self.matrix_for(x) is not None):
+        if bias is None and (isinstance(x, (Rows, Unnormed)) or self.matrix_for(x) is not None):
             dtype = self.plain.dtype
             return products.gated_linear_fp8(x, matrix, dtype, gelu, reader, self.linear)
         return activate_and_mul(self(x, bias), gelu)

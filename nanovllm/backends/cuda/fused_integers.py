@@ -1,5 +1,7 @@
 """Integer weights that kernels multiply by, without writing them out as numbers in small steps."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,7 @@ from nanovllm.backends.cuda import products
 from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import packed_linear
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.integers import IntegerWeight
 
 
@@ -37,10 +40,21 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
             and plain.columns.start % plain.group == 0
         )
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, expert: int | None = None) -> Tensor:
+    def can_norm(self, row: Tensor) -> bool:
+        return bool(self.is_woven) and packed_linear.woven_row.norms(self.width)
+
+    def can_add(self, row: Any) -> bool:
+        return bool(self.is_woven)
+
+    def add(self, row: Tensor, bias: Tensor | None, residual: Tensor) -> Stream:
+        return products.linear_int(row.contiguous(), self.tensors(), bias, residual)
+
+    def forward(
+        self, x: Tensor | Unnormed, bias: Tensor | None = None, expert: int | None = None
+    ) -> Tensor:
         return products.linear_int(x, self.tensors(expert), bias)
 
-    def gated(self, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
+    def gated(self, x: Tensor | Unnormed, bias: Tensor | None, gelu: bool) -> Tensor:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K]."""
         return products.gated_linear_int(x, self.tensors(), bias, gelu)
 

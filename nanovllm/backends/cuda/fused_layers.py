@@ -20,6 +20,7 @@ from nanovllm.backends.cuda.cuda_graph import SIZES, size_for
 from nanovllm.backends.cuda.fused_fp4 import FusedFp4Weight
 from nanovllm.backends.cuda.fused_quantised import (
     FusedQuantised,
+    joins,
     matrix_of,
     packed_experts,
     use_packed_kernels,
@@ -44,6 +45,7 @@ from nanovllm.backends.cuda.triton.elementwise import (
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import norm_and_quantise
 from nanovllm.backends.cuda.triton.prefill_attention import TiledPrefill
+from nanovllm.backends.cuda.triton.unnormed import Unnormed
 from nanovllm.backends.quantised.layers import Quantised, QuantisedExperts
 from nanovllm.layers.attention import SelfAttention
 from nanovllm.layers.context import AttentionMetadata, current_metadata
@@ -339,8 +341,11 @@ class FusedGatedMLP(GatedMLP):
 
     def partial(self, x: Any) -> Tensor:
         """Compute this rank's part of the sum. The result may take the memory of x."""
-        hidden = self.gate_up_proj.gated(x, self.activation is gelu_tanh, self.down_proj)
-        return self.down_proj.partial(hidden, out=x if isinstance(x, Tensor) else None)
+        return self.down_proj.partial(self.hidden(x), out=x if isinstance(x, Tensor) else None)
+
+    def hidden(self, x: Any) -> Any:
+        """Compute what down_proj multiplies."""
+        return self.gate_up_proj.gated(x, self.activation is gelu_tanh, self.down_proj)
 
     def warmup(self) -> None:
         """Launch the kernels that only steps with prompts launch."""
@@ -617,10 +622,39 @@ class FusedDecoder(Decoder):
         out: [T, hidden], memory that intermediate results may take, if it is a tensor.
         """
         _, after_attention, before_mlp, after_mlp = layer.norms
-        x = layer.mixer.output_proj.partial(mixed, out if isinstance(out, Tensor) else None)
-        gate_up = layer.mlp.gate_up_proj if isinstance(layer.mlp, FusedGatedMLP) else None
-        x, residual = self.add_and_norm(x, residual, after_attention, before_mlp, gate_up)
-        return self.add_and_norm(layer.mlp.partial(x), residual, after_mlp, next_norm, reader)
+        projection, mlp = layer.mixer.output_proj, layer.mlp
+        if not isinstance(mlp, FusedGatedMLP):
+            x = projection.partial(mixed, out if isinstance(out, Tensor) else None)
+            x, residual = self.add_and_norm(x, residual, after_attention, before_mlp)
+            return self.add_and_norm(mlp.partial(x), residual, after_mlp, next_norm, reader)
+        x, residual = self.project_and_norm(
+            *(projection, mixed, residual, after_attention, before_mlp, mlp.gate_up_proj), out=out
+        )
+        return self.project_and_norm(
+            *(mlp.down_proj, mlp.hidden(x), residual, after_mlp, next_norm, reader), out=x
+        )
+
+    def project_and_norm(
+        self,
+        projection: FusedRowParallelLinear,
+        x: Any,
+        residual: Tensor,
+        after: FusedRMSNorm | None,
+        norm: FusedRMSNorm | None,
+        reader: nn.Module | None,
+        *,
+        out: Any,
+    ) -> tuple[Any, Tensor]:
+        """Return what add_and_norm does of the projection of x.
+
+        out: [T, hidden], memory that intermediate results may take, if it is a tensor.
+        """
+        if after is None and norm is not None and joins(projection, x, residual, reader):
+            product: Any = projection
+            stream = product.add(x, residual)
+            return Unnormed(stream, norm.weight, norm.eps, norm.zero_centered), stream.total
+        x = projection.partial(x, out if isinstance(out, Tensor) else None)
+        return self.add_and_norm(x, residual, after, norm, reader)
 
     def add_and_norm(
         self,

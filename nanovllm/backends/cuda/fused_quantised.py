@@ -18,6 +18,7 @@ from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
 from nanovllm.backends.cuda.triton.moe_packed import PackedExperts
+from nanovllm.backends.cuda.triton.unnormed import Stream
 from nanovllm.backends.quantised.fp4 import Fp4Weight
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 from nanovllm.backends.quantised.integers import IntegerWeight
@@ -84,6 +85,20 @@ def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
     return None
 
 
+def joins(projection: Any, x: Any, residual: Tensor, reader: Any) -> bool:
+    """Tell whether no kernel need stand between two products of one row.
+
+    If so, projection.add(x, residual) adds to the residual stream, and `reader` norms it.
+    """
+    if len(residual) != 1 or projection.group.size > 1 or projection.multiplier is not None:
+        return False
+    if not (isinstance(projection, FusedQuantised) and isinstance(reader, FusedQuantised)):
+        return False
+    first, second = projection.packed["weight"], reader.packed["weight"]
+    is_fused = isinstance(first, FusedWeight) and isinstance(second, FusedWeight)
+    return is_fused and first.can_add(x) and second.can_norm(residual)
+
+
 class FusedQuantised:
     """A mixin that stands before the fused class of a linear layer: its weight is packed."""
 
@@ -93,6 +108,11 @@ class FusedQuantised:
     def product(self, x: Any, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Multiply x [T, K] by the weight -> [T, N], which does not take the memory of `out`."""
         return self.packed["weight"](x, bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Stream:
+        """Multiply one row x [1, K] by the weight, and add the result to a residual stream."""
+        layer: Any = self  # a RowParallelLinear
+        return self.packed["weight"].add(x, layer.bias_of_this_rank, residual)
 
     def gated(self, x: Any, gelu: bool, reader: nn.Module | None = None) -> Any:
         """Compute silu(gates) * ups, or with gelu: x [T, K] -> [T, N]. The weight is [2 N, K].

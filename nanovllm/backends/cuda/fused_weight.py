@@ -1,7 +1,10 @@
 """The life of a packed weight that kernels multiply by."""
 
-from torch import nn
+from typing import Any
 
+from torch import Tensor, nn
+
+from nanovllm.backends.cuda.triton.unnormed import Stream
 from nanovllm.backends.quantised.packed import PackedWeight
 
 
@@ -39,6 +42,21 @@ class FusedWeight(PackedWeight):
 
     def drop(self) -> None:
         """Free the memory of copies until `restore`."""
+
+    def can_norm(self, row: Tensor) -> bool:
+        """Tell whether the weight's product norms a row like this one [1, K] itself.
+
+        If so, it takes the row as an Unnormed.
+        """
+        return False
+
+    def can_add(self, row: Any) -> bool:
+        """Tell whether `add` can multiply this row [1, K]."""
+        return False
+
+    def add(self, row: Tensor, bias: Tensor | None, residual: Tensor) -> Stream:
+        """Multiply a row by the weight, and add the result to a residual stream [1, N]."""
+        raise NotImplementedError
 
     def take_weights(self, plain: nn.Module) -> None:
         """Take the weights of a packed weight that is not fused."""

@@ -7,7 +7,7 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
     plain              gemv, whole_gated   decode_gemm or cuBLAS          cuBLAS or prefill_gemm
     INT4, INT8         packed_linear       packed_linear                  dequantised, then as plain
     INT4 on Hopper     woven_row           woven_linear                   dequantised, then as plain
-    FP8                fp8_gemv            fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
+    FP8                fp8_row, fp8_gemv   fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
     batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
@@ -17,7 +17,7 @@ triton/moe.py chooses; in decode steps, triton/router.py multiplies by their rou
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,13 @@ from nanovllm.backends.cuda.triton.fp8_inputs import (
 )
 from nanovllm.backends.cuda.triton.invariant_linear import whole_gated  # None without Gluon
 from nanovllm.backends.cuda.triton.packed_linear import PackedTensors
+from nanovllm.backends.cuda.triton.unnormed import Unnormed
+
+fp8_row: Any
+try:
+    from nanovllm.backends.cuda.triton import fp8_row
+except ImportError:  # older releases of Triton lack Gluon, or parts of it
+    fp8_row = None
 
 # Plain weights.
 
@@ -110,11 +117,19 @@ INVARIANT = Products(
 # Weights in INT4 and INT8.
 
 
-def linear_int(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> Tensor:
+def linear_int(
+    x: Tensor | Unnormed,
+    weight: PackedTensors,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Any:
     """Compute x @ weight.T + bias: x [M, K], bias [N] -> [M, N].
 
-    No running kernel may write to the weights.
+    No running kernel may write to the weights. An Unnormed row, or a `residual` to add the row's
+    result to, which then is a Stream, are for woven weights alone.
     """
+    if isinstance(x, Unnormed) or residual is not None:
+        return packed_linear.woven_product(x, weight, bias, residual=residual)
     x = x.contiguous()
     if not len(x):  # an expert may have none
         return x.new_empty(0, weight.outputs)
@@ -128,12 +143,14 @@ def linear_int(x: Tensor, weight: PackedTensors, bias: Tensor | None = None) -> 
 
 
 def gated_linear_int(
-    x: Tensor, weight: PackedTensors, bias: Tensor | None = None, gelu: bool = False
+    x: Tensor | Unnormed, weight: PackedTensors, bias: Tensor | None = None, gelu: bool = False
 ) -> Tensor:
     """Compute silu(gates) * ups, or gelu(gates) * ups by tanh: x [M, K] -> [M, N].
 
     The weight [2 N, K] and bias [2 N] yield gates first, then ups.
     """
+    if isinstance(x, Unnormed):
+        return packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
     x = x.contiguous()
     if len(x) <= MAX_ROWS and weight.woven:
         return packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
@@ -156,17 +173,23 @@ def warmup_gated_linear_int(
 
 
 def linear_fp8(
-    x: Tensor | Rows,
+    x: Tensor | Rows | Unnormed,
     matrix: Fp8Matrix,
     bias: Tensor | None,
     dtype: torch.dtype,
     largest: Tensor | None = None,
-) -> Tensor:
+    residual: Tensor | None = None,
+) -> Any:
     """Compute x @ weight.T + bias, where `fp8_linear.suits` holds: x [M, K], bias [N] -> [M, N].
 
     largest: [M], the largest |x| of each token, where other ranks have some of its inputs.
     No running kernel may write to the weight: kernels read it before others have ended.
+    residual: what the result of one row is added to, where `fp8_row.suits` holds; then a Stream is
+        returned.
     """
+    if fp8_row is not None and fp8_row.suits(x, matrix):
+        return fp8_row.linear(x, matrix, bias, residual=residual)
+    assert not isinstance(x, Unnormed), "only fp8_row.py norms"
     x = as_rows(x, matrix, largest)
     if fp8_gemv.suits(x, matrix):
         return fp8_gemv.linear(x, matrix, bias, dtype)
@@ -176,7 +199,7 @@ def linear_fp8(
 
 
 def gated_linear_fp8(
-    x: Tensor | Rows,
+    x: Tensor | Rows | Unnormed,
     matrix: Fp8Matrix,
     dtype: torch.dtype,
     gelu: bool = False,
@@ -190,6 +213,8 @@ def gated_linear_fp8(
 
     linear: `linear_fp8`, or `fp8_linear.invariant_linear`.
     """
+    if linear is linear_fp8 and fp8_row is not None and fp8_row.suits(x, matrix):
+        return fp8_row.linear(x, matrix, gated=True, gelu=gelu)
     product = linear(x, matrix, None, dtype)
     if reader is None:
         return activate_and_mul(product, gelu)

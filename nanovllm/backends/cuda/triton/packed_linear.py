@@ -37,6 +37,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.elementwise import activated
+from nanovllm.backends.cuda.triton.unnormed import Unnormed
 
 woven_linear: Any
 woven_row: Any
@@ -98,19 +99,25 @@ def takes_woven(device: torch.device, bits: int, group: int, outputs: int, input
 
 
 def woven_product(
-    x: Tensor,
+    x: Tensor | Unnormed,
     weight: PackedTensors,
     bias: Tensor | None,
     *,
     gated: bool = False,
     gelu: bool = False,
-) -> Tensor:
-    """Compute x @ weight.T + bias, or with `gated` the activated product, of woven codes."""
+    residual: Tensor | None = None,
+) -> Any:
+    """Compute x @ weight.T + bias, or with `gated` the activated product, of woven codes.
+
+    residual: what the result of one row is added to; then a Stream is returned.
+    """
     tensors = x, weight.codes, weight.factors, bias
     group = min(weight.group, weight.inputs)
     if len(x) == 1:
         division = woven_row.division(weight.inputs)
-        return woven_row.linear(*tensors, division, group=group, gated=gated, gelu=gelu)
+        return woven_row.linear(
+            *tensors, division, group=group, gated=gated, gelu=gelu, residual=residual
+        )
     outputs = weight.outputs // 2 if gated else weight.outputs
     tiling = woven_linear.tiling(x, outputs, gated=gated)
     return woven_linear.linear(*tensors, tiling, group=group, gated=gated, gelu=gelu)

@@ -1,8 +1,7 @@
 """Products of one row with woven 4-bit weights, as fast as Hopper's memory can deliver these.
 
 A program computes 16 outputs, or 8 gates and their ups, and its warps share the runs of each. Most
-of the words that a warp needs, up to 8 KB, are asked for before the inputs are ready. No warp waits
-for another one before all have their sums.
+of the words that a warp needs, up to 8 KB, are asked for before the inputs are ready.
 
 The tensor cores' instruction multiplies 16 outputs' weights by eight columns of inputs. Each column
 has the inputs of another run, so that a warp loads the inputs of eight runs once, into the
@@ -15,12 +14,16 @@ float16 of 64 with a step of 1, it adds itself. What it was added to, and the ze
 from a run's sum, once, as multiples of the sum of its inputs. The tensor cores compute that sum by
 multiplying the inputs by ones.
 
+The inputs go through shared memory, if a program takes them all at once: to load them in the order
+of the tensor cores takes fewer instructions from there. The program may norm them on their way, and
+may add its outputs to the residual stream: see unnormed.py.
+
 The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
 
 Shapes: K inputs, N outputs, W words in a row, T threads of a program.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from nanovllm.backends.cuda.triton.dispatch import overlap
+from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.cuda.triton.woven_linear import COLUMNS, gated_product, run
 
 
@@ -48,8 +52,13 @@ def division(inputs: int) -> Division:
     return Division(warps, triton.cdiv(runs, warps * blocks), blocks)
 
 
+def norms(inputs: int) -> bool:
+    """Tell whether `linear` takes an Unnormed row of so many inputs."""
+    return inputs % COLUMNS == 0 and division(inputs).blocks == 1
+
+
 def linear(
-    x: Tensor,
+    x: Tensor | Unnormed,
     codes: Tensor,
     factors: Tensor,
     bias: Tensor | None,
@@ -58,24 +67,34 @@ def linear(
     group: int,
     gated: bool = False,
     gelu: bool = False,
-) -> Tensor:
+    residual: Tensor | None = None,
+) -> Any:
     """Compute x @ weight.T + bias, or with `gated` the activated product: x [1, K] -> [1, N].
 
     codes: woven. group: columns that share a factor, a multiple of 128. No running kernel may write
     to the weights.
+    residual: [1, N], what the result is added to; then a Stream is returned.
     """
-    inputs, outputs = x.shape[1], codes.shape[0]
+    norm = x if isinstance(x, Unnormed) else None
+    row = x.stream.total if isinstance(x, Unnormed) else x
+    inputs, outputs = row.shape[1], codes.shape[0]
     if gated:
         outputs //= 2
-    out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, outputs, dtype=row.dtype, device=row.device)
     warps, runs, blocks = division
-    _woven_row_kernel[(triton.cdiv(outputs, 8 if gated else 16),)](
-        *(x, codes, factors, bias, out, outputs, inputs // COLUMNS, group // COLUMNS),
-        *(warps, runs, blocks, gated, gelu),
+    programs = triton.cdiv(outputs, 8 if gated else 16)
+    squares = None
+    if residual is not None:
+        squares = torch.empty(programs, dtype=torch.float32, device=row.device)
+    _woven_row_kernel[(programs,)](
+        *(row, norm.stream.squares if norm else None, norm.weight if norm else None),
+        *(codes, factors, bias, residual, out, squares, outputs, norm.eps if norm else 0.0),
+        *(inputs // COLUMNS, group // COLUMNS, len(norm.stream.squares) if norm else 0),
+        *(warps, runs, blocks, norm is not None and norm.zero_centered, gated, gelu),
         num_warps=warps,
-        **overlap(x),
+        **overlap(row),
     )
-    return out
+    return out if squares is None else Stream(out, squares)
 
 
 def multiplication(is_bfloat16: bool) -> str:
@@ -184,6 +203,106 @@ def _split(words, LAYOUT: gl.constexpr):
     )
 
 
+@gluon.constexpr_function
+def parts_layout(parts, warps):
+    """Return the layout in which each warp holds all of `parts` numbers, a power of 2."""
+    registers = [[32 << i] for i in range(max(0, parts.bit_length() - 6))]
+    lanes = [[1 << i] if 1 << i < parts else [0] for i in range(5)]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[0]] * (warps.bit_length() - 1), [], [parts]
+    )
+
+
+@gluon.jit
+def norm_factor(squares, PARTS: gl.constexpr, N: gl.constexpr, eps, WARPS: gl.constexpr):
+    """Compute what a norm multiplies a row of N elements by, from sums of squares."""
+    PADDED: gl.constexpr = power_of_2_from(PARTS)
+    part = gl.arange(0, PADDED, layout=parts_layout(PADDED, WARPS))
+    return gl.rsqrt(gl.sum(gl.load(squares + part, mask=part < PARTS, other=0.0)) / N + eps)
+
+
+@gluon.constexpr_function
+def power_of_2_from(number):
+    return 1 << (number - 1).bit_length()
+
+
+@gluon.jit
+def normed(value, factor, weight, ZERO_CENTERED: gl.constexpr):
+    """Norm elements, and round as elementwise.py does."""
+    dtype: gl.constexpr = value.dtype
+    wide = value.to(gl.float32) * factor
+    if ZERO_CENTERED:
+        wide *= 1.0 + weight.to(gl.float32)
+    else:
+        wide = wide.to(dtype).to(gl.float32) * weight.to(gl.float32)
+    return wide.to(dtype)
+
+
+@gluon.constexpr_function
+def fragment_layout(warps):
+    """Return the layout of inputs [8 WARPS, 64], in pairs, that the tensor cores want."""
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    of_warps = [[8 << i, 0] for i in range(warps.bit_length() - 1)]
+    registers = [[0, 4], [0, 8], [0, 16], [0, 32]]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [8 * warps, 64])
+
+
+@gluon.jit
+def halved(x, TIMES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Split [A, B, 2, 2, ...] into a tuple of [A B], by the last axis first."""
+    parts = gl.tuple((x,))
+    for _ in gl.static_range(TIMES):
+        halves = gl.tuple(())
+        for i in gl.static_range(len(parts)):
+            first, second = gl.split(parts[i])
+            halves += (first, second)
+        parts = halves
+    flat = gl.tuple(())
+    for i in gl.static_range(len(parts)):
+        part = parts[i].reshape([parts[i].shape[0] * parts[i].shape[1]])
+        flat += (gl.convert_layout(part, LAYOUT, assert_trivial=True),)
+    return flat
+
+
+@gluon.jit
+def _staged_inputs(
+    x,
+    squares,
+    weight,
+    eps,
+    ALL_RUNS: gl.constexpr,
+    PARTS: gl.constexpr,
+    WARPS: gl.constexpr,
+    RUNS: gl.constexpr,
+    ZERO_CENTERED: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    """Load a program's inputs, and norm them if there are squares: 16 pairs of each thread, [T].
+
+    In shared memory there is room for eight runs of each warp.
+    """
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    staged = gl.allocate_shared_memory(
+        gl.int32, [8 * WARPS, 64], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    )
+    place = gl.expand_dims(gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, COPY)), 1)
+    run = place // 8 * RUNS + place % 8
+    column = run * 128 + gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, COPY)), 0)
+    exists = (place % 8 < RUNS) & (column < ALL_RUNS * 128)
+    value = gl.load(x + column, mask=exists, other=0)
+    if squares is not None:
+        gain = gl.load(weight + column, mask=exists, other=0)
+        factor = norm_factor(squares, PARTS, ALL_RUNS * 128, eps, WARPS)
+        value = normed(value, factor, gain, ZERO_CENTERED)
+    first, second = gl.split(value.to(gl.int16, bitcast=True).reshape([8 * WARPS, 64, 2]))
+    pairs = (first.to(gl.int32) & 0xFFFF) | (second.to(gl.int32) << 16)
+    staged.store(gl.convert_layout(pairs, PAIRS, assert_trivial=True))
+    pairs = staged.load(fragment_layout(WARPS))
+    pairs = pairs.reshape([8 * WARPS, 2, 2, 2, 2, 4]).permute([0, 5, 4, 3, 2, 1])
+    return halved(pairs, 4, THREADS)
+
+
 @gluon.jit
 def _scaled(sums, plain, factor, dtype: gl.constexpr):
     """Subtract what codes were added to and their zeros from a run's sums, and scale these.
@@ -196,18 +315,89 @@ def _scaled(sums, plain, factor, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _sums_of_warps(total_0, total_1, WARPS: gl.constexpr):
+    """Add up what the threads [T] of a program have of the same outputs: twice [8]."""
+    both = gl.join(total_0, total_1).reshape([WARPS, 8, 4, 2])
+    return gl.split(gl.sum(gl.sum(both, axis=2), axis=0))
+
+
+@gluon.jit
+def places(zero, n, second_n, WARPS: gl.constexpr):
+    """Return the places of a program's outputs, twice [8], in the layout that `finish` wants.
+
+    zero: [T], of the same layout as the threads' sums.
+    """
+    like, _ = _sums_of_warps(zero, zero, WARPS)
+    at = gl.arange(0, 8, layout=like.type.layout)
+    return n + at, second_n + at
+
+
+@gluon.jit
+def finish(
+    total_0,
+    total_1,
+    at,
+    second_at,
+    stream,
+    second_stream,
+    bias,
+    out,
+    out_squares,
+    N,
+    rows,
+    WARPS: gl.constexpr,
+    GATED: gl.constexpr,
+    GELU: gl.constexpr,
+):
+    """Make a program's outputs of its threads' sums [T], and store them.
+
+    stream, second_stream: elements of the residual stream, twice [8], to which the outputs are
+    added; None: there is none.
+    """
+    dtype: gl.constexpr = out.dtype.element_ty
+    result, second = _sums_of_warps(total_0, total_1, WARPS)
+    if bias is not None:
+        result += gl.load(bias + gl.minimum(at, rows - 1)).to(gl.float32)
+        second += gl.load(bias + gl.minimum(second_at, rows - 1)).to(gl.float32)
+    if stream is not None:
+        result = added(result, stream, dtype)
+        second = added(second, second_stream, dtype)
+        squares = gl.where(at < N, result * result, 0.0)
+        squares += gl.where(second_at < N, second * second, 0.0)
+        gl.store(out_squares + gl.program_id(0), gl.sum(squares))
+    if GATED:
+        result = gated_product(result, second, GELU, dtype)
+    else:
+        gl.store(out + second_at, second.to(dtype), mask=second_at < N)
+    gl.store(out + at, result.to(dtype), mask=at < N)
+
+
+@gluon.jit
+def added(result, stream, dtype: gl.constexpr):
+    """Add results to the residual stream, rounded where separate kernels would round."""
+    return (result.to(dtype).to(gl.float32) + stream.to(gl.float32)).to(dtype).to(gl.float32)
+
+
+@gluon.jit
 def _woven_row_kernel(
     x,
+    squares,
+    norm_weight,
     codes,
     factors,
     bias,
+    residual,
     out,
+    out_squares,
     N,
+    eps,
     ALL_RUNS: gl.constexpr,
     SHARING: gl.constexpr,  # runs that share a factor
+    PARTS: gl.constexpr,  # of the squares
     WARPS: gl.constexpr,
     RUNS: gl.constexpr,
     BLOCKS: gl.constexpr,
+    ZERO_CENTERED: gl.constexpr,
     GATED: gl.constexpr,
     GELU: gl.constexpr,
     PDL: gl.constexpr,
@@ -245,14 +435,27 @@ def _woven_row_kernel(
         run("griddepcontrol.wait;")
     zero = gl.zeros([32 * WARPS], gl.float32, THREADS)
     total_0, total_1 = zero, zero
+    at, second_at = places(zero, n, second_n, WARPS)
+    stream, second_stream = None, None
+    if residual is not None:
+        stream = gl.load(residual + at, mask=at < N, other=0)
+        second_stream = gl.load(residual + second_at, mask=second_at < N, other=0)
+    if BLOCKS == 1:
+        staged = _staged_inputs(
+            *(x, squares, norm_weight, eps),
+            *(ALL_RUNS, PARTS, WARPS, RUNS, ZERO_CENTERED, THREADS),
+        )
     for b in gl.static_range(BLOCKS):
         first = (b * WARPS + warp) * RUNS
         # Each of the eight columns has the inputs of a run.
-        pairs = x.to(gl.pointer_type(gl.int32)) + (first + row) * 64 + lane
-        exists = (row < RUNS) & (first + row < ALL_RUNS)
-        inputs = gl.tuple(())
-        for i in gl.static_range(16):
-            inputs += (gl.load(pairs + i * 4, mask=exists, other=0),)
+        if BLOCKS == 1:
+            inputs = staged
+        else:
+            pairs = x.to(gl.pointer_type(gl.int32)) + (first + row) * 64 + lane
+            exists = (row < RUNS) & (first + row < ALL_RUNS)
+            inputs = gl.tuple(())
+            for i in gl.static_range(16):
+                inputs += (gl.load(pairs + i * 4, mask=exists, other=0),)
         plain_even, plain_odd, _, _ = gl.inline_asm_elementwise(
             BFLOAT16_SUM if dtype == gl.bfloat16 else FLOAT16_SUM,
             SUM_CONSTRAINTS,
@@ -288,15 +491,7 @@ def _woven_row_kernel(
         total_1 += _scaled(sum_even_1, plain_even, kept[b][2], dtype)
         total_1 += _scaled(sum_odd_1, plain_odd, kept[b][3], dtype)
         words = following
-    both = gl.join(total_0, total_1).reshape([WARPS, 8, 4, 2])
-    result, second = gl.split(gl.sum(gl.sum(both, axis=2), axis=0))
-    at = n + gl.arange(0, 8, layout=result.type.layout)
-    second_at = at + (second_n - n)
-    if bias is not None:
-        result += gl.load(bias + gl.minimum(at, rows - 1)).to(gl.float32)
-        second += gl.load(bias + gl.minimum(second_at, rows - 1)).to(gl.float32)
-    if GATED:
-        result = gated_product(result, second, GELU, dtype)
-    else:
-        gl.store(out + second_at, second.to(dtype), mask=second_at < N)
-    gl.store(out + at, result.to(dtype), mask=at < N)
+    finish(
+        *(total_0, total_1, at, second_at, stream, second_stream, bias, out, out_squares),
+        *(N, rows, WARPS, GATED, GELU),
+    )
