@@ -319,12 +319,13 @@ on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the kernel is for Hopper")
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize("tokens", [2, 3, 36, 37, 73, 74, 301, 2049])
+@pytest.mark.parametrize("tokens", [2, 3, 9, 10, 18, 19, 36, 37, 73, 74, 301, 2049])
 @pytest.mark.parametrize("number", range(len(woven_experts.TILES) if woven_experts else 0))
 def test_every_tile_of_woven_experts_equals_a_float64_product(number, tokens, monkeypatch):
     """Some experts have no token, and others have tokens for several tiles.
 
-    Expert 2 has 7/8 of the tokens: 32, 33, 64 and 65 of 36, 37, 73 and 74.
+    Expert 2 has 7/8 of the tokens: 8, 9, 16, 17, 32, 33, 64 and 65 of 9, 10, 18, 19, 36, 37, 73
+    and 74.
     """
     mixture = mxfp4_mixture(gating=ClampedSwiGLU(1.7, 0.5), bias=True)
     x = torch.randn(tokens, 192, device=DEVICE).bfloat16()
