@@ -148,7 +148,9 @@ def linear(
     splits = triton.cdiv(steps, span)
     row_tiles = triton.cdiv(rows, block_m + more)
     tiles = row_tiles * triton.cdiv(codes.shape[0], 2 * half)
-    whole = tiles if splits == 1 else min(whole, tiles)
+    whole = min(whole, tiles)
+    if splits == 1 or whole == tiles:
+        span, splits, whole = steps, 1, tiles
     parts = counters = None
     if shared := tiles - whole:
         size = shared * splits * 2 * half * (block_m + more)
