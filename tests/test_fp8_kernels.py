@@ -143,18 +143,41 @@ def test_tiles_of_17_to_128_rows_are_whole_and_padding_changes_no_result(monkeyp
         assert_close(out, expected(x, matrix).half())
 
 
+@pytest.mark.parametrize(
+    "name, padded", [("blocks", 256), ("blocks, batch-invariant", 132), ("rows and groups", 132)]
+)
+def test_inputs_of_a_decode_step_fill_tiles_of_cublas_on_hopper(name, padded, monkeypatch):
+    monkeypatch.setattr(fp8_inputs, "is_hopper", lambda device: True)
+    matrix = make_matrix(*FORMATS[name.removesuffix(", batch-invariant")])
+    if name == "blocks, batch-invariant":
+        matrix = matrix._replace(block_scales=None)  # as its weight does not make them
+    x = make_inputs(130, 288, torch.float16)
+    ones, zeros = torch.ones(288, device=DEVICE).half(), torch.zeros_like(x)
+    quantised = fp8_inputs.quantise(x, matrix)
+    normed = fp8_inputs.norm_and_quantise(zeros, x.clone(), matrix, weight=ones, eps=1e-6)
+    unit = (x.float() * (x.float().square().mean(1, True) + 1e-6).rsqrt()).half()
+    for rows, inputs in ((quantised, x), (normed, unit)):
+        assert len(rows) == 130 and len(rows.codes) == rows.scales.shape[1] == padded
+        rows.codes[130:], rows.scales[:, 130:] = torch.nan, torch.nan
+        out = fp8_linear.multiply(rows, matrix, None, x.dtype, fp8_linear.tiling(rows, matrix))
+        assert_close(out, expected(inputs, matrix).half())
+    assert len(fp8_inputs.quantise(x.expand(2, -1, -1).flatten(0, 1)[:257], matrix).codes) == 260
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 @pytest.mark.parametrize("how, group, block", [("group", 128, 128), ("token", None, 1)])
 def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, block):
-    matrix = make_matrix(how, group, block, inputs=1024, outputs=384)
-    bias, x = torch.randn(384, device=DEVICE).bfloat16(), make_inputs(300, 1024, torch.bfloat16)
-    rows = fp8_inputs.quantise(x, matrix)
-    assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
-    out = linear_fp8(rows, matrix, bias, torch.bfloat16)
-    assert_close(out, expected(x, matrix, bias).bfloat16())
+    matrix = make_matrix(how, group, block, inputs=1024, outputs=640)
+    bias = torch.randn(640, device=DEVICE).bfloat16()
+    for count in (150, 300):
+        x = make_inputs(count, 1024, torch.bfloat16)
+        rows = fp8_inputs.quantise(x, matrix)
+        assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
+        out = linear_fp8(rows, matrix, bias, torch.bfloat16)
+        assert_close(out, expected(x, matrix, bias).bfloat16())
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from nanovllm.backends.cuda import products
 from nanovllm.backends.cuda.fused_weight import FusedWeight
 from nanovllm.backends.cuda.triton import fp8_linear
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
-from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
+from nanovllm.backends.cuda.triton.fp8_inputs import CUBLAS_BLOCK, Fp8Matrix, Rows
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.fp8 import Fp8Weight
 
@@ -107,7 +107,7 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
     @torch.inference_mode()
     def arrange(self) -> None:
         is_for_cublas = not (self.lead or self.is_invariant)
-        if self.block_rows == fp8_linear.CUBLAS_BLOCK and is_for_cublas:
+        if self.block_rows == CUBLAS_BLOCK and is_for_cublas:
             blocks = self.scales[:: self.block_rows]
             if self.block_scales is None:
                 self.block_scales = torch.empty_like(blocks, memory_format=torch.contiguous_format)

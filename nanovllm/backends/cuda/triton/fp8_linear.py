@@ -31,6 +31,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import (
+    CUBLAS_BLOCK,
     Fp8Matrix,
     Rows,
     as_rows,
@@ -44,7 +45,6 @@ PREFETCH = 1024  # inputs whose weights each program asks for before its inputs 
 # Triton 3.6), decode steps of Qwen3-8B with 4 and 16 rows took 5.6 and 1.8 % less time than if the
 # next kernel might start at once. With 512 inputs, it was 5.0 % less and 0.5 % more.
 LEAD = 256
-CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
 COLUMN = tl.constexpr(8)  # of tiles: see `place`
 
 
