@@ -148,13 +148,23 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
         tables, lens = (new(*shape, dtype=torch.int32) for shape in ((rows, 4096 // page), (rows,)))
         return PagedKV(cache, tables, lens)
 
-    def decode(rows, options, page=256, shared=False, fp8=False):
+    def room(rows):
+        width = heads * head_dim
+        codes = new(128, width, dtype=torch.uint8)
+        scales = new(128, heads, dtype=torch.float32)
+        matrix = fp8_inputs.Fp8Matrix(
+            codes, scales, head_dim, 128, "group", block_scales=scales[:1]
+        )
+        return fp8_inputs.empty_rows(rows, width, matrix)
+
+    def decode(rows, options, page=256, shared=False, fp8=False, to_fp8=False):
         prefix = new(1, dtype=torch.int32) if shared else None
         decode_attention.decode_attention(
             new(rows, heads, head_dim, dtype=dtype),
             paged(rows, page, fp8),
             options,
             shared_prefix_len=prefix,
+            out=room(rows) if to_fp8 else None,
         )
 
     def prefill(tokens, options, kv, tiled=False):
@@ -170,7 +180,9 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
     def packed(tokens: int) -> PackedKV:
         return PackedKV(*(new(tokens, groups, head_dim, dtype=dtype) for _ in range(2)))
 
-    def decode_qkv(rows, normed, turning, interleaved=False, fp8=False, options=plain):
+    def decode_qkv(
+        rows, normed, turning, interleaved=False, fp8=False, options=plain, to_fp8=False
+    ):
         weight = new(head_dim, dtype=dtype) if normed else None
         ints = new(rows, dtype=torch.int64)
         cos_sin = new(4096, turning, dtype=torch.float32)
@@ -182,7 +194,8 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
         kv = paged(rows, fp8=fp8)
         if decode_attention.takes_qkv(rows, heads // groups, kv.cache, how):
             qkv = new(rows, (heads + 2 * groups) * head_dim, dtype=dtype)
-            decode_attention.decode_attention_of_qkv(qkv, kv, options, how)
+            out = room(rows) if to_fp8 else None
+            decode_attention.decode_attention_of_qkv(qkv, kv, options, how, out=out)
 
     # With few rows there are many splits; each row of 512 is a program of its own.
     for rows in (1, 64, 512):
@@ -190,6 +203,10 @@ def attention_cases(dtype: torch.dtype, head_dim: int) -> Iterator[tuple[str, Ca
     for rows in (1, 64, 256):
         yield f"decode {rows} qkv", partial(decode_qkv, rows, True, head_dim)
         yield f"decode {rows} qkv of FP8", partial(decode_qkv, rows, True, head_dim, fp8=True)
+    for rows, fp8 in ((16, False), (64, True), (256, False), (256, True)):
+        name = f"decode {rows}{' of FP8' if fp8 else ''} to FP8"
+        yield name, partial(decode, rows, plain, fp8=fp8, to_fp8=True)
+        yield f"{name} qkv", partial(decode_qkv, rows, True, head_dim, fp8=fp8, to_fp8=True)
     yield "decode 1 qkv partial", partial(decode_qkv, 1, True, head_dim // 4, options=full)
     yield "decode 1 qkv interleaved", partial(decode_qkv, 1, False, head_dim, True)
     yield "decode 64 all options", partial(decode, 64, full)

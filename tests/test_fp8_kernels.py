@@ -16,7 +16,12 @@ from test_kernels import DEVICE, DTYPES, assert_close
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_weights, use_packed_kernels
 from nanovllm.backends.cuda.products import gated_linear_fp8, linear_fp8
-from nanovllm.backends.cuda.triton import fp8_gemv, fp8_inputs, fp8_linear
+from nanovllm.backends.cuda.triton import (
+    decode_attention,
+    fp8_gemv,
+    fp8_inputs,
+    fp8_linear,
+)
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
@@ -24,6 +29,7 @@ from nanovllm.backends.cuda.triton.fp8_linear import Tiling
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.config import Fp8
 from nanovllm.backends.quantised.fp8 import Fp8Weight, rounded, scale_for
+from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
@@ -305,3 +311,57 @@ def assert_rounded(actual, want):
     """Compare, where a sum of squares of another order may round a few inputs otherwise."""
     error = (actual.double() - want).norm() / want.norm()
     assert error < 1.5e-2, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits, has_prefix", [(1, False), (4, False), (2, True)])
+def test_attention_that_quantises_makes_the_codes_of_its_result(
+    splits, has_prefix, dtype, monkeypatch
+):
+    """Three query heads share K and V, and the last sequence is padding."""
+    # A GPU has so many heads that some differ if their norms are summed in another order.
+    count, groups, dim = (64, 32, 128) if DEVICE == "cuda" else (5, 2, 32)
+    monkeypatch.setattr(decode_attention, "num_splits", lambda *_: splits)
+
+    def randn(*shape):
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    lens = 17 + torch.arange(count, device=DEVICE, dtype=torch.int32) * 29 % 113
+    lens[-1] = 0
+    tables = torch.arange(9 * count, device=DEVICE, dtype=torch.int32).view(count, 9)
+    k, v = randn(2, 9 * count, 16, groups, dim)
+    prefix = torch.tensor([16], dtype=torch.int32, device=DEVICE) if has_prefix else None
+    if has_prefix:
+        tables[:, 0] = 0
+    qkv = randn(count, 5 * groups * dim)
+    positions = (lens - 1).long()
+    slots = tables.gather(1, positions.clamp(min=0)[:, None] // 16)[:, 0] * 16 + positions % 16
+    slots[-1] = -1
+    how = decode_attention.NormRopeStore(
+        *randn(2, dim),
+        eps=1e-6,
+        cos_sin=torch.randn(130, dim, device=DEVICE),
+        positions=positions.clamp(min=0),
+        slot_mapping=slots.long(),
+    )
+
+    def attend(out):
+        kv, options = PagedKV(KVCache(k.clone(), v.clone()), tables, lens), AttentionOptions(0.3)
+        if has_prefix:
+            q = qkv.view(count, -1, dim)[:, : 3 * groups]
+            result = decode_attention.decode_attention(
+                q, kv, options, shared_prefix_len=prefix, out=out
+            )
+        else:
+            result = decode_attention.decode_attention_of_qkv(qkv, kv, options, how, out=out)
+        return result, kv.cache.k
+
+    inputs = 3 * groups * dim
+    attention, cache = attend(None)
+    matrix = make_matrix("group", dim, 1, inputs=inputs)
+    want = fp8_inputs.quantise(attention.flatten(1), matrix)
+    rows, other_cache = attend(fp8_inputs.empty_rows(count, inputs, matrix))
+    assert len(rows) == count and rows.scales.shape == want.scales.shape
+    assert torch.equal(rows.scales[:, : count - 1], want.scales[:, : count - 1])
+    assert torch.equal(rows.codes[: count - 1].float(), want.codes[: count - 1].float())
+    assert torch.equal(other_cache, cache)

@@ -56,6 +56,7 @@ from nanovllm.backends.cuda.triton.decode_attention import (
     decode_attention,
     decode_attention_of_qkv,
 )
+from nanovllm.backends.cuda.triton.fp8_inputs import empty_rows
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.quantised.config import Fp8, Integers, Quantization
@@ -393,6 +394,39 @@ def run_alone(model) -> torch.Tensor:
     """Logits of a prompt of three tokens and of a decode, of one sequence alone."""
     driver = Driver(model, num_sequences=1, max_tokens=32)
     return torch.cat((driver.step({}, {0: [5, 6, 7]}), driver.step({0: 8}, {})))
+
+
+@pytest.mark.parametrize("most", [0, 64])
+@pytest.mark.parametrize("gated", [False, True])
+def test_attention_quantises_its_results_for_fp8_weights_in_steps_of_decodes_alone(
+    tmp_path, gated, most, monkeypatch
+):
+    sizes = dict(head_dim=32)
+    config = Qwen3_5TextConfig(**DELTA | sizes) if gated else Qwen3Config(**SIZES | sizes)
+    make_checkpoint(tmp_path, config)
+    monkeypatch.setattr(decode_module, "MAX_QKV_ROWS", most)
+    results, quantised = [], []
+
+    def make_room(rows, *options):
+        quantised.append(rows)
+        return empty_rows(rows, *options)
+
+    monkeypatch.setattr(fused_layers, "empty_rows", make_room)
+    for quantises in (False, True):
+        model = load_quantised(tmp_path, Fp8(16, 32, "group"))
+        fuse(model, replace(TRITON, quantises=quantises))
+        results.append(run(model))
+    assert torch.equal(*results)
+    # Steps 2 and 5 have decodes alone. Gates change the results before they are quantised.
+    assert quantised == ([] if gated else [2] * 3 + [3] * 3)
+    layer = next(x for x in model.modules() if isinstance(x, FusedSelfAttention))
+
+    def is_quantised(rows):
+        return layer.room_for_codes(torch.empty(rows, 8 * 32)) is not None
+
+    assert [is_quantised(rows) for rows in (129, 257)] == [not gated, False]
+    layer.kv_cache = replace(layer.kv_cache, scales=torch.ones(2))
+    assert [is_quantised(rows) for rows in (128, 129)] == [not gated, False]
 
 
 def test_each_family_runs_quantised(folder):

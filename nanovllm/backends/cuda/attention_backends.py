@@ -6,6 +6,7 @@ ValueError.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,9 +34,10 @@ class AttentionBackend:
 
     name: str
     prefill: Callable[..., Tensor]
-    decode: Callable[..., Tensor]
+    decode: Callable[..., Any]
     takes_tiles: bool = False  # whether `prefill` also takes a TiledPrefill
-    decode_qkv: Callable[..., Tensor] | None = None
+    decode_qkv: Callable[..., Any] | None = None
+    quantises: bool = False  # whether decoding also takes an `out` of Rows in FP8
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
@@ -175,4 +177,5 @@ def _triton_backend() -> AttentionBackend:
         decode_attention,
         takes_tiles=True,
         decode_qkv=decode_attention_of_qkv,
+        quantises=True,
     )

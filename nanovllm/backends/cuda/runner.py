@@ -246,7 +246,10 @@ class CUDAModelRunner(ModelRunner):
             kv = PagedKV(layer.kv_cache, tables.repeat(size, 1), lens)
             layer.backend.decode(q, kv, layer.options)
             if size >= MIN_SHARING and not self.config.batch_invariant:
-                layer.backend.decode(q, kv, layer.options, shared_prefix_len=self._shared_len)
+                rows = layer.room_for_codes(q.flatten(1))
+                layer.backend.decode(
+                    q, kv, layer.options, shared_prefix_len=self._shared_len, out=rows
+                )
 
     @torch.inference_mode()
     def allocate(self) -> None:

@@ -9,7 +9,7 @@ of a launch depends on B and W alone, so that a CUDA graph may replay it with ot
 Shapes: B sequences, H query heads, G KV heads, D head size, W block-table width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,7 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
     with_sink,
 )
 from nanovllm.backends.cuda.triton.dispatch import (
+    admit_next,
     arrivals,
     has_large_shared_memory,
     is_hopper,
@@ -44,12 +45,14 @@ from nanovllm.backends.cuda.triton.elementwise import (
     normed_elements,
     rotated_elements,
 )
+from nanovllm.backends.cuda.triton.fp8_inputs import Rows, encoded, padded_rows, scale_for, shrunk
 from nanovllm.backends.cuda.triton.prefix_attention import cut_prefix, prefix_kernel
 from nanovllm.layers.attention import AttentionOptions, KVCache, PagedKV
 
 MAX_SPLITS = 32
 # The most rows that decode_attention_of_qkv takes. Measured on an H200, steps of Qwen3-0.6B with 8,
-# 32 and 64 sequences take 5.5, 0.6 and 0.9 % less time than with two kernels. More were not tried.
+# 32 and 64 sequences take 5.5, 0.6 and 0.9 % less time than with two kernels. A layer of 8B with 96
+# or 128 rows is as fast as with two, and with 160 and 256 it takes 1.6 and 3.4 us more.
 MAX_QKV_ROWS = 64
 HAS_TUPLES = hasattr(tl, "tuple")  # since Triton 3.3; decode_attention_of_qkv needs them
 # With up to so many rows, a program holds its first tile before the queries are ready. On an H200,
@@ -77,15 +80,17 @@ def decode_attention(
     options: AttentionOptions,
     *,
     shared_prefix_len: Tensor | None = None,
-    out: Tensor | None = None,
+    out: Tensor | Rows | None = None,
     before: NormRopeStore | None = None,
-) -> Tensor:
+) -> Any:
     """Attend with one query a sequence to its cached tokens: q [B, H, D] -> [B, H, D].
 
     Args:
         shared_prefix_len: [1] int32, the number of tokens in the leading blocks that all sequences
             share. These tokens are read once for all sequences.
-        out: receives the result, if given. The row of a sequence of length 0 is not written.
+        out: receives the result, if given. The row of a sequence of length 0 is not written. Rows
+            [B, H D] in FP8 receive what `fp8_inputs.quantise` makes of the result, with a scale for
+            each head.
         before: given if each row of q begins a row of qkv; what is done to that row first.
     """
     k_cache, v_cache, scales = kv.cache.k, kv.cache.v, kv.cache.scales
@@ -97,6 +102,10 @@ def decode_attention(
     page, groups = k_cache.shape[1:3]
     group = num_heads // groups
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    results, out_scales, in_whole_tiles = out, None, False
+    if isinstance(out, Rows):
+        results, out_scales = out.codes, out.scales
+        in_whole_tiles = out_scales.shape[1] == padded_rows.fn(batch, True)
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, kv.cache, longest, shared is not None)
     factors = score_factors(options)
@@ -139,10 +148,15 @@ def decode_attention(
     if before is not None:
         turning = before.cos_sin.shape[1], before.interleaved, before.zero_centered
     early = before is not None and scales is None and batch <= EARLY_ROWS
+    # The product in FP8 that follows asks for its first weights when it starts. On an H200, a layer
+    # of 8B with 4 to 128 rows takes 2 to 10 us less if it starts when keys and values are read.
+    # Probably these drive the weights from the cache. With one row, and with weights in bfloat16 or
+    # INT4, it costs up to 1.5 us.
+    late = out_scales is not None and batch > EARLY_ROWS
     launch(
         _decode_kernel,
         (groups, splits, batch),
-        *(q, k_cache, v_cache, scales, lens, shared, tables, out, options.sinks),
+        *(q, k_cache, v_cache, scales, lens, shared, tables, results, out_scales, options.sinks),
         *(parts, part_lse, counters),
         *(before[:6] if before else (None, None, 0.0, None, None, None)),
         *(*factors, *strides, window or 0),
@@ -156,6 +170,8 @@ def decode_attention(
             how,
             *turning,
             early,
+            late,
+            in_whole_tiles,
         ),
         num_warps=warps,
         num_stages=stages,
@@ -165,8 +181,12 @@ def decode_attention(
 
 
 def decode_attention_of_qkv(
-    qkv: Tensor, kv: PagedKV, options: AttentionOptions, before: NormRopeStore
-) -> Tensor:
+    qkv: Tensor,
+    kv: PagedKV,
+    options: AttentionOptions,
+    before: NormRopeStore,
+    out: Rows | None = None,
+) -> Any:
     """Norm and rotate q and k, store k and v, and attend: [B, (H + 2G) D] -> [B, H, D].
 
     The result and the cache are those of qk_norm_rope_store and decode_attention, to the bit, if
@@ -174,7 +194,7 @@ def decode_attention_of_qkv(
     """
     groups, head_dim = kv.cache.k.shape[2:]
     q = qkv.view(len(qkv), -1, head_dim)[:, : -2 * groups]
-    return decode_attention(q, kv, options, before=before)
+    return decode_attention(q, kv, options, before=before, out=out)
 
 
 def takes_qkv(rows: int, group: int, cache: KVCache, before: NormRopeStore) -> bool:
@@ -230,6 +250,7 @@ def _decode_kernel(
     shared,
     tables,
     out,
+    out_scales,
     sinks,
     parts,
     part_lse,
@@ -261,6 +282,8 @@ def _decode_kernel(
     INTERLEAVED: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
     EARLY: tl.constexpr,
+    LATE: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Attend with one sequence's queries to one split of its tokens.
@@ -270,7 +293,8 @@ def _decode_kernel(
 
     With `slots`, q is a row of qkv. Each program norms and rotates its queries. The program whose
     split has the newest token also stores the token's key and value, before it reads them. EARLY:
-    before q is ready, the first tile of the split is loaded to registers.
+    before q is ready, the first tile of the split is loaded to registers. LATE: the next kernel may
+    start when programs have read their last tiles. WHOLE: as in padded_rows.
     """
     group, split, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     # The query heads of a group share K and V. They are the rows of one tile, padded to the least
@@ -285,7 +309,7 @@ def _decode_kernel(
     v_cache += group * WIDTH
     tables += seq * table_stride
     if slots is None:
-        wait_for_inputs(PDL)
+        wait_for_inputs(PDL, LATE)
     length, prefix = tl.load(lens + seq), 0
     if shared is not None:
         prefix = tl.load(shared)
@@ -320,7 +344,7 @@ def _decode_kernel(
             key, value = load_tiles(
                 k_cache, v_cache, tile_slots, seen, k_stride, v_stride, D, BLOCK_D
             )
-        wait_for_inputs(PDL)
+        wait_for_inputs(PDL, LATE)
         heads, turned = _load_heads(
             q + head * D, is_head, weights, turn, eps, D, BLOCK_D, R, INTERLEAVED, ZERO_CENTERED
         )
@@ -329,6 +353,9 @@ def _decode_kernel(
     PARTS: tl.constexpr = SPLITS + PREFIX_SPLITS
     first = (pair * PARTS + split) * GROUP
     out += pair * GROUP * D
+    scale_stride = padded_rows(tl.num_programs(2), WHOLE)  # from head to head
+    if out_scales is not None:
+        out_scales += group * GROUP * scale_stride + seq
     if begin < end:
         if slots is not None:
             if end == length:
@@ -372,12 +399,14 @@ def _decode_kernel(
             scales is not None,
             tile,
         )
+        admit_next(0, LATE, PDL)
         if PARTS > 1:
             tl.store(parts + first * D + at, acc / total[:, None], mask=inside)
             tl.store(part_lse + first + row, peak + tl.log2(total), mask=row < GROUP)
         else:
             total = with_sink(total, peak, sinks, group * GROUP + row, row < GROUP)
-            tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+            result = (acc / total[:, None]).to(query.dtype)
+            _store_heads(result, out, out_scales, scale_stride, GROUP, D)
     if PARTS > 1:
         # Programs of splits without tokens end here, unless the prefix alone is to be merged.
         used = tl.cdiv(tl.maximum(length - prefix, 0), tl.maximum(span, 1))
@@ -396,8 +425,7 @@ def _decode_kernel(
                 if length > 0:
                     parts += pair * PARTS * GROUP * D
                     part_lse += pair * PARTS * GROUP
-                    _merge(
-                        out,
+                    merged = _merge(
                         sinks,
                         group * GROUP,
                         parts,
@@ -409,6 +437,25 @@ def _decode_kernel(
                         SPLITS,
                         PARTS,
                     )
+                    merged = merged.to(query.dtype)
+                    _store_heads(merged, out, out_scales, scale_stride, GROUP, D)
+
+
+@triton.jit
+def _store_heads(result, out, out_scales, scale_stride, GROUP: tl.constexpr, D: tl.constexpr):
+    """Store a group's results, in FP8 if there is room for scales. Columns behind D are 0."""
+    head = tl.arange(0, result.shape[0])
+    # A thread stores 8 codes at a time. If it stored 16, it would load as many elements of a head,
+    # and the head's norm would be summed in another order.
+    dim = tl.max_contiguous(tl.arange(0, result.shape[1]), 8)
+    if out_scales is not None:
+        FP8: tl.constexpr = out.dtype.element_ty == tl.float8e4nv
+        wide = result.to(tl.float32)
+        scale = scale_for(tl.max(tl.abs(wide), axis=1))
+        tl.store(out_scales + head * scale_stride, scale, mask=head < GROUP)
+        result = encoded(shrunk(wide, scale[:, None], FP8), FP8)
+    inside = (head < GROUP)[:, None] & (dim < D)[None, :]
+    tl.store(out + head[:, None] * D + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -524,7 +571,6 @@ def _rotated_with(col, R: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _merge(
-    out,
     sinks,
     first_head,
     parts,
@@ -536,13 +582,12 @@ def _merge(
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Merge a row's parts, each weighted by its share of the softmax's denominator.
+    """Return the merger of a row's parts, each weighted by its share of the softmax's denominator.
 
     used: the number of splits that have parts. Those of a shared prefix may be empty.
     """
     head = tl.arange(0, triton.next_power_of_2(GROUP))
     dim = tl.arange(0, BLOCK_D)
-    inside = (head < GROUP)[:, None] & (dim < D)[None, :]
     peak = tl.full(head.shape, EMPTY, tl.float32)
     total = tl.zeros(head.shape, tl.float32)
     acc = tl.zeros([head.shape[0], BLOCK_D], tl.float32)
@@ -560,8 +605,7 @@ def _merge(
         total += weight
         acc += value * weight[:, None]
     total = with_sink(total, peak, sinks, first_head + head, head < GROUP)
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + head[:, None] * D + dim[None, :], result, mask=inside)
+    return acc / total[:, None]
 
 
 @triton.jit

@@ -165,8 +165,7 @@ def _quantise(
     gelu: bool = False,
 ) -> Rows:
     rows, sharing = x.shape[0], matrix.sharing
-    is_whole = needs_whole_tiles(matrix)
-    result = _empty_rows(rows, inputs, sharing, x.device, is_whole)
+    result = empty_rows(rows, inputs, matrix)
     whole = triton.next_power_of_2(inputs)
     block = whole if sharing == inputs else min(whole, 1024)
     if rows:
@@ -174,7 +173,7 @@ def _quantise(
             _quantise_kernel,
             (rows * triton.cdiv(inputs, block),),
             *(x, result.codes, result.scales, matrix.input_scale, largest),
-            *(x.stride(0), inputs, sharing, block, is_whole, gated, gelu),
+            *(x.stride(0), inputs, sharing, block, needs_whole_tiles(matrix), gated, gelu),
             num_warps=max(1, min(8, block // 512)),
             **overlap(x),
         )
@@ -187,11 +186,12 @@ def needs_whole_tiles(matrix: Fp8Matrix) -> bool:
     return has_blocks and is_hopper(matrix.codes.device)
 
 
-def _empty_rows(rows: int, inputs: int, sharing: int, device: torch.device, is_whole: bool) -> Rows:
-    """Make room for inputs."""
+def empty_rows(rows: int, inputs: int, matrix: Fp8Matrix) -> Rows:
+    """Make room for inputs of a matrix in FP8."""
+    sharing, device = matrix.sharing, matrix.codes.device
     dtype = torch.float8_e4m3fn if has_fp8(device) else torch.float16
     groups = triton.cdiv(inputs, sharing) if sharing > 0 else 1
-    padded = padded_rows.fn(rows, is_whole)
+    padded = padded_rows.fn(rows, needs_whole_tiles(matrix))
     codes = torch.empty(padded, inputs, dtype=dtype, device=device)
     return Rows(codes, torch.empty(groups, padded, dtype=torch.float32, device=device), rows)
 
@@ -311,15 +311,15 @@ def norm_and_quantise(
     weight: that of the norm.
     """
     rows, inputs = x.shape
-    is_whole = needs_whole_tiles(matrix)
-    result = _empty_rows(rows, inputs, matrix.sharing, x.device, is_whole)
+    result = empty_rows(rows, inputs, matrix)
     block = triton.next_power_of_2(inputs)
     if rows:
         launch(
             _norm_and_quantise_kernel,
             (rows,),
             *(x, residual, weight, result.codes, result.scales, matrix.input_scale, eps),
-            *(inputs, matrix.sharing, block, is_whole, residual is not None, zero_centered),
+            *(inputs, matrix.sharing, block, needs_whole_tiles(matrix)),
+            *(residual is not None, zero_centered),
             num_warps=max(1, min(8, block // 512)),
             **overlap(x),
         )
