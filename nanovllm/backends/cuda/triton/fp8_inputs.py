@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
+    admit_next,
     gpu,
     is_hopper,
     launch,
@@ -167,13 +168,17 @@ def _quantise(
     rows, sharing = x.shape[0], matrix.sharing
     result = empty_rows(rows, inputs, matrix)
     whole = triton.next_power_of_2(inputs)
-    block = whole if sharing == inputs else min(whole, 1024)
+    # Measured on an H200: gates, ups, activation, down and norm of 8B take 2.9 us less for 16 rows
+    # with few large programs. For 64, 160 and 256 rows they take 3.0, 3.8 and 1.1 us less if the
+    # next product starts late; for 32, 96 and 128 rows they would take 0.5 to 1 us more.
+    block = whole if sharing == inputs else min(whole, 4096 if gated and rows <= 16 else 1024)
+    late = gated and (32 < rows <= 64 or rows > 128)
     if rows:
         launch(
             _quantise_kernel,
             (rows * triton.cdiv(inputs, block),),
             *(x, result.codes, result.scales, matrix.input_scale, largest),
-            *(x.stride(0), inputs, sharing, block, needs_whole_tiles(matrix), gated, gelu),
+            *(x.stride(0), inputs, sharing, block, needs_whole_tiles(matrix), gated, gelu, late),
             num_warps=max(1, min(8, block // 512)),
             **overlap(x),
         )
@@ -228,6 +233,7 @@ def _quantise_kernel(
     WHOLE: tl.constexpr,
     GATED: tl.constexpr,
     GELU: tl.constexpr,
+    LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     parts: tl.constexpr = tl.cdiv(K, BLOCK)
@@ -235,13 +241,14 @@ def _quantise_kernel(
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     cols = part * BLOCK + tl.arange(0, BLOCK)
     inside = cols < K
-    wait_for_inputs(PDL)
+    wait_for_inputs(PDL, LATE)
     value = tl.load(x + row * x_stride + cols, mask=inside, other=0.0)
     if GATED:
         dtype = value.dtype
         up = tl.load(x + row * x_stride + K + cols, mask=inside, other=0.0).to(tl.float32)
         active = activated(value.to(tl.float32), GELU).to(dtype)
         value = (active.to(tl.float32) * up).to(dtype)
+    admit_next(0, LATE, PDL)
     _store_quantised(
         value.to(tl.float32),
         codes,
