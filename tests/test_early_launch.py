@@ -30,6 +30,7 @@ OLD = {
     "_best_cell_of_part_kernel": OF_SLOTS,
     "_best_of_row_kernel": OF_SLOTS,
     "_woven_down_kernel": {"runs"},  # see STARTED_LATE
+    "_norm_and_quantise_kernel": {"residual"},  # asked for alone: the L2 cache has the latest
 }
 # Of the two kernels of one token's woven experts, the second reads the router's choice early: the
 # first lets it start only after its own wait.

@@ -320,13 +320,17 @@ def norm_and_quantise(
     rows, inputs = x.shape
     result = empty_rows(rows, inputs, matrix)
     block = triton.next_power_of_2(inputs)
+    # The weights of the products since have driven `residual` from the cache. Measured on an H200
+    # for 8B: with 4, 8 and 16 rows, a layer takes 1 to 1.5 us less if the kernel asks for it while
+    # it waits, and with 32 and 64 rows 0.8 to 1 us more.
+    asks = residual is not None and rows <= 16
     if rows:
         launch(
             _norm_and_quantise_kernel,
             (rows,),
             *(x, residual, weight, result.codes, result.scales, matrix.input_scale, eps),
             *(inputs, matrix.sharing, block, needs_whole_tiles(matrix)),
-            *(residual is not None, zero_centered),
+            *(residual is not None, zero_centered, asks),
             num_warps=max(1, min(8, block // 512)),
             **overlap(x),
         )
@@ -348,12 +352,24 @@ def _norm_and_quantise_kernel(
     WHOLE: tl.constexpr,
     ADD: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
+    ASKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, rows = tl.program_id(0).to(tl.int64), padded_rows(tl.num_programs(0), WHOLE)
     cols = tl.arange(0, BLOCK)
     inside = cols < K
     factor = tl.load(weight + cols, mask=inside, other=0.0)
+    if PDL and ASKS:
+        # By lines of 128 bytes. Whatever is written later, the L2 cache has the latest.
+        line = tl.minimum(tl.arange(0, (BLOCK + 63) // 64) * 64, K - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [residual + row * K + line],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     wait_for_inputs(PDL)
     value = tl.load(x + row * K + cols, mask=inside, other=0.0)
     if ADD:
