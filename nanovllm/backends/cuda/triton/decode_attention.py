@@ -582,7 +582,7 @@ def _merge(
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Return the merger of a row's parts, each weighted by its share of the softmax's denominator.
+    """Merge a row's parts, each weighted by its share of the softmax's denominator.
 
     used: the number of splits that have parts. Those of a shared prefix may be empty.
     """

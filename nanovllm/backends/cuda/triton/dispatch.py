@@ -5,11 +5,12 @@ kernel before it ends. A decode step of one sequence consists of some 250 kernel
 microseconds, a third of which goes to starting and draining. A kernel launched with `**overlap(x)`
 may start as soon as every program of the kernel before it has called `wait_for_inputs` or ended.
 Until its own call, a kernel overlaps with the one before, so it may only read memory that no kernel
-writes, that is, weights. The call returns when the kernel before has ended and its writes are
-visible. As that kernel waited too, all earlier kernels have ended as well. In a kernel launched
-with `**overlap(x)`, every program must call `wait_for_inputs`. Two exceptions: a kernel of long
-programs may let the next kernel start later, by `admit_next` or at its end; and in woven_token.py a
-kernel waits first, so that the next one may also read early what was written before.
+writes, that is, weights. (It may ask the L2 cache for more, which is never stale there.) The call
+returns when the kernel before has ended and its writes are visible. As that kernel waited too, all
+earlier kernels have ended as well. In a kernel launched with `**overlap(x)`, every program must
+call `wait_for_inputs`. Two exceptions: a kernel of long programs may let the next kernel start
+later, by `admit_next` or at its end; and in woven_token.py a kernel waits first, so that the next
+one may also read early what was written before.
 
 A late start saves time after some products, and costs time after others: only whole decode steps
 show which. Probably it saves time where kernels that wait hold shared memory, so that those before
