@@ -427,6 +427,8 @@ def test_attention_quantises_its_results_for_fp8_weights_in_steps_of_decodes_alo
     assert [is_quantised(rows) for rows in (129, 257)] == [not gated, False]
     layer.kv_cache = replace(layer.kv_cache, scales=torch.ones(2))
     assert [is_quantised(rows) for rows in (128, 129)] == [not gated, False]
+    monkeypatch.setattr(FusedFp8Weight, "can_add", lambda _, row: len(row) == 1)
+    assert [is_quantised(rows) for rows in (1, 2)] == [False, not gated]
 
 
 def test_each_family_runs_quantised(folder):

@@ -105,6 +105,7 @@ def decode_attention(
     results, out_scales, in_whole_tiles = out, None, False
     if isinstance(out, Rows):
         results, out_scales = out.codes, out.scales
+        assert out_scales is not None, "each head has a scale"
         in_whole_tiles = out_scales.shape[1] == padded_rows.fn(batch, True)
     longest = min(tables.shape[1] * page, window or tables.shape[1] * page)
     block_n, splits = _cut_contexts(q, kv.cache, longest, shared is not None)
