@@ -30,6 +30,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
     admit_next,
     arrivals,
+    ask_for,
     can_overlap,
     has_large_shared_memory,
     is_hopper,
@@ -333,14 +334,7 @@ def prefetch(weight, first_row, K, begin, end, BLOCK_N: tl.constexpr, BLOCK_K: t
     row = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
     line = tl.arange(0, BLOCK_K // 64)[None, :] * 64
     for k in range(begin, end, BLOCK_K):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight + row + k + line],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_for(weight + row + k + line)
 
 
 @triton.jit

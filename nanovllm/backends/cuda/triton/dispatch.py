@@ -187,6 +187,22 @@ def wait_for_inputs(PDL: tl.constexpr, LATE: tl.constexpr = False):
 
 
 @triton.jit
+def ask_for(places):
+    """Ask for the lines of 128 bytes at these addresses, without waiting for them.
+
+    The memory delivers them to the L2 cache.
+    """
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [places],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def admit_next(left, LEAD: tl.constexpr, PDL: tl.constexpr):
     """Let the next kernel start if a program has no more than LEAD inputs left. 0: do nothing.
 

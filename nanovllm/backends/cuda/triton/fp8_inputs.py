@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     admit_next,
+    ask_for,
     gpu,
     is_hopper,
     launch,
@@ -362,14 +363,7 @@ def _norm_and_quantise_kernel(
     if PDL and ASKS:
         # By lines of 128 bytes. Whatever is written later, the L2 cache has the latest.
         line = tl.minimum(tl.arange(0, (BLOCK + 63) // 64) * 64, K - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [residual + row * K + line],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_for(residual + row * K + line)
     wait_for_inputs(PDL)
     value = tl.load(x + row * K + cols, mask=inside, other=0.0)
     if ADD:

@@ -22,6 +22,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
     admit_next,
     arrivals,
+    ask_for,
     gpu,
     has_large_shared_memory,
     is_hopper,
@@ -404,11 +405,4 @@ def prefetch(weight, first_row, N, K, begin, end, ROWS: tl.constexpr):
     """
     row = tl.minimum(first_row + tl.arange(0, ROWS), N - 1).to(tl.int64) * K
     for k in range(begin, end, 128):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [weight + row + k],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        ask_for(weight + row + k)

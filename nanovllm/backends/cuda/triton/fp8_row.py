@@ -30,12 +30,17 @@ from nanovllm.backends.cuda.triton.woven_linear import run
 from nanovllm.backends.cuda.triton.woven_row import (
     Division,
     _split,
+    elements_at,
     finish,
     halved,
+    halves,
+    keep,
     norm_factor,
     normed,
+    own_rows,
     places,
     product,
+    threads,
 )
 
 GROUP = 128  # columns of a run, which share a scale
@@ -257,18 +262,11 @@ def _fp8_row_kernel(
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = gl.SliceLayout(1, WORDS)
     INPUTS: gl.constexpr = inputs_layout(WARPS)
-    thread = gl.arange(0, 32 * WARPS, layout=THREADS)
-    warp, row, lane = thread // 32, thread % 32 // 4, thread % 4
-    # The halves of a program's outputs are neighbours, or gates and ups.
-    n = gl.program_id(0) * (8 if GATED else 16)
-    second_n = n + (N if GATED else 8)
-    rows = 2 * N if GATED else N
-    # What lies outside is computed from what lies inside, and not stored.
-    row_0, row_1 = gl.minimum(n + row, rows - 1), gl.minimum(second_n + row, rows - 1)
-    word = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)), 0)
-    own = gl.expand_dims(warp * (RUNS * 32) + lane * 4, 1) + word
-    codes_0 = codes + gl.expand_dims(row_0.to(gl.int64) * W, 1) + own
-    codes_1 = codes + gl.expand_dims(row_1.to(gl.int64) * W, 1) + own
+    warp, row, lane = threads(THREADS, WARPS)
+    n, second_n, rows = halves(N, GATED)
+    row_0, row_1, codes_0, codes_1 = own_rows(
+        *(codes, warp, row, lane, n, second_n, rows, W, RUNS * 32, WORDS)
+    )
     last = ALL_RUNS - 1 - warp * RUNS
     words = gl.tuple(())
     for i in gl.static_range(DEPTH):
@@ -295,10 +293,7 @@ def _fp8_row_kernel(
     zero = gl.zeros([32 * WARPS], gl.float32, THREADS)
     total_0, total_1 = zero, zero
     at, second_at = places(zero, n, second_n, WARPS)
-    stream, second_stream = None, None
-    if residual is not None:
-        stream = gl.load(residual + at, mask=at < N, other=0)
-        second_stream = gl.load(residual + second_at, mask=second_at < N, other=0)
+    stream = elements_at(residual, at, second_at, N)
     if squares is not None:
         factor = norm_factor(squares, PARTS, ALL_RUNS * 128, eps, WARPS)
     place = gl.arange(0, 8 * WARPS, layout=gl.SliceLayout(1, INPUTS))
@@ -312,7 +307,7 @@ def _fp8_row_kernel(
             value = normed(value, factor, gl.load(norm_weight + inside), ZERO_CENTERED)
         inputs, scale = _quantised(value.to(gl.float32), THREADS)
         even_scale, odd_scale = _of_lane(scale, 8 * lane), _of_lane(scale, 8 * lane + 4)
-        sum_even_0, sum_odd_0, sum_even_1, sum_odd_1 = zero, zero, zero, zero
+        sums = (zero, zero, zero, zero)
         for r in gl.static_range(RUNS):
             own_words = gl.tuple(())
             for j in gl.static_range(4):
@@ -335,16 +330,10 @@ def _fp8_row_kernel(
                 is_pure=True,
                 pack=1,
             )
-            wanted = lane == r // 2
-            if r % 2 == 0:
-                sum_even_0 = gl.where(wanted, s0, sum_even_0)
-                sum_even_1 = gl.where(wanted, s2, sum_even_1)
-            else:
-                sum_odd_0 = gl.where(wanted, s1, sum_odd_0)
-                sum_odd_1 = gl.where(wanted, s3, sum_odd_1)
-        total_0 += sum_even_0 * (kept[b][0] * even_scale) + sum_odd_0 * (kept[b][1] * odd_scale)
-        total_1 += sum_even_1 * (kept[b][2] * even_scale) + sum_odd_1 * (kept[b][3] * odd_scale)
+            sums = keep(sums, (s0, s1, s2, s3), lane, r)
+        total_0 += sums[0] * (kept[b][0] * even_scale) + sums[1] * (kept[b][1] * odd_scale)
+        total_1 += sums[2] * (kept[b][2] * even_scale) + sums[3] * (kept[b][3] * odd_scale)
     finish(
-        *(total_0, total_1, at, second_at, stream, second_stream, bias, out, out_squares),
+        *(total_0, total_1, at, second_at, stream, bias, out, out_squares),
         *(N, rows, WARPS, GATED, GELU),
     )

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import (
     arrivals,
+    ask_for,
     is_hopper,
     needs_register_limit,
     num_processors,
@@ -444,14 +445,7 @@ def _tiled_linear_kernel(
     if PDL and tl.program_id(0) == 0:
         line = tl.arange(0, 4)[None, :] * 32
         for w in range(begin, tl.minimum(end, begin + PREFETCH), 128):
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-                "=r,l",
-                [row_words + tl.minimum(w + line, W - 1)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            ask_for(row_words + tl.minimum(w + line, W - 1))
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     column = tl.arange(0, BLOCK_W * PER_WORD)

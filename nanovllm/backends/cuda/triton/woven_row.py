@@ -315,6 +315,76 @@ def _scaled(sums, plain, factor, dtype: gl.constexpr):
 
 
 @gluon.jit
+def halves(N, GATED: gl.constexpr):
+    """Return where the halves of a program's outputs begin, and the number of rows of the weight.
+
+    The halves are neighbours, or gates and ups.
+    """
+    n = gl.program_id(0) * (8 if GATED else 16)
+    return n, n + (N if GATED else 8), 2 * N if GATED else N
+
+
+@gluon.jit
+def threads(LAYOUT: gl.constexpr, WARPS: gl.constexpr):
+    """Return each thread's warp, its row of eight and its place among four: [T] each."""
+    thread = gl.arange(0, 32 * WARPS, layout=LAYOUT)
+    return thread // 32, thread % 32 // 4, thread % 4
+
+
+@gluon.jit
+def own_rows(
+    codes,
+    warp,
+    row,
+    lane,
+    n,
+    second_n,
+    rows,
+    WIDTH: gl.constexpr,  # words in a row
+    SPAN: gl.constexpr,  # words that a warp takes at once
+    WORDS: gl.constexpr,
+):
+    """Return a thread's row in both halves, twice [T], and where its words begin, twice [T, 4].
+
+    What lies outside is computed from what lies inside, and not stored.
+    """
+    row_0, row_1 = gl.minimum(n + row, rows - 1), gl.minimum(second_n + row, rows - 1)
+    word = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)), 0)
+    own = gl.expand_dims(warp * SPAN + lane * 4, 1) + word
+    codes_0 = codes + gl.expand_dims(row_0.to(gl.int64) * WIDTH, 1) + own
+    codes_1 = codes + gl.expand_dims(row_1.to(gl.int64) * WIDTH, 1) + own
+    return row_0, row_1, codes_0, codes_1
+
+
+@gluon.jit
+def keep(sums, products, lane, r: gl.constexpr):
+    """Keep a run's products in the threads that keep its sums, and their other sums as they are.
+
+    sums: of the first half's even and odd runs, then of the second half's. products: of the first
+    half for two columns of inputs, then of the second half. A thread keeps runs 2 lane, 2 lane + 1.
+    """
+    wanted = lane == r // 2
+    even_0, odd_0, even_1, odd_1 = sums
+    if r % 2 == 0:
+        even_0 = gl.where(wanted, products[0], even_0)
+        even_1 = gl.where(wanted, products[2], even_1)
+    else:
+        odd_0 = gl.where(wanted, products[1], odd_0)
+        odd_1 = gl.where(wanted, products[3], odd_1)
+    return (even_0, odd_0, even_1, odd_1)
+
+
+@gluon.jit
+def elements_at(residual, at, second_at, N):
+    """Load the elements of a residual stream at a program's outputs: a tuple of two, or empty."""
+    if residual is None:
+        return gl.tuple(())
+    else:
+        first = gl.load(residual + at, mask=at < N, other=0)
+        return gl.tuple((first, gl.load(residual + second_at, mask=second_at < N, other=0)))
+
+
+@gluon.jit
 def _sums_of_warps(total_0, total_1, WARPS: gl.constexpr):
     """Add up what the threads [T] of a program have of the same outputs: twice [8]."""
     both = gl.join(total_0, total_1).reshape([WARPS, 8, 4, 2])
@@ -339,7 +409,6 @@ def finish(
     at,
     second_at,
     stream,
-    second_stream,
     bias,
     out,
     out_squares,
@@ -351,17 +420,16 @@ def finish(
 ):
     """Make a program's outputs of its threads' sums [T], and store them.
 
-    stream, second_stream: elements of the residual stream, twice [8], to which the outputs are
-    added; None: there is none.
+    stream: the elements of the residual stream that the outputs are added to, from `elements_at`.
     """
     dtype: gl.constexpr = out.dtype.element_ty
     result, second = _sums_of_warps(total_0, total_1, WARPS)
     if bias is not None:
         result += gl.load(bias + gl.minimum(at, rows - 1)).to(gl.float32)
         second += gl.load(bias + gl.minimum(second_at, rows - 1)).to(gl.float32)
-    if stream is not None:
-        result = added(result, stream, dtype)
-        second = added(second, second_stream, dtype)
+    if len(stream) > 0:
+        result = added(result, stream[0], dtype)
+        second = added(second, stream[1], dtype)
         squares = gl.where(at < N, result * result, 0.0)
         squares += gl.where(second_at < N, second * second, 0.0)
         gl.store(out_squares + gl.program_id(0), gl.sum(squares))
@@ -408,18 +476,11 @@ def _woven_row_kernel(
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     THREADS: gl.constexpr = gl.SliceLayout(1, WORDS)
     dtype: gl.constexpr = out.dtype.element_ty
-    thread = gl.arange(0, 32 * WARPS, layout=THREADS)
-    warp, row, lane = thread // 32, thread % 32 // 4, thread % 4
-    # The halves of a program's outputs are neighbours, or gates and ups.
-    n = gl.program_id(0) * (8 if GATED else 16)
-    second_n = n + (N if GATED else 8)
-    rows = 2 * N if GATED else N
-    # What lies outside is computed from what lies inside, and not stored.
-    row_0, row_1 = gl.minimum(n + row, rows - 1), gl.minimum(second_n + row, rows - 1)
-    word = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, WORDS)), 0)
-    own = gl.expand_dims(warp * (RUNS * 16) + lane * 4, 1) + word
-    codes_0 = codes + gl.expand_dims(row_0.to(gl.int64) * W, 1) + own
-    codes_1 = codes + gl.expand_dims(row_1.to(gl.int64) * W, 1) + own
+    warp, row, lane = threads(THREADS, WARPS)
+    n, second_n, rows = halves(N, GATED)
+    row_0, row_1, codes_0, codes_1 = own_rows(
+        *(codes, warp, row, lane, n, second_n, rows, W, RUNS * 16, WORDS)
+    )
     last = ALL_RUNS - 1 - warp * RUNS
     words = gl.tuple(())
     for r in gl.static_range(RUNS):
@@ -436,10 +497,7 @@ def _woven_row_kernel(
     zero = gl.zeros([32 * WARPS], gl.float32, THREADS)
     total_0, total_1 = zero, zero
     at, second_at = places(zero, n, second_n, WARPS)
-    stream, second_stream = None, None
-    if residual is not None:
-        stream = gl.load(residual + at, mask=at < N, other=0)
-        second_stream = gl.load(residual + second_at, mask=second_at < N, other=0)
+    stream = elements_at(residual, at, second_at, N)
     if BLOCKS == 1:
         staged = _staged_inputs(
             *(x, squares, norm_weight, eps),
@@ -465,7 +523,7 @@ def _woven_row_kernel(
             pack=1,
         )
         following = gl.tuple(())
-        sum_even_0, sum_odd_0, sum_even_1, sum_odd_1 = zero, zero, zero, zero
+        sums = (zero, zero, zero, zero)
         for r in gl.static_range(RUNS):
             low, high = _split(words[2 * r], THREADS), _split(words[2 * r + 1], THREADS)
             s0, s1, s2, s3 = gl.inline_asm_elementwise(
@@ -476,22 +534,16 @@ def _woven_row_kernel(
                 is_pure=True,
                 pack=1,
             )
-            wanted = lane == r // 2
-            if r % 2 == 0:
-                sum_even_0 = gl.where(wanted, s0, sum_even_0)
-                sum_even_1 = gl.where(wanted, s2, sum_even_1)
-            else:
-                sum_odd_0 = gl.where(wanted, s1, sum_odd_0)
-                sum_odd_1 = gl.where(wanted, s3, sum_odd_1)
+            sums = keep(sums, (s0, s1, s2, s3), lane, r)
             if b + 1 < BLOCKS:
                 ahead = (b + 1) * WARPS * RUNS + r
                 following += _fetch(codes_0, codes_1, ahead, last, EVEN)
-        total_0 += _scaled(sum_even_0, plain_even, kept[b][0], dtype)
-        total_0 += _scaled(sum_odd_0, plain_odd, kept[b][1], dtype)
-        total_1 += _scaled(sum_even_1, plain_even, kept[b][2], dtype)
-        total_1 += _scaled(sum_odd_1, plain_odd, kept[b][3], dtype)
+        total_0 += _scaled(sums[0], plain_even, kept[b][0], dtype)
+        total_0 += _scaled(sums[1], plain_odd, kept[b][1], dtype)
+        total_1 += _scaled(sums[2], plain_even, kept[b][2], dtype)
+        total_1 += _scaled(sums[3], plain_odd, kept[b][3], dtype)
         words = following
     finish(
-        *(total_0, total_1, at, second_at, stream, second_stream, bias, out, out_squares),
+        *(total_0, total_1, at, second_at, stream, bias, out, out_squares),
         *(N, rows, WARPS, GATED, GELU),
     )
