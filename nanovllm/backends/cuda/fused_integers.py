@@ -47,7 +47,7 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
         return bool(self.is_woven)
 
     def add(self, row: Tensor, bias: Tensor | None, residual: Tensor) -> Stream:
-        return products.linear_int(row.contiguous(), self.tensors(), bias, residual)
+        return products.linear_int(row, self.tensors(), bias, residual)
 
     def forward(
         self, x: Tensor | Unnormed, bias: Tensor | None = None, expert: int | None = None

@@ -128,13 +128,12 @@ def linear_int(
     No running kernel may write to the weights. An Unnormed row, or a `residual` to add the row's
     result to, which then is a Stream, are for woven weights alone.
     """
-    if isinstance(x, Unnormed) or residual is not None:
+    if weight.woven and 0 < len(x) <= MAX_ROWS:
         return packed_linear.woven_product(x, weight, bias, residual=residual)
+    assert isinstance(x, Tensor) and residual is None, "only woven_row.py norms and adds"
     x = x.contiguous()
     if not len(x):  # an expert may have none
         return x.new_empty(0, weight.outputs)
-    if len(x) <= MAX_ROWS and weight.woven:
-        return packed_linear.woven_product(x, weight, bias)
     if len(x) <= packed_linear.FEW_ROWS and weight.inputs % 8 == 0:
         return packed_linear.few_rows_linear(x, weight, bias)
     if len(x) <= MAX_ROWS:
@@ -149,11 +148,10 @@ def gated_linear_int(
 
     The weight [2 N, K] and bias [2 N] yield gates first, then ups.
     """
-    if isinstance(x, Unnormed):
+    if weight.woven and len(x) <= MAX_ROWS:
         return packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
+    assert isinstance(x, Tensor), "only woven_row.py norms"
     x = x.contiguous()
-    if len(x) <= MAX_ROWS and weight.woven:
-        return packed_linear.woven_product(x, weight, bias, gated=True, gelu=gelu)
     if len(x) <= packed_linear.FEW_ROWS and weight.inputs % 8 == 0:
         return packed_linear.few_rows_linear(x, weight, bias, gated=True, gelu=gelu)
     if len(x) <= MAX_ROWS:

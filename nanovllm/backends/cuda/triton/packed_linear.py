@@ -112,6 +112,8 @@ def woven_product(
 
     residual: what the result of one row is added to; then a Stream is returned.
     """
+    if isinstance(x, Tensor):
+        x = x.contiguous()
     tensors = x, weight.codes, weight.factors, bias
     group = min(weight.group, weight.inputs)
     if len(x) == 1:
