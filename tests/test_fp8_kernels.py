@@ -365,3 +365,23 @@ def test_attention_that_quantises_makes_the_codes_of_its_result(
     assert torch.equal(rows.scales[:, : count - 1], want.scales[:, : count - 1])
     assert torch.equal(rows.codes[: count - 1].float(), want.codes[: count - 1].float())
     assert torch.equal(other_cache, cache)
+
+
+def test_attention_of_more_than_128_rows_stores_codes_among_rows_of_padding(monkeypatch):
+    monkeypatch.setattr(fp8_inputs, "needs_whole_tiles", lambda matrix: True)
+    count, dim = 130, 32
+    lens = 1 + torch.arange(count, device=DEVICE, dtype=torch.int32) % 5
+    tables = torch.arange(count, device=DEVICE, dtype=torch.int32).view(count, 1)
+    k, v = torch.randn(2, count, 16, 1, dim, device=DEVICE)
+    q = torch.randn(count, 2, dim, device=DEVICE)
+    matrix = make_matrix("group", dim, 1, inputs=2 * dim)
+
+    def attend(out):
+        kv = PagedKV(KVCache(k, v), tables, lens)
+        return decode_attention.decode_attention(q, kv, AttentionOptions(0.3), out=out)
+
+    want = fp8_inputs.quantise(attend(None).flatten(1), matrix)
+    rows = attend(fp8_inputs.empty_rows(count, 2 * dim, matrix))
+    assert rows.scales.shape == want.scales.shape == (2, 256)
+    assert torch.equal(rows.scales[:, :count], want.scales[:, :count])
+    assert torch.equal(rows.codes[:count].float(), want.codes[:count].float())
