@@ -319,6 +319,9 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
             block_rows=128 if is_grouped else 1,
             activations=how,
         )
+        if is_grouped and 16 < rows <= dispatch.MAX_ROWS:
+            blocks = new(outputs // 128, groups, dtype=torch.float32)
+            matrix = matrix._replace(block_scales=blocks)
         x = new(rows, inputs, dtype=dtype)
         if products.fp8_row is not None and products.fp8_row.suits(x, matrix):
             if gated:
@@ -339,7 +342,8 @@ def fp8_cases(dtype: torch.dtype) -> Iterator[tuple[str, Callable]]:
                 products.linear_fp8(inputs, matrix, new(outputs, dtype=dtype), dtype)
 
     for how in ("group", "token", None):
-        for rows in (1, 16, 64, 256, 8192):
+        of_blocks = (96, 192) if how == "group" else ()  # where fp8_splitk.py has other tiles
+        for rows in (1, 16, 64, *of_blocks, 256, 8192):
             kind = "prefill" if rows > dispatch.MAX_ROWS else "decode"
             name = f"{kind} FP8 {rows} {how}"
             yield f"{name} 4096 12288", partial(run, rows, 4096, 12288, how, False)

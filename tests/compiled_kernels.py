@@ -26,6 +26,7 @@ from nanovllm.backends.cuda.triton import (
     fp8_inputs,
     fp8_linear,
     fp8_row,
+    fp8_splitk,
     gated_delta,
     gemv,
     invariant_linear,
@@ -56,7 +57,7 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
     Follows each address back to the arguments that it was computed from. The name of one that is
     a number is "".
     """
-    before, wait, _ = re.sub("//.*", "", ptx).partition("griddepcontrol.wait")
+    before, wait, after = re.sub("//.*", "", ptx).partition("griddepcontrol.wait")
     body = before[before.index("{", before.index(".reqntid")) :]
     sources: dict[str, set[int]] = {}
     reads: set[int] = set()
@@ -72,12 +73,33 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
     # An asynchronous copy from global to shared memory writes nothing that others see.
     copies = rf"cp\.async\.bulk(?!\S*{COPY})"
     writes = re.search(rf"\b(st|atom|red)\.(?!shared)|{copies}", body) is not None
-    # Whatever branches before the wait leads to labels before it.
+    # Whatever branches before the wait leads to labels before it, or to another wait.
     labels = set(re.findall(rf"({BLOCK}):", body))
     targets = set(re.findall(rf"\bbra(?:\.uni)?\s+({BLOCK})", body))
-    always = bool(wait) and not re.search(r"\bret\b", body) and targets <= labels
+    elsewhere = all(waits_first(after.splitlines(), label) for label in targets - labels)
+    always = bool(wait) and not re.search(r"\bret\b", body) and elsewhere
     starts_next = "griddepcontrol.launch_dependents" in body
     return sorted({argument_names[i] for i in reads} - {""}), writes, always, starts_next
+
+
+def waits_first(lines: list[str], label: str, seen: frozenset[str] = frozenset()) -> bool:
+    """Tell whether all ways from a label lead to a wait before they touch memory that others see.
+
+    Warps with work of their own wait at a barrier until other warps, which have waited for the
+    kernel before, give it to them.
+    """
+    begin = [i for i, line in enumerate(lines) if line.startswith(f"{label}:")]
+    for line in lines[begin[0] + 1 :] if begin else []:
+        if re.search(r"griddepcontrol\.wait|barrier\.sync", line):
+            return True
+        if re.search(r"\b(ret|prefetch|cp)\b|\b(ld|st|atom|red)\b(?!\.(shared|param))", line):
+            return False
+        if found := re.search(rf"\bbra(?:\.uni)?\s+({BLOCK})", line):
+            if found[1] not in seen and not waits_first(lines, found[1], seen | {found[1]}):
+                return False
+            if "@" not in line:
+                return True
+    return False
 
 
 def report_to(found: list) -> Callable[..., None]:
@@ -141,6 +163,11 @@ def run_all() -> None:
     chosen = fp8_linear.Tiling(64, 64, 2, warps=4, stages=3)
     inputs = fp8_inputs.quantise(many, matrix)
     fp8_linear.multiply(inputs, matrix, new(64), x.dtype, chosen)
+    blocks = new(1, HIDDEN // 128, dtype=torch.float32)
+    whole = matrix._replace(codes=new(128, HIDDEN, dtype=fp8), block_scales=blocks)
+    for count in (96, 192):
+        tall = fp8_inputs.quantise(new(count, HIDDEN), whole)
+        fp8_splitk.linear(tall, whole, new(128), x.dtype)
     one = fp8_inputs.quantise(new(1, HIDDEN), matrix)
     fp8_gemv.linear(one, matrix, new(64), x.dtype)
     codes, factors = (new(*shape, dtype=torch.int32) for shape in ((64, HIDDEN // 8), (4, 64)))

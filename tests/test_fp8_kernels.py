@@ -15,7 +15,7 @@ from test_kernels import DEVICE, DTYPES, assert_close
 
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_quantised import drop_copies, restore_weights, use_packed_kernels
-from nanovllm.backends.cuda.products import gated_linear_fp8, linear_fp8
+from nanovllm.backends.cuda.products import fp8_splitk, gated_linear_fp8, linear_fp8
 from nanovllm.backends.cuda.triton import (
     decode_attention,
     fp8_gemv,
@@ -44,6 +44,7 @@ FORMATS = {
     "weights alone, blocks": (None, 128, 128),
     "weights alone, rows": (None, None, 1),
 }
+needs_gluon = pytest.mark.skipif(fp8_splitk is None, reason="Triton is too old")
 OUTPUTS = 272  # the last tile and the last block of scales are short
 
 
@@ -170,10 +171,48 @@ def test_inputs_of_a_decode_step_fill_tiles_of_cublas_on_hopper(name, padded, mo
     assert len(fp8_inputs.quantise(x.expand(2, -1, -1).flatten(0, 1)[:257], matrix).codes) == 260
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+@needs_gluon
+def test_tiles_of_split_k_are_whole_and_shared_by_programs_that_run_at_once():
+    """A box of the tensor memory accelerator that reaches beyond the last row is slow."""
+    for count in range(65, 257):
+        tiles, groups = fp8_splitk.row_tiles(count)
+        assert groups in (2, 3)
+        assert count <= tiles * groups * 64 <= fp8_inputs.padded_rows.fn(count, True)
+        for outputs, inputs in ((4096, 12288), (2560, 9728), (24576, 4096), (5120, 640)):
+            whole, shared, splits = fp8_splitk.cut(count, outputs, inputs, 132)
+            assert whole + shared == tiles * outputs // 128
+            assert whole % 132 == 0 and shared * splits <= 132
+            assert inputs // 128 % splits == 0
+
+
+needs_hopper = pytest.mark.skipif(
     DEVICE != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
+
+
+@needs_gluon
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize("outputs, inputs", [(256, 512), (4096, 1536), (17664, 512), (17664, 640)])
+def test_split_k_products_equal_the_plain_layers(outputs, inputs):
+    matrix = make_matrix("group", 128, 128, inputs, outputs)
+    bias = torch.randn(outputs, device=DEVICE).bfloat16()
+    for count in (65, 128, 129, 192, 193, 256):
+        x = make_inputs(count, inputs, torch.bfloat16)
+        rows = fp8_inputs.quantise(x, matrix)
+        if outputs > 4096 and not 128 < count <= 192:
+            assert not fp8_splitk.suits(rows, matrix)
+            continue
+        assert fp8_splitk.suits(rows, matrix)
+        rows.codes[count:], rows.scales[:, count:] = torch.nan, torch.nan  # padding
+        out = linear_fp8(rows, matrix, bias, torch.bfloat16)
+        assert_close(out, expected(x, matrix, bias).bfloat16())
+        for _ in range(3):
+            assert torch.equal(out, linear_fp8(rows, matrix, bias, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize("how, group, block", [("group", 128, 128), ("token", None, 1)])
 def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, block):
     matrix = make_matrix(how, group, block, inputs=1024, outputs=640)
@@ -182,7 +221,7 @@ def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, bloc
         x = make_inputs(count, 1024, torch.bfloat16)
         rows = fp8_inputs.quantise(x, matrix)
         assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
-        out = linear_fp8(rows, matrix, bias, torch.bfloat16)
+        out = fp8_linear.multiply_by_cublas(rows, matrix, bias)
         assert_close(out, expected(x, matrix, bias).bfloat16())
 
 

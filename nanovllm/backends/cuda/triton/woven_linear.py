@@ -511,7 +511,7 @@ def _woven_linear_kernel(
 
 
 @gluon.jit
-def _in_threads(sums):
+def in_threads(sums):
     """View sums [2 H, M], of 16 rows a warp, as [M // 8, threads, 4]: what a thread holds."""
     WARPS: gl.constexpr = sums.shape[0] // 16
     M: gl.constexpr = sums.shape[1]
@@ -580,7 +580,7 @@ def _share(
         turn = gl.where(missing == 0, 0, blocks)
     barrier()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WIDTH // 16, 1], [16, BLOCK, 16])
-    zeros = _in_threads(gl.zeros([WIDTH, BLOCK], gl.float32, MMA))
+    zeros = in_threads(gl.zeros([WIDTH, BLOCK], gl.float32, MMA))
     place = _places(zeros, 0, 1, BLOCK)
     for block in range(turn, blocks, splits):
         total = zeros
@@ -596,7 +596,7 @@ def _store_part(sums, parts, block, split, splits, BLOCK: gl.constexpr):
     """Store a program's part of the sums, from a block on. Returns the block after them."""
     WIDTH: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
-    sums = _in_threads(sums)
+    sums = in_threads(sums)
     gl.store(parts + block * splits * WIDTH * BLOCK + _places(sums, split, splits, BLOCK), sums)
     return block + ROWS // BLOCK
 

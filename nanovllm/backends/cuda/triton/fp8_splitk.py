@@ -1,0 +1,433 @@
+"""Products of the rows of a decode step in FP8 by blocks on Hopper, in few and in many tiles.
+
+A tile has 128 outputs and up to 192 rows. Few outputs are few tiles, so several programs share one:
+each multiplies some of the columns (split-K). Of many tiles, those that are left when each
+multiprocessor has had a whole one are shared.
+
+A program has one warp that fetches, by the tensor memory accelerator, and two or three groups of
+four warps that multiply: each multiplies 64 rows of inputs by the weights that all of them share,
+and waits for nothing but what is fetched. So the tensor cores multiply for one group while another
+scales its sums. They take codes from shared memory as they lie in a checkpoint.
+
+At the end, the groups of a tile's programs that have the same rows exchange their sums: each adds
+up those of some outputs, in the order of the columns, so the result is deterministic. A program
+that waits for others keeps its multiprocessor. Programs start in the order of their numbers, and
+those of a tile are neighbours: so they all start as long as four multiprocessors are free.
+
+Hopper's tensor cores add up products of FP8 in few bits, so the sums of 128 columns are scaled, and
+added to totals in float32.
+
+On an H200 (PyTorch 2.11, Triton 3.6), with the quantising before it, `down` of Qwen3-8B takes 31.0
+us for 192 rows, where fp8_linear.py takes 37.9, and 24.5 us for 96 rows, where it takes 30.5.
+
+The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
+
+Shapes: M rows, K inputs, N outputs.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from nanovllm.backends.cuda.triton.dispatch import (
+    MAX_ROWS,
+    arrivals,
+    is_hopper,
+    num_processors,
+    overlap,
+)
+from nanovllm.backends.cuda.triton.fp8_inputs import CUBLAS_BLOCK, Fp8Matrix, Rows
+from nanovllm.backends.cuda.triton.woven_linear import barrier, fetch, in_threads, run
+
+MOST_GROUPS = 3  # of warps that multiply: more would not have the registers
+SHARED_MEMORY = 212 << 10  # bytes that a program may fill with codes and scales
+OUTPUTS = gl.constexpr(128)  # of a tile
+ROWS = gl.constexpr(64)  # of a group of warps
+BLOCKS = gl.constexpr(4)  # of outputs, which a tile's programs share out
+# Steps whose weights a program asks for before its inputs are ready, and fetches later.
+AHEAD = gl.constexpr(4)
+# A program lets the next kernel start when it has so many steps left to fetch.
+LEAD = gl.constexpr(2)
+
+
+def suits(x: Rows, matrix: Fp8Matrix) -> bool:
+    """Tell whether the kernel knows the GPU, the sizes and the format, and is the fastest."""
+    (outputs, inputs), device = matrix.codes.shape, matrix.codes.device
+    tiles, groups = row_tiles(len(x))
+    return (
+        is_hopper(device)
+        and len(x.codes) >= tiles * groups * ROWS.value
+        and matrix.block_scales is not None
+        and matrix.sharing == matrix.block_rows == CUBLAS_BLOCK
+        and outputs % OUTPUTS.value == 0
+        and is_fastest(len(x), outputs, inputs, num_processors(device))
+    )
+
+
+def is_fastest(rows: int, outputs: int, inputs: int, processors: int) -> bool:
+    """Tell whether no other kernel is faster, as measured for the shapes of 8B on an H200.
+
+    Of 129 to 192 rows, cuBLASLt computes 256 in tiles of 128 x 128: some in vain.
+    """
+    tiles = outputs // OUTPUTS.value
+    can_share = 4 * tiles <= processors and inputs % (4 * 128) == 0
+    return 64 < rows <= MAX_ROWS and can_share or 128 < rows <= 192 and tiles > processors
+
+
+def row_tiles(rows: int) -> tuple[int, int]:
+    """Return how many tiles rows make, and the groups of warps that a tile takes."""
+    tiles = triton.cdiv(rows, MOST_GROUPS * ROWS.value)
+    return tiles, triton.cdiv(rows, tiles * ROWS.value)
+
+
+class Cut(NamedTuple):
+    """How tiles are cut into programs."""
+
+    whole: int  # tiles that a program computes alone, as long as all multiprocessors have one
+    shared: int  # the other tiles
+    splits: int  # programs that share one of them: 1, 2 or 4
+
+
+def cut(rows: int, outputs: int, inputs: int, processors: int) -> Cut:
+    """Choose how tiles are cut into programs. Those that share tiles all run at the same time."""
+    tiles, steps = row_tiles(rows)[0] * (outputs // OUTPUTS.value), inputs // 128
+    shared = tiles % processors
+    splits = [n for n in (2, 4) if shared * n <= processors and steps % n == 0]
+    return Cut(tiles - shared, shared, max(splits, default=1))
+
+
+def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Compute x @ weight.T + bias, where `suits` holds: x [M, K], bias [N] -> [M, N].
+
+    No running kernel may write to the weight or its scales.
+    """
+    assert x.scales is not None and matrix.block_scales is not None
+    rows, (outputs, inputs), device = len(x), matrix.codes.shape, matrix.codes.device
+    tiles, groups = row_tiles(rows)
+    whole, shared, splits = cut(rows, outputs, inputs, num_processors(device))
+    out = torch.empty(rows, outputs, dtype=dtype, device=device)
+    size = shared * splits * groups * ROWS.value * OUTPUTS.value
+    parts = torch.empty(size, dtype=torch.float32, device=device)
+    codes, scales = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
+    # Boxes of the tensor memory accelerator, whose sizes are powers of 2, for the rows of two or
+    # three groups. A box that reaches beyond the last row of codes would be slow.
+    first, more = 2 * ROWS.value, groups == 3
+    x_scales = x.scales.view(-1)
+    step = 128 * (OUTPUTS.value + groups * ROWS.value) + 4 * groups * ROWS.value
+    _splitk_kernel[(whole + shared * splits,)](
+        TensorDescriptor.from_tensor(x.codes, [first, 128], codes),
+        TensorDescriptor.from_tensor(x.codes, [ROWS.value, 128], codes) if more else None,
+        TensorDescriptor.from_tensor(x_scales, [first], scales),
+        TensorDescriptor.from_tensor(x_scales, [ROWS.value], scales) if more else None,
+        TensorDescriptor.from_tensor(matrix.codes, [OUTPUTS.value, 128], codes),
+        *(matrix.codes, matrix.block_scales, bias, out, parts, arrivals(device)),
+        *(rows, x.scales.shape[1], outputs, inputs),
+        *(whole, groups, SHARED_MEMORY // step, splits, tiles),
+        num_warps=4,
+        **overlap(out),
+    )
+    return out
+
+
+@gluon.jit
+def _fetch_inputs(inputs, stages, m, step, stride, stage):
+    """Begin to fetch the codes and the scales of all rows of a tile into a stage."""
+    x, more_x, scales, more_scales = inputs
+    ready = stages[5].index(stage)
+    fetch(x, [m, step * 128], ready, stages[0].index(stage))
+    fetch(scales, [step * stride + m], ready, stages[2].index(stage))
+    if more_x is not None:
+        m += x.block_shape[0]
+        fetch(more_x, [m, step * 128], ready, stages[1].index(stage))
+        fetch(more_scales, [step * stride + m], ready, stages[3].index(stage))
+
+
+@gluon.jit
+def _fetch_weights(weights, stages, n, step, stage, BYTES: gl.constexpr):
+    """Begin to fetch 128 columns of a tile's weights into a stage."""
+    ready = stages[5].index(stage)
+    mbarrier.expect(ready, BYTES)
+    fetch(weights, [n, step * 128], ready, stages[4].index(stage))
+
+
+@gluon.jit
+def _fetch_steps(
+    inputs,
+    weights,
+    stages,
+    place,
+    BYTES: gl.constexpr,
+    STAGES: gl.constexpr,
+    ADMIT: gl.constexpr,  # whether the next kernel may start early
+):
+    """Fetch the steps after the first, each into the place of one that no warps need anymore."""
+    m, n, begin, count, stride = place
+    for i in range(STAGES, count):
+        if ADMIT:
+            if count - i <= LEAD:
+                run("griddepcontrol.launch_dependents;")
+        stage = i % STAGES
+        mbarrier.wait(stages[6].index(stage), (i // STAGES & 1) ^ 1)
+        _fetch_weights(weights, stages, n, begin + i, stage, BYTES)
+        _fetch_inputs(inputs, stages, m, begin + i, stride, stage)
+
+
+@gluon.jit
+def _multiply_rows(
+    stages,
+    tensors,
+    place,
+    sizes,
+    INDEX: gl.constexpr,  # of the group of warps
+    WHOLE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    """Multiply the rows of a group of warps by a program's columns, and share the sums."""
+    m, n, begin, count, _ = place
+    M, N, K = sizes
+    w_scales = tensors[4]
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    BOX: gl.constexpr = 1 if INDEX == 2 else 0  # which boxes have the rows
+    FIRST: gl.constexpr = 0 if INDEX == 2 else INDEX * ROWS
+    # ptxas keeps what is the same for all threads in a register that they share, and waits for it
+    # at once. So it is not told that this is 0.
+    zero = gl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0x40000000;",
+        "=r,r",
+        [gl.arange(0, ROWS, layout=OF_ROWS)],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    w_scales += n // OUTPUTS * (K // 128) + begin
+    total = gl.zeros([ROWS, OUTPUTS], gl.float32, MMA)
+    sums = total
+    for i in range(count):
+        stage = i % STAGES
+        mbarrier.wait(stages[5].index(stage), i // STAGES & 1)
+        rows = stages[BOX].index(stage).slice(FIRST, ROWS, 0)
+        columns = stages[4].index(stage).permute((1, 0))
+        begun = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
+        scales = stages[2 + BOX].index(stage).slice(FIRST, ROWS, 0).load(OF_ROWS)
+        scales *= gl.load(w_scales + i + zero)
+        sums = warpgroup_mma_wait(0, deps=(begun,))
+        mbarrier.arrive(stages[6].index(stage), count=1)
+        total += sums * gl.expand_dims(scales, 1)
+    blocks = _blocks(in_threads(total))
+    if WHOLE and gl.program_id(0) < WHOLE:
+        for b in gl.static_range(BLOCKS):
+            at = n + b * (OUTPUTS // BLOCKS)
+            _store(blocks[b], tensors[0], tensors[1], M, N, m + INDEX * ROWS, at)
+    else:
+        _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, WHOLE, GROUPS, SPLITS)
+
+
+@gluon.jit
+def _share(
+    blocks,
+    tensors,
+    M,
+    N,
+    m,
+    n,
+    INDEX: gl.constexpr,
+    WHOLE: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPLITS: gl.constexpr,
+):
+    """Exchange sums with the programs that share the tile, and store some of the results."""
+    bias, out, parts, arrivals, _ = tensors
+    # Each group of warps has its own parts and its own counter.
+    split = (gl.program_id(0) - WHOLE) % SPLITS
+    first = (gl.program_id(0) - WHOLE - split) * GROUPS + INDEX
+    SIZE: gl.constexpr = ROWS * OUTPUTS
+    SHARE: gl.constexpr = BLOCKS // SPLITS  # of the blocks, that a program adds up
+    parts += first.to(gl.int64) * SIZE
+    arrivals += first
+    inside = _places(blocks[0])
+    for b in gl.static_range(BLOCKS):
+        others = (inside >= 0) & (split != b // SHARE)
+        at = parts + split * GROUPS * SIZE + b * (SIZE // BLOCKS)
+        gl.store(at + inside, blocks[b], mask=others)
+    # Who sees that all have arrived sees what they wrote before.
+    barrier()  # wait until all threads have stored
+    arrived = gl.atomic_add(arrivals, 1, sem="acq_rel") + 1
+    while arrived < SPLITS:
+        arrived = gl.atomic_add(arrivals, 0, sem="acquire")
+    barrier()
+    for k in gl.static_range(SHARE):
+        own = blocks[k]
+        for s in gl.static_range(1, SPLITS):
+            own = gl.where(split == s, blocks[s * SHARE + k], own)
+        block = split * SHARE + k
+        added = gl.zeros_like(own)
+        for s in gl.static_range(SPLITS):
+            at = parts + s * GROUPS * SIZE + block * (SIZE // BLOCKS)
+            others = (inside >= 0) & (split != s)
+            part = gl.load(at + inside, mask=others, other=0.0)
+            added += gl.where(split == s, own, part)
+        _store(added, bias, out, M, N, m, n + block * (OUTPUTS // BLOCKS))
+    # Who leaves last makes the counter ready for the next kernel.
+    if gl.atomic_add(arrivals, 1, sem="relaxed") == 2 * SPLITS - 1:
+        gl.store(arrivals, 0)
+
+
+@gluon.jit
+def _blocks(sums):
+    """Cut sums [OUTPUTS // 8, threads, 4] into four blocks of neighbouring outputs."""
+    EIGHTS: gl.constexpr = sums.shape[0]
+    THREADS: gl.constexpr = sums.shape[1]
+    halves = sums.reshape([2, 2, EIGHTS // 4, THREADS, 4]).permute([2, 3, 4, 1, 0])
+    left, right = gl.split(halves)
+    first, second = gl.split(left)
+    third, fourth = gl.split(right)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def _places(sums):
+    """Return the places of sums [outputs // 8, threads, 4] in memory."""
+    P: gl.constexpr = sums.type.layout
+    i = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, P)))
+    t = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, P)))
+    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, P)))
+    place = gl.expand_dims(i * (4 * sums.shape[1]), 1) + gl.expand_dims(4 * t, 0)
+    return gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(j, 0), 1)
+
+
+@gluon.jit
+def _store(sums, bias, out, M, N, m, n):
+    """Store a block of results from row m and output n on: sums [outputs // 8, threads, 4]."""
+    WIDTH: gl.constexpr = OUTPUTS // BLOCKS
+    PAIRS: gl.constexpr = WIDTH // 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    sums = sums.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
+    sums = gl.convert_layout(sums.reshape([ROWS, WIDTH]), MMA, assert_trivial=True)
+    if bias is not None:
+        col = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, MMA))
+        sums += gl.expand_dims(gl.load(bias + n + col).to(gl.float32), 0)
+    # Four threads exchange pairs of outputs, so that each stores 8 neighbours.
+    low, high = gl.split(sums.to(out.dtype.element_ty).reshape([ROWS, PAIRS, 2]))
+    low, high = low.to(gl.int16, bitcast=True), high.to(gl.int16, bitcast=True)
+    pairs = (high.to(gl.int32) << 16) | (low.to(gl.int32) & 0xFFFF)
+    STORE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    pairs = gl.convert_layout(pairs, STORE)
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
+    col = gl.arange(0, PAIRS, layout=gl.SliceLayout(0, STORE))
+    out = out.to(gl.pointer_type(gl.int32), bitcast=True) + (m.to(gl.int64) * N + n) // 2
+    place = out + gl.expand_dims(row * (N // 2), 1) + gl.expand_dims(col, 0)
+    gl.store(place, pairs, mask=gl.expand_dims(row < M - m, 1))
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _splitk_kernel(
+    x,
+    more_x,
+    x_scales,
+    more_scales,
+    weight,
+    codes,
+    w_scales,
+    bias,
+    out,
+    parts,
+    arrivals,
+    M,
+    stride,  # of the rows' scales, from group to group
+    N,
+    K,
+    WHOLE: gl.constexpr,  # tiles that one program computes alone
+    GROUPS: gl.constexpr,  # of warps that multiply
+    STAGES: gl.constexpr,  # steps that are in shared memory or on their way
+    SPLITS: gl.constexpr,  # programs that share a tile
+    ROW_TILES: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    BYTES: gl.constexpr = (GROUPS * ROWS + OUTPUTS) * 128 + GROUPS * ROWS * 4
+    inputs = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_shape[0], 128], x.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [STAGES, x.block_shape[0]], x_scales.layout)
+    more = inputs
+    of_more = scales
+    if more_x is not None:
+        more = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, 128], more_x.layout)
+        of_more = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], x_scales.layout)
+    weights = gl.allocate_shared_memory(weight.dtype, [STAGES, OUTPUTS, 128], weight.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=GROUPS)
+    # Programs that share a tile are neighbours.
+    after = gl.maximum(gl.program_id(0) - WHOLE, 0)
+    tile = gl.minimum(gl.program_id(0), WHOLE) + after // SPLITS
+    m = tile % ROW_TILES * (GROUPS * ROWS)
+    n = tile // ROW_TILES * OUTPUTS
+    count = gl.where(tile < WHOLE, K // 128, K // (128 * SPLITS))
+    begin = after % SPLITS * (K // (128 * SPLITS))
+    stages = (inputs, more, scales, of_more, weights, ready, free)
+    for i in range(gl.minimum(count, STAGES)):
+        _fetch_weights(weight, stages, n, begin + i, i, BYTES)
+    if PDL:
+        if m == 0:
+            lane = gl.arange(0, OUTPUTS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+            own = codes + (n + lane).to(gl.int64) * K
+            for i in range(STAGES, gl.minimum(count, STAGES + AHEAD)):
+                _ask_for(own + (begin + i) * 128)
+        run("griddepcontrol.wait;")
+    all_inputs = (x, more_x, x_scales, more_scales)
+    for i in range(gl.minimum(count, STAGES)):
+        _fetch_inputs(all_inputs, stages, m, begin + i, stride, i)
+    if PDL:
+        if count <= STAGES:
+            run("griddepcontrol.launch_dependents;")
+    tensors = (bias, out, parts, arrivals, w_scales)
+    place = (m, n, begin, count, stride)
+    sizes = (M, N, K)
+    # The registers of the first group of warps are those that the others leave.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_multiply_rows, (stages, tensors, place, sizes, 0, WHOLE, GROUPS, STAGES, SPLITS)),
+                (_multiply_rows, (stages, tensors, place, sizes, 1, WHOLE, GROUPS, STAGES, SPLITS)),
+                (_fetch_steps, (all_inputs, weight, stages, place, BYTES, STAGES, PDL)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_rows, (stages, tensors, place, sizes, 0, WHOLE, GROUPS, STAGES, SPLITS)),
+                (_multiply_rows, (stages, tensors, place, sizes, 1, WHOLE, GROUPS, STAGES, SPLITS)),
+                (_multiply_rows, (stages, tensors, place, sizes, 2, WHOLE, GROUPS, STAGES, SPLITS)),
+                (_fetch_steps, (all_inputs, weight, stages, place, BYTES, STAGES, PDL)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+
+
+@gluon.jit
+def _ask_for(lines):
+    """Ask the L2 cache for lines, without waiting for them."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
