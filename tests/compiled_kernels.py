@@ -77,7 +77,8 @@ def early_reads(ptx: str, argument_names: list[str]) -> tuple[list[str], bool, b
     labels = set(re.findall(rf"({BLOCK}):", body))
     targets = set(re.findall(rf"\bbra(?:\.uni)?\s+({BLOCK})", body))
     elsewhere = all(waits_first(after.splitlines(), label) for label in targets - labels)
-    always = bool(wait) and not re.search(r"\bret\b", body) and elsewhere
+    # Before the wait, nobody hands work to other warps, which would not wait.
+    always = bool(wait) and not re.search(r"\bret\b|barrier\.sync", body) and elsewhere
     starts_next = "griddepcontrol.launch_dependents" in body
     return sorted({argument_names[i] for i in reads} - {""}), writes, always, starts_next
 

@@ -22,6 +22,7 @@ from nanovllm.backends.cuda.triton import (
     fp8_inputs,
     fp8_linear,
 )
+from nanovllm.backends.cuda.triton.dispatch import arrivals, num_processors
 from nanovllm.backends.cuda.triton.elementwise import activate_and_mul
 from nanovllm.backends.cuda.triton.fp8_gemv import WORDS_OF_PART
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix
@@ -172,17 +173,52 @@ def test_inputs_of_a_decode_step_fill_tiles_of_cublas_on_hopper(name, padded, mo
 
 
 @needs_gluon
-def test_tiles_of_split_k_are_whole_and_shared_by_programs_that_run_at_once():
+def test_split_k_is_taken_where_it_is_fast_and_tiles_are_whole():
     """A box of the tensor memory accelerator that reaches beyond the last row is slow."""
+    taken = {
+        (96, 4096, 12288): (0, 32, 4),
+        (192, 4096, 12288): (0, 32, 4),
+        (256, 4096, 12288): (0, 64, 2),
+        (192, 24576, 4096): (132, 60, 2),
+        (192, 2560, 9728): (0, 20, 4),
+        (192, 33792, 4096): (264, 0, 1),
+    }
+    for (count, *sizes), cut in taken.items():
+        assert fp8_splitk.is_fastest(count, *sizes, 132)
+        assert fp8_splitk.cut(count, *sizes, 132) == cut
+    for count, *sizes in (
+        (64, 4096, 12288),
+        (96, 24576, 4096),
+        (256, 24576, 4096),
+        (192, 6144, 4096),
+        (192, 1024, 4096),
+        (192, 4096, 640),
+    ):
+        assert not fp8_splitk.is_fastest(count, *sizes, 132)
     for count in range(65, 257):
         tiles, groups = fp8_splitk.row_tiles(count)
         assert groups in (2, 3)
         assert count <= tiles * groups * 64 <= fp8_inputs.padded_rows.fn(count, True)
-        for outputs, inputs in ((4096, 12288), (2560, 9728), (24576, 4096), (5120, 640)):
-            whole, shared, splits = fp8_splitk.cut(count, outputs, inputs, 132)
-            assert whole + shared == tiles * outputs // 128
-            assert whole % 132 == 0 and shared * splits <= 132
-            assert inputs // 128 % splits == 0
+        for processors in (16, 78, 114, 132):
+            for outputs in range(128, 40960, 128):
+                _, shared, splits = fp8_splitk.cut(count, outputs, 4096, processors)
+                assert shared * splits <= processors  # one program each: all run at once
+                assert shared * splits * groups <= 4 * processors  # counters
+
+
+@needs_gluon
+def test_split_k_takes_whole_columns_and_halves_alone(monkeypatch):
+    for module in (fp8_inputs, fp8_splitk):
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    monkeypatch.setattr(fp8_splitk, "num_processors", lambda device: 4)
+    for inputs, dtype, suits in (
+        (256, torch.bfloat16, True),
+        (256, torch.float32, False),
+        (192, torch.bfloat16, False),
+    ):
+        matrix = make_matrix("group", 128, 128, inputs, outputs=640)
+        rows = fp8_inputs.quantise(make_inputs(130, inputs, torch.float32), matrix)
+        assert fp8_splitk.suits(rows, matrix, dtype) is suits
 
 
 needs_hopper = pytest.mark.skipif(
@@ -193,22 +229,55 @@ needs_hopper = pytest.mark.skipif(
 @needs_gluon
 @pytest.mark.gpu
 @needs_hopper
-@pytest.mark.parametrize("outputs, inputs", [(256, 512), (4096, 1536), (17664, 512), (17664, 640)])
-def test_split_k_products_equal_the_plain_layers(outputs, inputs):
+@pytest.mark.parametrize("waves, inputs", [(0.2, 512), (0.2, 1536), (1.1, 512), (1.1, 640)])
+def test_split_k_products_equal_the_plain_layers(waves, inputs):
+    outputs = int(waves * num_processors(torch.device("cuda"))) * 128
     matrix = make_matrix("group", 128, 128, inputs, outputs)
     bias = torch.randn(outputs, device=DEVICE).bfloat16()
     for count in (65, 128, 129, 192, 193, 256):
         x = make_inputs(count, inputs, torch.bfloat16)
         rows = fp8_inputs.quantise(x, matrix)
-        if outputs > 4096 and not 128 < count <= 192:
-            assert not fp8_splitk.suits(rows, matrix)
-            continue
-        assert fp8_splitk.suits(rows, matrix)
+        suits = waves < 1 or 128 < count <= 192
+        assert fp8_splitk.suits(rows, matrix, torch.bfloat16) is suits
         rows.codes[count:], rows.scales[:, count:] = torch.nan, torch.nan  # padding
         out = linear_fp8(rows, matrix, bias, torch.bfloat16)
         assert_close(out, expected(x, matrix, bias).bfloat16())
-        for _ in range(3):
-            assert torch.equal(out, linear_fp8(rows, matrix, bias, torch.bfloat16))
+
+
+@needs_gluon
+@pytest.mark.gpu
+@needs_hopper
+def test_split_k_products_in_a_row_do_not_disturb_each_other():
+    """They use the same memory and the same counters, and each starts before the last one ends."""
+    matrix = make_matrix("group", 128, 128, 1536, 26 * 128)
+    rows = [
+        fp8_inputs.quantise(make_inputs(count, 1536, torch.bfloat16), matrix)
+        for count in (192, 96, 250, 192)
+    ]
+
+    def multiply():
+        return [fp8_splitk.linear(x, matrix, None, torch.bfloat16) for x in rows * 5]
+
+    alone = []
+    for x in rows:
+        alone.append(fp8_splitk.linear(x, matrix, None, torch.bfloat16))
+        torch.cuda.synchronize()
+    got = multiply()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        counters = arrivals(torch.device("cuda"))
+        multiply()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            captured = multiply()
+    for out in captured:
+        out.zero_()
+    graph.replay()
+    graph.replay()
+    for results in (got, captured):
+        for out, want in zip(results, alone * 5, strict=True):
+            assert torch.equal(out, want)
+    assert counters.count_nonzero() == 0
+    assert arrivals(torch.device("cuda")).count_nonzero() == 0
 
 
 @pytest.mark.gpu
@@ -223,6 +292,7 @@ def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, bloc
         assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16)
         out = fp8_linear.multiply_by_cublas(rows, matrix, bias)
         assert_close(out, expected(x, matrix, bias).bfloat16())
+    assert torch.equal(out, linear_fp8(rows, matrix, bias, torch.bfloat16))  # of 300 rows
 
 
 @torch.inference_mode()

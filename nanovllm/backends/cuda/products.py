@@ -8,7 +8,7 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
     INT4, INT8         packed_linear       packed_linear                  dequantised, then as plain
     INT4 on Hopper     woven_row           woven_linear                   dequantised, then as plain
     FP8                fp8_row, fp8_gemv   fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
-    FP8 in blocks      as above            fp8_splitk or as above         as above
+    ... on Hopper      as above            as above, or fp8_splitk        as above
     batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
@@ -48,9 +48,13 @@ from nanovllm.backends.cuda.triton.unnormed import Unnormed
 fp8_row: Any
 fp8_splitk: Any
 try:
-    from nanovllm.backends.cuda.triton import fp8_row, fp8_splitk
+    from nanovllm.backends.cuda.triton import fp8_row
 except ImportError:  # older releases of Triton lack Gluon, or parts of it
-    fp8_row = fp8_splitk = None
+    fp8_row = None
+try:
+    from nanovllm.backends.cuda.triton import fp8_splitk
+except ImportError:
+    fp8_splitk = None
 
 # Plain weights.
 
@@ -193,7 +197,7 @@ def linear_fp8(
     x = as_rows(x, matrix, largest)
     if fp8_gemv.suits(x, matrix):
         return fp8_gemv.linear(x, matrix, bias, dtype)
-    if fp8_splitk is not None and fp8_splitk.suits(x, matrix):
+    if fp8_splitk is not None and fp8_splitk.suits(x, matrix, dtype):
         return fp8_splitk.linear(x, matrix, bias, dtype)
     if fp8_linear.suits_cublas(x, matrix, dtype):
         return fp8_linear.multiply_by_cublas(x, matrix, bias)

@@ -25,8 +25,8 @@ from triton.experimental.gluon import language as gl
 
 from nanovllm.backends.cuda.triton.dispatch import is_hopper, overlap
 from nanovllm.backends.cuda.triton.fp8_inputs import LARGEST, SMALLEST, Fp8Matrix
+from nanovllm.backends.cuda.triton.gluon_common import run
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
-from nanovllm.backends.cuda.triton.woven_linear import run
 from nanovllm.backends.cuda.triton.woven_row import (
     Division,
     _split,

@@ -25,6 +25,7 @@ The kernel is written in Gluon, the part of Triton in which a kernel says which 
 Shapes: M rows, K inputs, N outputs.
 """
 
+import inspect
 from typing import NamedTuple
 
 import torch
@@ -47,10 +48,22 @@ from nanovllm.backends.cuda.triton.dispatch import (
     overlap,
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import CUBLAS_BLOCK, Fp8Matrix, Rows
-from nanovllm.backends.cuda.triton.woven_linear import barrier, fetch, in_threads, run
+from nanovllm.backends.cuda.triton.gluon_common import (
+    ask_for,
+    barrier,
+    fetch,
+    from_threads,
+    in_threads,
+    part_places,
+    run,
+)
+
+if "functions_and_args" not in inspect.signature(gl.warp_specialize).parameters:
+    raise ImportError("Triton 3.5 specialises warps by other arguments")
 
 MOST_GROUPS = 3  # of warps that multiply: more would not have the registers
-SHARED_MEMORY = 212 << 10  # bytes that a program may fill with codes and scales
+# Bytes that a program may fill with codes and scales. It has 227 KiB; the compiler takes up to 12.
+SHARED_MEMORY = 212 << 10
 OUTPUTS = gl.constexpr(128)  # of a tile
 ROWS = gl.constexpr(64)  # of a group of warps
 BLOCKS = gl.constexpr(4)  # of outputs, which a tile's programs share out
@@ -60,28 +73,32 @@ AHEAD = gl.constexpr(4)
 LEAD = gl.constexpr(2)
 
 
-def suits(x: Rows, matrix: Fp8Matrix) -> bool:
+def suits(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
     """Tell whether the kernel knows the GPU, the sizes and the format, and is the fastest."""
     (outputs, inputs), device = matrix.codes.shape, matrix.codes.device
-    tiles, groups = row_tiles(len(x))
-    return (
+    if not (
         is_hopper(device)
-        and len(x.codes) >= tiles * groups * ROWS.value
+        and dtype.itemsize == 2
         and matrix.block_scales is not None
         and matrix.sharing == matrix.block_rows == CUBLAS_BLOCK
-        and outputs % OUTPUTS.value == 0
+        and outputs % OUTPUTS.value == inputs % 128 == 0
         and is_fastest(len(x), outputs, inputs, num_processors(device))
-    )
+    ):
+        return False
+    tiles, groups = row_tiles(len(x))
+    return len(x.codes) >= tiles * groups * ROWS.value
 
 
 def is_fastest(rows: int, outputs: int, inputs: int, processors: int) -> bool:
-    """Tell whether no other kernel is faster, as measured for the shapes of 8B on an H200.
+    """Tell whether no other kernel is faster, as measured for the shapes of 8B and 4B on an H200.
 
-    Of 129 to 192 rows, cuBLASLt computes 256 in tiles of 128 x 128: some in vain.
+    Few tiles: those that four programs can share. Many: gates and ups. Of 129 to 192 rows, cuBLASLt
+    computes 256, in 2.9 tiles of 128 x 128 a multiprocessor for 8B: a layer with this kernel takes
+    3.5 us less. For qkv it is as fast as this kernel.
     """
     tiles = outputs // OUTPUTS.value
-    can_share = 4 * tiles <= processors and inputs % (4 * 128) == 0
-    return 64 < rows <= MAX_ROWS and can_share or 128 < rows <= 192 and tiles > processors
+    are_few = processors <= 12 * tiles <= 3 * processors and inputs % (4 * 128) == 0
+    return (64 < rows <= MAX_ROWS and are_few) or (128 < rows <= 192 and tiles > processors)
 
 
 def row_tiles(rows: int) -> tuple[int, int]:
@@ -102,8 +119,8 @@ def cut(rows: int, outputs: int, inputs: int, processors: int) -> Cut:
     """Choose how tiles are cut into programs. Those that share tiles all run at the same time."""
     tiles, steps = row_tiles(rows)[0] * (outputs // OUTPUTS.value), inputs // 128
     shared = tiles % processors
-    splits = [n for n in (2, 4) if shared * n <= processors and steps % n == 0]
-    return Cut(tiles - shared, shared, max(splits, default=1))
+    splits = [n for n in (2, 4) if 0 < shared * n <= processors and steps % n == 0]
+    return Cut(tiles - shared, shared, splits[-1]) if splits else Cut(tiles, 0, 1)
 
 
 def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -116,23 +133,25 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
     tiles, groups = row_tiles(rows)
     whole, shared, splits = cut(rows, outputs, inputs, num_processors(device))
     out = torch.empty(rows, outputs, dtype=dtype, device=device)
-    size = shared * splits * groups * ROWS.value * OUTPUTS.value
-    parts = torch.empty(size, dtype=torch.float32, device=device)
+    sharers = shared * splits * groups  # groups of warps that share
+    parts = torch.empty(sharers, ROWS.value, OUTPUTS.value, dtype=torch.float32, device=device)
+    counters = arrivals(device)
+    assert sharers <= len(counters)
     codes, scales = gl.NVMMASharedLayout(128, 8, 2), gl.NVMMASharedLayout(0, 32, 1)
     # Boxes of the tensor memory accelerator, whose sizes are powers of 2, for the rows of two or
     # three groups. A box that reaches beyond the last row of codes would be slow.
-    first, more = 2 * ROWS.value, groups == 3
+    first, has_more = 2 * ROWS.value, groups == 3
     x_scales = x.scales.view(-1)
-    step = 128 * (OUTPUTS.value + groups * ROWS.value) + 4 * groups * ROWS.value
+    bytes_of_step = 128 * (OUTPUTS.value + groups * ROWS.value) + 4 * groups * ROWS.value
     _splitk_kernel[(whole + shared * splits,)](
         TensorDescriptor.from_tensor(x.codes, [first, 128], codes),
-        TensorDescriptor.from_tensor(x.codes, [ROWS.value, 128], codes) if more else None,
+        TensorDescriptor.from_tensor(x.codes, [ROWS.value, 128], codes) if has_more else None,
         TensorDescriptor.from_tensor(x_scales, [first], scales),
-        TensorDescriptor.from_tensor(x_scales, [ROWS.value], scales) if more else None,
+        TensorDescriptor.from_tensor(x_scales, [ROWS.value], scales) if has_more else None,
         TensorDescriptor.from_tensor(matrix.codes, [OUTPUTS.value, 128], codes),
-        *(matrix.codes, matrix.block_scales, bias, out, parts, arrivals(device)),
+        *(matrix.codes, matrix.block_scales, bias, out, parts, counters),
         *(rows, x.scales.shape[1], outputs, inputs),
-        *(whole, groups, SHARED_MEMORY // step, splits, tiles),
+        *(whole, groups, SHARED_MEMORY // bytes_of_step, splits, tiles),
         num_warps=4,
         **overlap(out),
     )
@@ -142,28 +161,28 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
 @gluon.jit
 def _fetch_inputs(inputs, stages, m, step, stride, stage):
     """Begin to fetch the codes and the scales of all rows of a tile into a stage."""
-    x, more_x, scales, more_scales = inputs
-    ready = stages[5].index(stage)
-    fetch(x, [m, step * 128], ready, stages[0].index(stage))
-    fetch(scales, [step * stride + m], ready, stages[2].index(stage))
+    x, more_x, x_scales, more_scales = inputs
+    codes, more, scales, of_more, _, ready, _ = stages
+    fetch(x, [m, step * 128], ready.index(stage), codes.index(stage))
+    fetch(x_scales, [step * stride + m], ready.index(stage), scales.index(stage))
     if more_x is not None:
         m += x.block_shape[0]
-        fetch(more_x, [m, step * 128], ready, stages[1].index(stage))
-        fetch(more_scales, [step * stride + m], ready, stages[3].index(stage))
+        fetch(more_x, [m, step * 128], ready.index(stage), more.index(stage))
+        fetch(more_scales, [step * stride + m], ready.index(stage), of_more.index(stage))
 
 
 @gluon.jit
-def _fetch_weights(weights, stages, n, step, stage, BYTES: gl.constexpr):
-    """Begin to fetch 128 columns of a tile's weights into a stage."""
-    ready = stages[5].index(stage)
-    mbarrier.expect(ready, BYTES)
-    fetch(weights, [n, step * 128], ready, stages[4].index(stage))
+def _fetch_weights(weight, stages, n, step, stage, BYTES: gl.constexpr):
+    """Begin to fetch 128 columns of a tile's weights into a stage. BYTES: of the whole stage."""
+    _, _, _, _, weights, ready, _ = stages
+    mbarrier.expect(ready.index(stage), BYTES)
+    fetch(weight, [n, step * 128], ready.index(stage), weights.index(stage))
 
 
 @gluon.jit
 def _fetch_steps(
     inputs,
-    weights,
+    weight,
     stages,
     place,
     BYTES: gl.constexpr,
@@ -172,13 +191,14 @@ def _fetch_steps(
 ):
     """Fetch the steps after the first, each into the place of one that no warps need anymore."""
     m, n, begin, count, stride = place
+    _, _, _, _, _, _, free = stages
     for i in range(STAGES, count):
         if ADMIT:
             if count - i <= LEAD:
                 run("griddepcontrol.launch_dependents;")
         stage = i % STAGES
-        mbarrier.wait(stages[6].index(stage), (i // STAGES & 1) ^ 1)
-        _fetch_weights(weights, stages, n, begin + i, stage, BYTES)
+        mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)
+        _fetch_weights(weight, stages, n, begin + i, stage, BYTES)
         _fetch_inputs(inputs, stages, m, begin + i, stride, stage)
 
 
@@ -197,10 +217,12 @@ def _multiply_rows(
     """Multiply the rows of a group of warps by a program's columns, and share the sums."""
     m, n, begin, count, _ = place
     M, N, K = sizes
-    w_scales = tensors[4]
+    bias, out, _, _, w_scales = tensors
+    codes, more, scales_of_codes, scales_of_more, weights, ready, free = stages
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    BOX: gl.constexpr = 1 if INDEX == 2 else 0  # which boxes have the rows
+    all_rows = more if INDEX == 2 else codes
+    all_scales = scales_of_more if INDEX == 2 else scales_of_codes
     FIRST: gl.constexpr = 0 if INDEX == 2 else INDEX * ROWS
     # ptxas keeps what is the same for all threads in a register that they share, and waits for it
     # at once. So it is not told that this is 0.
@@ -217,20 +239,20 @@ def _multiply_rows(
     sums = total
     for i in range(count):
         stage = i % STAGES
-        mbarrier.wait(stages[5].index(stage), i // STAGES & 1)
-        rows = stages[BOX].index(stage).slice(FIRST, ROWS, 0)
-        columns = stages[4].index(stage).permute((1, 0))
+        mbarrier.wait(ready.index(stage), i // STAGES & 1)
+        rows = all_rows.index(stage).slice(FIRST, ROWS, 0)
+        columns = weights.index(stage).permute((1, 0))
         begun = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
-        scales = stages[2 + BOX].index(stage).slice(FIRST, ROWS, 0).load(OF_ROWS)
+        scales = all_scales.index(stage).slice(FIRST, ROWS, 0).load(OF_ROWS)
         scales *= gl.load(w_scales + i + zero)
         sums = warpgroup_mma_wait(0, deps=(begun,))
-        mbarrier.arrive(stages[6].index(stage), count=1)
+        mbarrier.arrive(free.index(stage), count=1)
         total += sums * gl.expand_dims(scales, 1)
     blocks = _blocks(in_threads(total))
     if WHOLE and gl.program_id(0) < WHOLE:
         for b in gl.static_range(BLOCKS):
             at = n + b * (OUTPUTS // BLOCKS)
-            _store(blocks[b], tensors[0], tensors[1], M, N, m + INDEX * ROWS, at)
+            _store(blocks[b], bias, out, M, N, m + INDEX * ROWS, at)
     else:
         _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, WHOLE, GROUPS, SPLITS)
 
@@ -257,11 +279,12 @@ def _share(
     SHARE: gl.constexpr = BLOCKS // SPLITS  # of the blocks, that a program adds up
     parts += first.to(gl.int64) * SIZE
     arrivals += first
-    inside = _places(blocks[0])
+    place = part_places(blocks[0], 0, 1, OUTPUTS // BLOCKS)
+    has_all = place >= 0
     for b in gl.static_range(BLOCKS):
-        others = (inside >= 0) & (split != b // SHARE)
+        others = has_all & (split != b // SHARE)
         at = parts + split * GROUPS * SIZE + b * (SIZE // BLOCKS)
-        gl.store(at + inside, blocks[b], mask=others)
+        gl.store(at + place, blocks[b], mask=others)
     # Who sees that all have arrived sees what they wrote before.
     barrier()  # wait until all threads have stored
     arrived = gl.atomic_add(arrivals, 1, sem="acq_rel") + 1
@@ -276,8 +299,8 @@ def _share(
         added = gl.zeros_like(own)
         for s in gl.static_range(SPLITS):
             at = parts + s * GROUPS * SIZE + block * (SIZE // BLOCKS)
-            others = (inside >= 0) & (split != s)
-            part = gl.load(at + inside, mask=others, other=0.0)
+            others = has_all & (split != s)
+            part = gl.load(at + place, mask=others, other=0.0)
             added += gl.where(split == s, own, part)
         _store(added, bias, out, M, N, m, n + block * (OUTPUTS // BLOCKS))
     # Who leaves last makes the counter ready for the next kernel.
@@ -298,26 +321,13 @@ def _blocks(sums):
 
 
 @gluon.jit
-def _places(sums):
-    """Return the places of sums [outputs // 8, threads, 4] in memory."""
-    P: gl.constexpr = sums.type.layout
-    i = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, P)))
-    t = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, P)))
-    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, P)))
-    place = gl.expand_dims(i * (4 * sums.shape[1]), 1) + gl.expand_dims(4 * t, 0)
-    return gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(j, 0), 1)
-
-
-@gluon.jit
 def _store(sums, bias, out, M, N, m, n):
     """Store a block of results from row m and output n on: sums [outputs // 8, threads, 4]."""
     WIDTH: gl.constexpr = OUTPUTS // BLOCKS
     PAIRS: gl.constexpr = WIDTH // 2
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
-    sums = sums.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-    sums = gl.convert_layout(sums.reshape([ROWS, WIDTH]), MMA, assert_trivial=True)
+    sums = from_threads(sums)
     if bias is not None:
-        col = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, MMA))
+        col = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, sums.type.layout))
         sums += gl.expand_dims(gl.load(bias + n + col).to(gl.float32), 0)
     # Four threads exchange pairs of outputs, so that each stores 8 neighbours.
     low, high = gl.split(sums.to(out.dtype.element_ty).reshape([ROWS, PAIRS, 2]))
@@ -339,7 +349,7 @@ def _splitk_kernel(
     x_scales,
     more_scales,
     weight,
-    codes,
+    codes,  # those of the weight, where the memory is asked for them
     w_scales,
     bias,
     out,
@@ -381,11 +391,11 @@ def _splitk_kernel(
     for i in range(gl.minimum(count, STAGES)):
         _fetch_weights(weight, stages, n, begin + i, i, BYTES)
     if PDL:
-        if m == 0:
+        if m == 0:  # programs of other rows need the same weights
             lane = gl.arange(0, OUTPUTS, layout=gl.BlockedLayout([1], [32], [4], [0]))
             own = codes + (n + lane).to(gl.int64) * K
             for i in range(STAGES, gl.minimum(count, STAGES + AHEAD)):
-                _ask_for(own + (begin + i) * 128)
+                ask_for(own + (begin + i) * 128)
         run("griddepcontrol.wait;")
     all_inputs = (x, more_x, x_scales, more_scales)
     for i in range(gl.minimum(count, STAGES)):
@@ -418,16 +428,3 @@ def _splitk_kernel(
             [4, 4, 1],
             [160, 160, 32],
         )
-
-
-@gluon.jit
-def _ask_for(lines):
-    """Ask the L2 cache for lines, without waiting for them."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [lines],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.backends.cuda.triton.dispatch import is_hopper, overlap
-from nanovllm.backends.cuda.triton.woven_linear import fetch, run
+from nanovllm.backends.cuda.triton.gluon_common import fetch, run
 
 ROWS = 32  # of x, at most
 OUTPUTS = 32  # of a program

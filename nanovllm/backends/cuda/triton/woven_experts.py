@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, is_hopper, overlap
-from nanovllm.backends.cuda.triton.woven_linear import run
+from nanovllm.backends.cuda.triton.gluon_common import run
 
 # Triton 3.9 has another name for it than 3.6.
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -26,17 +26,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.backends.cuda.triton.dispatch import arrivals, num_processors, overlap
-
-# Triton 3.9 has other names for these two than 3.6.
-fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+from nanovllm.backends.cuda.triton.gluon_common import (
+    ask_for,
+    barrier,
+    fetch,
+    from_threads,
+    in_threads,
+    part_places,
+    run,
+)
 
 RUN = 16  # words whose codes are woven
 COLUMNS = 128  # those of a run
@@ -285,14 +289,7 @@ def _prefetch_factors(factors, n, apart, group, last, WARPS: gl.constexpr):
     i = gl.arange(0, THREADS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     group = gl.minimum(group + i // 2, last)
     line = factors + (2 * group + i % 2) * apart + gl.minimum(n, apart - 1)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [line],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    ask_for(line)
 
 
 @gluon.jit
@@ -511,32 +508,6 @@ def _woven_linear_kernel(
 
 
 @gluon.jit
-def in_threads(sums):
-    """View sums [2 H, M], of 16 rows a warp, as [M // 8, threads, 4]: what a thread holds."""
-    WARPS: gl.constexpr = sums.shape[0] // 16
-    M: gl.constexpr = sums.shape[1]
-    sums = sums.reshape([WARPS, 2, 8, M // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
-    return sums.reshape([M // 8, 32 * WARPS, 4])
-
-
-@gluon.jit
-def _places(sums, split, splits, BLOCK: gl.constexpr):
-    """Return the places in memory of a program's numbers: [M // 8, threads, 4].
-
-    The programs' parts of a block of BLOCK rows of x follow each other, then those of the next.
-    """
-    P: gl.constexpr = sums.type.layout
-    THREADS: gl.constexpr = sums.shape[1]
-    i = gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, P)))
-    t = gl.arange(0, THREADS, layout=gl.SliceLayout(0, gl.SliceLayout(2, P)))
-    j = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, P)))
-    EIGHTS: gl.constexpr = BLOCK // 8
-    i = ((i // EIGHTS * splits + split) * EIGHTS + i % EIGHTS) * (4 * THREADS)
-    place = gl.expand_dims(i, 1) + gl.expand_dims(4 * t, 0)
-    return gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(j, 0), 1)
-
-
-@gluon.jit
 def _share(
     sums,
     bias,
@@ -581,14 +552,13 @@ def _share(
     barrier()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WIDTH // 16, 1], [16, BLOCK, 16])
     zeros = in_threads(gl.zeros([WIDTH, BLOCK], gl.float32, MMA))
-    place = _places(zeros, 0, 1, BLOCK)
+    place = part_places(zeros, 0, 1, BLOCK)
     for block in range(turn, blocks, splits):
         total = zeros
         for part in range(splits):
             total += gl.load(parts + (block * splits + part) * WIDTH * BLOCK + place)
-        total = total.reshape([BLOCK // 8, WIDTH // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5])
-        total = gl.convert_layout(total.reshape([WIDTH, BLOCK]), MMA, assert_trivial=True)
-        _store(total, bias, out, M, N, m + block * BLOCK, n, apart, GATED, GELU)
+        sums_of_block = from_threads(total)
+        _store(sums_of_block, bias, out, M, N, m + block * BLOCK, n, apart, GATED, GELU)
 
 
 @gluon.jit
@@ -597,7 +567,7 @@ def _store_part(sums, parts, block, split, splits, BLOCK: gl.constexpr):
     WIDTH: gl.constexpr = sums.shape[0]
     ROWS: gl.constexpr = sums.shape[1]
     sums = in_threads(sums)
-    gl.store(parts + block * splits * WIDTH * BLOCK + _places(sums, split, splits, BLOCK), sums)
+    gl.store(parts + block * splits * WIDTH * BLOCK + part_places(sums, split, splits, BLOCK), sums)
     return block + ROWS // BLOCK
 
 
@@ -639,11 +609,4 @@ def _store(acc, bias, out, M, N, m, n, apart, GATED: gl.constexpr, GELU: gl.cons
         out + place + gl.expand_dims(column + own // H * apart, 1),
         result,
         mask=gl.expand_dims(target < M, 0) & gl.expand_dims(column < apart, 1),
-    )
-
-
-@gluon.jit
-def run(INSTRUCTION: gl.constexpr):
-    gl.inline_asm_elementwise(
-        INSTRUCTION + " mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

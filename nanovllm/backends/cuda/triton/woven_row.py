@@ -32,8 +32,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from nanovllm.backends.cuda.triton.dispatch import overlap
+from nanovllm.backends.cuda.triton.gluon_common import run
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
-from nanovllm.backends.cuda.triton.woven_linear import COLUMNS, gated_product, run
+from nanovllm.backends.cuda.triton.woven_linear import COLUMNS, gated_product
 
 
 class Division(NamedTuple):

@@ -26,6 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from nanovllm.backends.cuda.triton.dispatch import overlap
+from nanovllm.backends.cuda.triton.gluon_common import run
 from nanovllm.backends.cuda.triton.moe_packed import WOVEN, woven_place
 from nanovllm.backends.cuda.triton.woven_experts import (
     BLOCK_ROWS,
@@ -35,7 +36,6 @@ from nanovllm.backends.cuda.triton.woven_experts import (
     decoding_of,
     gated,
 )
-from nanovllm.backends.cuda.triton.woven_linear import run
 
 # Of the numbers of warps tried on an H200 for gpt-oss-20b, 2 to 16, these were the fastest. Nor was
 # it faster to load the records of two blocks, or of two experts, before the first is multiplied.
