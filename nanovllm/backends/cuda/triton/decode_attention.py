@@ -145,6 +145,7 @@ def decode_attention(
         v_cache = v_cache.view(torch.int32)  # words of four codes
         strides = (*strides[:2], v_cache.stride(1), strides[3])
     counters = arrivals(q.device) if splits > 1 else None
+    assert counters is None or batch * groups <= len(counters)
     turning = (0, False, False)
     if before is not None:
         turning = before.cos_sin.shape[1], before.interleaved, before.zero_centered
