@@ -211,7 +211,7 @@ def padded_rows(rows, WHOLE: tl.constexpr):
     8B's gates and ups took 43.6 us for 96 rows, and 36.6 for 128. So are the tiles of cuBLASLt,
     which have 128 rows: with the quantising before them, 8B's gates and ups took 59.8 us for 160
     rows, 52.8 for 192 and 49.5 for 256; with rows of padding up to 256, 46.8 for 160 and 47.9 for
-    192.
+    192. Since then fp8_splitk.py multiplies by some weights, which needs whole tiles of 64 rows.
 
     WHOLE: whether a decode step of more than 128 rows fills tiles of cuBLASLt.
     """
