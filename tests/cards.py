@@ -652,6 +652,7 @@ def stand_in_for(card: int, do: Callable[..., Any]) -> None:
         if getattr(module, "gpu", None) is dispatch.gpu and module is not dispatch:
             module.gpu = gpu
     dispatch.gpu = gpu  # the same function, so that the next card finds those modules again
+    dispatch._counters.cache_clear()  # each card has its own number of them
     dispatch.TAKES_ALL_ARGUMENTS = False  # `launch` would keep what it launched
     JITFunction.__getitem__ = lambda kernel, grid: partial(launch, do, kernel, grid)
     driver.set_active(
