@@ -43,13 +43,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     arrivals,
+    ask_for,
     is_hopper,
     num_processors,
     overlap,
 )
 from nanovllm.backends.cuda.triton.fp8_inputs import CUBLAS_BLOCK, Fp8Matrix, Rows
 from nanovllm.backends.cuda.triton.gluon_common import (
-    ask_for,
     barrier,
     fetch,
     from_threads,
@@ -63,7 +63,7 @@ if "functions_and_args" not in inspect.signature(gl.warp_specialize).parameters:
 
 MOST_GROUPS = 3  # of warps that multiply: more would not have the registers
 # Bytes that a program may fill with codes and scales. It has 227 KiB; the compiler takes up to 12.
-SHARED_MEMORY = 212 << 10
+SHARED_MEMORY = gl.constexpr(212 << 10)
 OUTPUTS = gl.constexpr(128)  # of a tile
 ROWS = gl.constexpr(64)  # of a group of warps
 BLOCKS = gl.constexpr(4)  # of outputs, which a tile's programs share out
@@ -108,7 +108,7 @@ def row_tiles(rows: int) -> tuple[int, int]:
 
 
 class Cut(NamedTuple):
-    """How tiles are cut into programs."""
+    """Say how the tiles of a product are cut into programs."""
 
     whole: int  # tiles that a program computes alone, as long as all multiprocessors have one
     shared: int  # the other tiles
@@ -142,7 +142,6 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
     # three groups. A box that reaches beyond the last row of codes would be slow.
     first, has_more = 2 * ROWS.value, groups == 3
     x_scales = x.scales.view(-1)
-    bytes_of_step = 128 * (OUTPUTS.value + groups * ROWS.value) + 4 * groups * ROWS.value
     _splitk_kernel[(whole + shared * splits,)](
         TensorDescriptor.from_tensor(x.codes, [first, 128], codes),
         TensorDescriptor.from_tensor(x.codes, [ROWS.value, 128], codes) if has_more else None,
@@ -151,7 +150,7 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
         TensorDescriptor.from_tensor(matrix.codes, [OUTPUTS.value, 128], codes),
         *(matrix.codes, matrix.block_scales, bias, out, parts, counters),
         *(rows, x.scales.shape[1], outputs, inputs),
-        *(whole, groups, SHARED_MEMORY // bytes_of_step, splits, tiles),
+        *(whole, groups, splits, tiles),
         num_warps=4,
         **overlap(out),
     )
@@ -280,7 +279,7 @@ def _share(
     parts += first.to(gl.int64) * SIZE
     arrivals += first
     place = part_places(blocks[0], 0, 1, OUTPUTS // BLOCKS)
-    has_all = place >= 0
+    has_all = place >= 0  # a mask of all numbers
     for b in gl.static_range(BLOCKS):
         others = has_all & (split != b // SHARE)
         at = parts + split * GROUPS * SIZE + b * (SIZE // BLOCKS)
@@ -361,12 +360,12 @@ def _splitk_kernel(
     K,
     WHOLE: gl.constexpr,  # tiles that one program computes alone
     GROUPS: gl.constexpr,  # of warps that multiply
-    STAGES: gl.constexpr,  # steps that are in shared memory or on their way
     SPLITS: gl.constexpr,  # programs that share a tile
     ROW_TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     BYTES: gl.constexpr = (GROUPS * ROWS + OUTPUTS) * 128 + GROUPS * ROWS * 4
+    STAGES: gl.constexpr = SHARED_MEMORY // BYTES  # steps that are there or on their way
     inputs = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_shape[0], 128], x.layout)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, x.block_shape[0]], x_scales.layout)
     more = inputs

@@ -1,4 +1,4 @@
-"""What several kernels in Gluon share.
+"""Give several kernels in Gluon what they share.
 
 Gluon is the part of Triton in which a kernel says which thread holds what.
 """
@@ -16,19 +16,6 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 def run(INSTRUCTION: gl.constexpr):
     gl.inline_asm_elementwise(
         INSTRUCTION + " mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def ask_for(lines):
-    """Ask the memory for lines of 128 bytes, without waiting for them."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [lines],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 

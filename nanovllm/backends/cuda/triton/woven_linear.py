@@ -31,9 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.backends.cuda.triton.dispatch import arrivals, num_processors, overlap
+from nanovllm.backends.cuda.triton.dispatch import arrivals, ask_for, num_processors, overlap
 from nanovllm.backends.cuda.triton.gluon_common import (
-    ask_for,
     barrier,
     fetch,
     from_threads,
