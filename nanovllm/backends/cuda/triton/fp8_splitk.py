@@ -1,8 +1,9 @@
 """Products of the rows of a decode step in FP8 by blocks on Hopper, in few and in many tiles.
 
 A tile has 128 outputs and up to 192 rows. Few outputs are few tiles, so several programs share one:
-each multiplies some of the columns (split-K). Of many tiles, those that are left when each
-multiprocessor has had a whole one are shared.
+each multiplies some of the columns (split-K). Of many tiles, each multiprocessor's program computes
+one or more alone, and those that are left are shared. A program fetches its next tile while it
+stores the results of the last one.
 
 A program has one warp that fetches, by the tensor memory accelerator, and two or three groups of
 four warps that multiply: each multiplies 64 rows of inputs by the weights that all of them share,
@@ -18,7 +19,8 @@ Hopper's tensor cores add up products of FP8 in few bits, so the sums of 128 col
 added to totals in float32.
 
 On an H200 (PyTorch 2.11, Triton 3.6), with the quantising before it, `down` of Qwen3-8B takes 31.0
-us for 192 rows, where fp8_linear.py takes 37.9, and 24.5 us for 96 rows, where it takes 30.5.
+us for 192 rows, where fp8_linear.py takes 37.9, and 24.5 us for 96 rows, where it takes 30.5. Gates
+and ups of 192 rows add 36.9 us to a decode step, and added 41.0 when a program ended with its tile.
 
 The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
 
@@ -110,8 +112,8 @@ def row_tiles(rows: int) -> tuple[int, int]:
 class Cut(NamedTuple):
     """Say how the tiles of a product are cut into programs."""
 
-    whole: int  # tiles that a program computes alone, as long as all multiprocessors have one
-    shared: int  # the other tiles
+    rounds: int  # in each, every multiprocessor has a program that computes a tile alone
+    shared: int  # the tiles that are left
     splits: int  # programs that share one of them: 1, 2 or 4
 
 
@@ -120,7 +122,7 @@ def cut(rows: int, outputs: int, inputs: int, processors: int) -> Cut:
     tiles, steps = row_tiles(rows)[0] * (outputs // OUTPUTS.value), inputs // 128
     shared = tiles % processors
     splits = [n for n in (2, 4) if 0 < shared * n <= processors and steps % n == 0]
-    return Cut(tiles - shared, shared, splits[-1]) if splits else Cut(tiles, 0, 1)
+    return Cut(tiles // processors, shared, splits[-1] if splits else 1)
 
 
 def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -131,7 +133,8 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
     assert x.scales is not None and matrix.block_scales is not None
     rows, (outputs, inputs), device = len(x), matrix.codes.shape, matrix.codes.device
     tiles, groups = row_tiles(rows)
-    whole, shared, splits = cut(rows, outputs, inputs, num_processors(device))
+    rounds, shared, splits = cut(rows, outputs, inputs, num_processors(device))
+    programs = num_processors(device) if rounds else shared * splits
     out = torch.empty(rows, outputs, dtype=dtype, device=device)
     sharers = shared * splits * groups  # groups of warps that share
     parts = torch.empty(sharers, ROWS.value, OUTPUTS.value, dtype=torch.float32, device=device)
@@ -142,7 +145,7 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
     # three groups. A box that reaches beyond the last row of codes would be slow.
     first, has_more = 2 * ROWS.value, groups == 3
     x_scales = x.scales.view(-1)
-    _splitk_kernel[(whole + shared * splits,)](
+    _splitk_kernel[(programs,)](
         TensorDescriptor.from_tensor(x.codes, [first, 128], codes),
         TensorDescriptor.from_tensor(x.codes, [ROWS.value, 128], codes) if has_more else None,
         TensorDescriptor.from_tensor(x_scales, [first], scales),
@@ -150,7 +153,7 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
         TensorDescriptor.from_tensor(matrix.codes, [OUTPUTS.value, 128], codes),
         *(matrix.codes, matrix.block_scales, bias, out, parts, counters),
         *(rows, x.scales.shape[1], outputs, inputs),
-        *(whole, groups, splits, tiles),
+        *(rounds, groups, splits, shared * splits, tiles),
         num_warps=4,
         **overlap(out),
     )
@@ -179,45 +182,82 @@ def _fetch_weights(weight, stages, n, step, stage, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def _place(tile, GROUPS: gl.constexpr, ROW_TILES: gl.constexpr):
+    """Return the first row and the first output of a tile."""
+    return tile % ROW_TILES * (GROUPS * ROWS), tile // ROW_TILES * OUTPUTS
+
+
+@gluon.jit
 def _fetch_steps(
-    inputs,
-    weight,
-    stages,
-    place,
-    BYTES: gl.constexpr,
-    STAGES: gl.constexpr,
+    work,
+    ROUNDS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    SPLITS: gl.constexpr,
+    SHARERS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
     ADMIT: gl.constexpr,  # whether the next kernel may start early
 ):
     """Fetch the steps after the first, each into the place of one that no warps need anymore."""
-    m, n, begin, count, stride = place
+    inputs, weight, stages, steps, stride, fetched = work
+    STAGES: gl.constexpr = stages[0].shape[0]
+    BYTES: gl.constexpr = (GROUPS * ROWS + OUTPUTS) * 128 + GROUPS * ROWS * 4
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    shares = gl.where(program < SHARERS, 1, 0)
+    last = ROUNDS * steps + shares * (steps // SPLITS)
     _, _, _, _, _, _, free = stages
-    for i in range(STAGES, count):
-        if ADMIT:
-            if count - i <= LEAD:
-                run("griddepcontrol.launch_dependents;")
-        stage = i % STAGES
-        mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)
-        _fetch_weights(weight, stages, n, begin + i, stage, BYTES)
-        _fetch_inputs(inputs, stages, m, begin + i, stride, stage)
+    i = fetched
+    for r in range(ROUNDS + shares):
+        is_whole = r < ROUNDS
+        tile = gl.where(is_whole, r * programs + program, ROUNDS * programs + program // SPLITS)
+        m, n = _place(tile, GROUPS, ROW_TILES)
+        begin = gl.where(is_whole, 0, program % SPLITS * (steps // SPLITS))
+        end = gl.where(is_whole, steps, begin + steps // SPLITS)
+        for step in range(begin + gl.where(r == 0, fetched, 0), end):
+            if ADMIT:
+                if last - i <= LEAD:
+                    run("griddepcontrol.launch_dependents;")
+            stage = i % STAGES
+            mbarrier.wait(free.index(stage), (i // STAGES & 1) ^ 1)
+            _fetch_weights(weight, stages, n, step, stage, BYTES)
+            _fetch_inputs(inputs, stages, m, step, stride, stage)
+            i += 1
 
 
 @gluon.jit
 def _multiply_rows(
-    stages,
-    tensors,
-    place,
-    sizes,
+    work,
     INDEX: gl.constexpr,  # of the group of warps
-    WHOLE: gl.constexpr,
+    ROUNDS: gl.constexpr,
     GROUPS: gl.constexpr,
-    STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
+    SHARERS: gl.constexpr,
+    ROW_TILES: gl.constexpr,
 ):
-    """Multiply the rows of a group of warps by a program's columns, and share the sums."""
-    m, n, begin, count, _ = place
-    M, N, K = sizes
+    """Multiply the rows of a group of warps by the columns of a program's tiles."""
+    stages, tensors, M, N, steps = work
     bias, out, _, _, w_scales = tensors
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    for r in range(ROUNDS):
+        m, n = _place(r * programs + program, GROUPS, ROW_TILES)
+        total = _add_up(stages, w_scales + n // OUTPUTS * steps, r * steps, steps, INDEX)
+        blocks = _blocks(in_threads(total))
+        for b in gl.static_range(BLOCKS):
+            at = n + b * (OUTPUTS // BLOCKS)
+            _store(blocks[b], bias, out, M, N, m + INDEX * ROWS, at)
+    if program < SHARERS:
+        m, n = _place(ROUNDS * programs + program // SPLITS, GROUPS, ROW_TILES)
+        count = steps // SPLITS
+        w_scales += n // OUTPUTS * steps + program % SPLITS * count
+        total = _add_up(stages, w_scales, ROUNDS * steps, count, INDEX)
+        blocks = _blocks(in_threads(total))
+        _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, GROUPS, SPLITS)
+
+
+@gluon.jit
+def _add_up(stages, w_scales, first, count, INDEX: gl.constexpr):
+    """Multiply 64 rows by the columns of `count` steps from step `first` of the program on."""
     codes, more, scales_of_codes, scales_of_more, weights, ready, free = stages
+    STAGES: gl.constexpr = codes.shape[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     all_rows = more if INDEX == 2 else codes
@@ -233,27 +273,20 @@ def _multiply_rows(
         is_pure=True,
         pack=1,
     )
-    w_scales += n // OUTPUTS * (K // 128) + begin
     total = gl.zeros([ROWS, OUTPUTS], gl.float32, MMA)
     sums = total
-    for i in range(count):
+    for i in range(first, first + count):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), i // STAGES & 1)
         rows = all_rows.index(stage).slice(FIRST, ROWS, 0)
         columns = weights.index(stage).permute((1, 0))
         begun = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
         scales = all_scales.index(stage).slice(FIRST, ROWS, 0).load(OF_ROWS)
-        scales *= gl.load(w_scales + i + zero)
+        scales *= gl.load(w_scales + (i - first) + zero)
         sums = warpgroup_mma_wait(0, deps=(begun,))
         mbarrier.arrive(free.index(stage), count=1)
         total += sums * gl.expand_dims(scales, 1)
-    blocks = _blocks(in_threads(total))
-    if WHOLE and gl.program_id(0) < WHOLE:
-        for b in gl.static_range(BLOCKS):
-            at = n + b * (OUTPUTS // BLOCKS)
-            _store(blocks[b], bias, out, M, N, m + INDEX * ROWS, at)
-    else:
-        _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, WHOLE, GROUPS, SPLITS)
+    return total
 
 
 @gluon.jit
@@ -265,15 +298,14 @@ def _share(
     m,
     n,
     INDEX: gl.constexpr,
-    WHOLE: gl.constexpr,
     GROUPS: gl.constexpr,
     SPLITS: gl.constexpr,
 ):
     """Exchange sums with the programs that share the tile, and store some of the results."""
     bias, out, parts, arrivals, _ = tensors
     # Each group of warps has its own parts and its own counter.
-    split = (gl.program_id(0) - WHOLE) % SPLITS
-    first = (gl.program_id(0) - WHOLE - split) * GROUPS + INDEX
+    split = gl.program_id(0) % SPLITS
+    first = (gl.program_id(0) - split) * GROUPS + INDEX
     SIZE: gl.constexpr = ROWS * OUTPUTS
     SHARE: gl.constexpr = BLOCKS // SPLITS  # of the blocks, that a program adds up
     parts += first.to(gl.int64) * SIZE
@@ -358,9 +390,10 @@ def _splitk_kernel(
     stride,  # of the rows' scales, from group to group
     N,
     K,
-    WHOLE: gl.constexpr,  # tiles that one program computes alone
+    ROUNDS: gl.constexpr,  # tiles that each program computes alone
     GROUPS: gl.constexpr,  # of warps that multiply
     SPLITS: gl.constexpr,  # programs that share a tile
+    SHARERS: gl.constexpr,  # programs that share tiles
     ROW_TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -380,14 +413,13 @@ def _splitk_kernel(
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
     # Programs that share a tile are neighbours.
-    after = gl.maximum(gl.program_id(0) - WHOLE, 0)
-    tile = gl.minimum(gl.program_id(0), WHOLE) + after // SPLITS
-    m = tile % ROW_TILES * (GROUPS * ROWS)
-    n = tile // ROW_TILES * OUTPUTS
-    count = gl.where(tile < WHOLE, K // 128, K // (128 * SPLITS))
-    begin = after % SPLITS * (K // (128 * SPLITS))
+    tile = gl.program_id(0) // (1 if ROUNDS else SPLITS)
+    m, n = _place(tile, GROUPS, ROW_TILES)
+    count = K // (128 if ROUNDS else 128 * SPLITS)
+    begin = 0 if ROUNDS else gl.program_id(0) % SPLITS * count
+    fetched = gl.minimum(count, STAGES)
     stages = (inputs, more, scales, of_more, weights, ready, free)
-    for i in range(gl.minimum(count, STAGES)):
+    for i in range(fetched):
         _fetch_weights(weight, stages, n, begin + i, i, BYTES)
     if PDL:
         if m == 0:  # programs of other rows need the same weights
@@ -397,21 +429,21 @@ def _splitk_kernel(
                 ask_for(own + (begin + i) * 128)
         run("griddepcontrol.wait;")
     all_inputs = (x, more_x, x_scales, more_scales)
-    for i in range(gl.minimum(count, STAGES)):
+    for i in range(fetched):
         _fetch_inputs(all_inputs, stages, m, begin + i, stride, i)
     if PDL:
-        if count <= STAGES:
+        if ROUNDS == 0 and count <= STAGES:
             run("griddepcontrol.launch_dependents;")
     tensors = (bias, out, parts, arrivals, w_scales)
-    place = (m, n, begin, count, stride)
-    sizes = (M, N, K)
     # The registers of the first group of warps are those that the others leave.
+    work = (stages, tensors, M, N, K // 128)
+    fetching = (all_inputs, weight, stages, K // 128, stride, fetched)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_rows, (stages, tensors, place, sizes, 0, WHOLE, GROUPS, STAGES, SPLITS)),
-                (_multiply_rows, (stages, tensors, place, sizes, 1, WHOLE, GROUPS, STAGES, SPLITS)),
-                (_fetch_steps, (all_inputs, weight, stages, place, BYTES, STAGES, PDL)),
+                (_multiply_rows, (work, 0, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES)),
+                (_multiply_rows, (work, 1, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES)),
+                (_fetch_steps, (fetching, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES, PDL)),
             ],
             [4, 1],
             [232, 40],
@@ -419,10 +451,10 @@ def _splitk_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_rows, (stages, tensors, place, sizes, 0, WHOLE, GROUPS, STAGES, SPLITS)),
-                (_multiply_rows, (stages, tensors, place, sizes, 1, WHOLE, GROUPS, STAGES, SPLITS)),
-                (_multiply_rows, (stages, tensors, place, sizes, 2, WHOLE, GROUPS, STAGES, SPLITS)),
-                (_fetch_steps, (all_inputs, weight, stages, place, BYTES, STAGES, PDL)),
+                (_multiply_rows, (work, 0, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES)),
+                (_multiply_rows, (work, 1, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES)),
+                (_multiply_rows, (work, 2, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES)),
+                (_fetch_steps, (fetching, ROUNDS, GROUPS, SPLITS, SHARERS, ROW_TILES, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 32],
