@@ -3,7 +3,8 @@ reads, and whether it writes, before it waits for the kernel before it.
 
 Run as a script, without TRITON_INTERPRET: it writes JSON, a list of [kernel, arguments that are
 read before the wait, whether anything is written before it, whether it waits on every path, whether
-it lets the next kernel start before].
+it lets the next kernel start before]. " by tile" follows the name of a kernel whose programs wait
+for programs of the kernel before.
 """
 
 import inspect
@@ -125,7 +126,8 @@ def report_to(found: list) -> Callable[..., None]:
                 names.append(name if isinstance(value, torch.Tensor) else "")
         assert options["launch_pdl"] and compiled.metadata.launch_pdl, kernel.__name__
         report = early_reads(compiled.asm["ptx"], [*names, "scratch", "scratch"])
-        found.append([kernel.__name__, *report])
+        by_tile = {"GATED": False, "BY_TILE": True}.items() <= bound.arguments.items()
+        found.append([kernel.__name__ + " by tile" * by_tile, *report])
 
     return compile_it
 
@@ -291,9 +293,9 @@ def run_all() -> None:
         )
         for outputs, inputs in ((128, HIDDEN), (HIDDEN, 64))
     ]
-    for tokens in (1, rows):
+    for tokens in (1, rows, 16):
         logits = new(tokens, 8)
-        moe.moe(x[:tokens], logits, gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
+        moe.moe(many[:tokens], logits, gate_up=woven[0], down=woven[1], top_k=2, renormalize=True)
     temperatures = new(rows, dtype=torch.float32)
     sampler.sample(
         new(rows, 256),

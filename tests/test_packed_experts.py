@@ -340,6 +340,26 @@ def test_every_tile_of_woven_experts_equals_a_float64_product(number, tokens, mo
 
 @pytest.mark.gpu
 @on_hopper
+@pytest.mark.parametrize("tokens", [40, 100, 192])
+def test_a_tile_of_the_second_product_waits_for_that_of_the_first(tokens, monkeypatch):
+    """Results are those of kernels of which the second waits for all of the first, to the bit.
+
+    Programs of the first product run in several waves. Results of one input lie in memory where the
+    next ones come, so a tile that does not wait would read other numbers.
+    """
+    mixture = woven(mxfp4_mixture(sizes=(2880, 2880, 8, 4)))
+    tile = woven_experts.woven_tile(tokens * 4 / 8)
+    assert not tile.late
+    inputs = torch.randn(20, tokens, 2880, device=DEVICE).bfloat16()
+    monkeypatch.setattr(woven_experts, "woven_tile", lambda _: tile._replace(late=True))
+    expected = [mixture(x) for x in inputs]
+    monkeypatch.setattr(woven_experts, "woven_tile", lambda _: tile)
+    found = [mixture(x) for x in inputs]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.gpu
+@on_hopper
 @pytest.mark.parametrize("tokens", [1, 9, 300])
 def test_woven_experts_beside_a_shared_one_equal_the_plain_ones(tokens):
     mixture = mxfp4_mixture(shared_size=48)

@@ -8,9 +8,10 @@ Until its own call, a kernel overlaps with the one before, so it may only read m
 writes, that is, weights. (It may ask the L2 cache for more, which is never stale there.) The call
 returns when the kernel before has ended and its writes are visible. As that kernel waited too, all
 earlier kernels have ended as well. In a kernel launched with `**overlap(x)`, every program must
-call `wait_for_inputs`. Two exceptions: a kernel of long programs may let the next kernel start
-later, by `admit_next` or at its end; and in woven_token.py a kernel waits first, so that the next
-one may also read early what was written before.
+call `wait_for_inputs`. Three exceptions: a kernel of long programs may let the next kernel start
+later, by `admit_next` or at its end; in woven_token.py and woven_experts.py a kernel waits first,
+so that the next one may also read early what was written before; and in woven_experts.py that next
+kernel reads results of programs that have ended, which count themselves, and waits at its end.
 
 A late start saves time after some products, and costs time after others: only whole decode steps
 show which. Probably it saves time where kernels that wait hold shared memory, so that those before

@@ -224,8 +224,9 @@ def sort_by_expert(
     Returns:
         weights: [P] float32, of the pairs.
         order: [P] int32, the pairs in sorted order.
-        runs: [1 + max_tiles, 3] int32. The first row begins with the number of tiles. Each further
-            row has a tile's expert, its first index in `order`, and the end of its run.
+        runs: [1 + max_tiles, 4] int32. The first row begins with the number of tiles. Each further
+            row has a tile's expert, its first index in `order`, the end of its run, and 0, where
+            programs that have multiplied the tile may be counted.
         max_tiles: the greatest possible number of tiles.
     """
     num_tokens, num_experts = logits.shape
@@ -241,7 +242,7 @@ def sort_by_expert(
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
     places, order, counts, runs = (
         torch.empty(size, dtype=torch.int32, device=x.device)
-        for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 3))
+        for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 4))
     )
     is_alone = num_tokens == 1
     block_e = triton.next_power_of_2(num_experts)
@@ -380,9 +381,9 @@ def _route(
         if ALONE:
             tl.store(order + pick, pick, mask=is_pair)
             tl.store(runs, K)
-            tl.store(runs + 3 + 3 * pick, best_experts, mask=is_pair)
-            tl.store(runs + 4 + 3 * pick, pick, mask=is_pair)
-            tl.store(runs + 5 + 3 * pick, pick + 1, mask=is_pair)
+            tl.store(runs + 4 + 4 * pick, best_experts, mask=is_pair)
+            tl.store(runs + 5 + 4 * pick, pick, mask=is_pair)
+            tl.store(runs + 6 + 4 * pick, pick + 1, mask=is_pair)
         else:
             mine = ((keys == NONE) & (token < T)).to(tl.int32)
             number = tl.cumsum(mine, axis=0) - mine + count[None, :]
@@ -489,10 +490,11 @@ def _sort_kernel(
         first_small = tl.sum(large, axis=0) + tl.cumsum(small, axis=0) - small
         tl.store(runs, tl.sum(tiles, axis=0))
         for i in range(tl.max(tiles, axis=0)):
-            at = runs + (1 + tl.where(i < large, first_large + i, first_small)) * 3
+            at = runs + (1 + tl.where(i < large, first_large + i, first_small)) * 4
             tl.store(at, expert, mask=i < tiles)
             tl.store(at + 1, run + i * BLOCK_M, mask=i < tiles)
             tl.store(at + 2, run + total, mask=i < tiles)
+            tl.store(at + 3, 0, mask=i < tiles)
 
 
 @triton.jit
@@ -524,7 +526,7 @@ def _product_kernel(
     # from memory once.
     tile, part = tl.program_id(0) // tl.cdiv(OUT, BLOCK_N), tl.program_id(0) % tl.cdiv(OUT, BLOCK_N)
     if tile < tl.load(runs):
-        runs += (1 + tile) * 3
+        runs += (1 + tile) * 4
         expert, first, end = tl.load(runs).to(tl.int64), tl.load(runs + 1), tl.load(runs + 2)
         place = first + tl.arange(0, BLOCK_M)
         inside = (place < end)[:, None]

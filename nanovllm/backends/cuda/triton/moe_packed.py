@@ -374,7 +374,7 @@ def _packed_product_kernel(
         tl.program_id(0) % tl.cdiv(RESULTS, BLOCK),
     )
     if tile < tl.load(runs):
-        runs += (1 + tile) * 3
+        runs += (1 + tile) * 4
         expert, first, end = tl.load(runs).to(tl.int64), tl.load(runs + 1), tl.load(runs + 2)
         place = first + tl.arange(0, BLOCK_M)
         inside = place < end

@@ -140,7 +140,7 @@ def _token_gate_up_kernel(
     F: tl.constexpr = OUT // 2
     PROGRAMS: tl.constexpr = tl.cdiv(F, R)  # of an expert
     pair, part = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
-    expert, count = tl.load(runs + 3 + 3 * pair), tl.load(runs)
+    expert, count = tl.load(runs + 4 + 4 * pair), tl.load(runs)
     own = part * R + tl.arange(0, R)
     rows = expert * OUT + tl.minimum(own, F - 1)[None, :] + tl.arange(0, 2)[:, None] * F
     at = tl.arange(0, BLOCK // 4)[None, None, :]

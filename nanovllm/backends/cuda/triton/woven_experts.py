@@ -8,6 +8,11 @@ of a tile is copied to shared memory by its own address, so no kernel sorts them
 Copies of several steps are on their way to shared memory at a time. While the tensor cores multiply
 by some weights, the threads decode the next ones.
 
+The two products of a mixture cut pairs into the same tiles. A tile of the second product needs no
+other tile of the first, so it may begin before they end. On an H200, a decode step of gpt-oss-20b
+took 2.6, 2.5 and 0.7 % less time with 64, 96 and 192 sequences than when the second product waited
+for all of the first (PyTorch 2.11, Triton 3.6, 2026-11-26).
+
 The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
 
 Shapes: E experts, N rows of an expert's weight, K columns.
@@ -29,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, is_hopper, overlap
-from nanovllm.backends.cuda.triton.gluon_common import run
+from nanovllm.backends.cuda.triton.gluon_common import barrier, run
 
 # Triton 3.9 has another name for it than 3.6.
 fetch = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -203,11 +208,13 @@ def multiply_woven(
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
     splits = 1 if is_gated else tile.splits
     few = tile.few or tile.rows
-    parts = triton.cdiv(outputs, BLOCK_ROWS * tile.warps * tile.units)
+    block = BLOCK_ROWS * tile.warps * tile.units
+    parts = triton.cdiv(outputs, block)
+    first_parts = triton.cdiv(2 * inputs, block)  # of the first product
     _woven_experts_kernel[(max_tiles * parts, splits)](
         *(x, weight.codes, weight.scales, bias, order, runs, out, alpha, limit),
         *(top_k, outputs, inputs, is_gated, few, (tile.rows // few).bit_length()),
-        *(tile.warps, tile.units, tile.stages, splits, tile.late),
+        *(tile.warps, tile.units, tile.stages, splits, not tile.late, first_parts),
         num_warps=tile.warps,
         maxnreg=tile.registers,
         **overlap(out, top_k * splits),
@@ -519,28 +526,45 @@ def _woven_experts_kernel(
     UNITS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
-    LATE: gl.constexpr,
+    BY_TILE: gl.constexpr,
+    FIRST_PARTS: gl.constexpr,  # programs that a tile has in the first product
     PDL: gl.constexpr,
 ):
     """Multiply 16 * WARPS * UNITS rows of an expert's weights by a tile of pairs.
 
     The tile has FEW pairs, or twice as many, and so on: one of SIZES sizes.
+
+    BY_TILE: programs of the second product start where those of the first have ended. They wait for
+    the FIRST_PARTS programs of their own tile, which count themselves in `runs`. The first product
+    waits for the kernels before it, and only then lets the second start. So this one may read what
+    they wrote.
     """
     if PDL:
-        if not LATE:
+        if GATED or not BY_TILE:
+            run("griddepcontrol.wait;")
+        if BY_TILE:
             run("griddepcontrol.launch_dependents;")
-        run("griddepcontrol.wait;")
     PARTS: gl.constexpr = (OUT // 16 + WARPS * UNITS - 1) // (WARPS * UNITS)
     tile, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     if tile < gl.load(runs):
-        runs += (1 + tile) * 3
+        runs += (1 + tile) * 4
         expert, first, end = gl.load(runs).to(gl.int64), gl.load(runs + 1), gl.load(runs + 2)
         # With uneven routing, some experts fill large tiles, and the tensor cores need not multiply
         # by the rows that others lack.
         given = (x, codes, scales, bias, order, out, alpha, limit, expert, first, end, part)
         pairs = end - first
+        if PDL and BY_TILE and not GATED:
+            while gl.atomic_add(runs + 3, 0, sem="acquire") < FIRST_PARTS:
+                pass
+            barrier()
         for i in gl.static_range(SIZES):
             least = FEW * 2**i // 2 if i > 0 else 0
             most = FEW * 2**i if i < SIZES - 1 else pairs
             if (pairs > least) & (pairs <= most):
                 _multiply_tile(*given, K, OUT, IN, GATED, FEW * 2**i, WARPS, UNITS, STAGES, SPLITS)
+        if PDL and BY_TILE and GATED:
+            barrier()  # wait until all threads have stored
+            gl.atomic_add(runs + 3, 1, sem="acq_rel")
+    if PDL and BY_TILE and not GATED:
+        # The kernels after this one rely on it that all before it have ended.
+        run("griddepcontrol.wait;")

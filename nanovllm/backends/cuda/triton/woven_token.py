@@ -270,7 +270,7 @@ def _woven_gate_up_kernel(
     CHUNKS: gl.constexpr = IN // 64
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [WARPS, 1], [1, 0])
     pair, block = gl.program_id(0) // BLOCKS, gl.program_id(0) % BLOCKS
-    expert, count = gl.load(runs + 3 + 3 * pair).to(gl.int64), gl.load(runs)
+    expert, count = gl.load(runs + 4 + 4 * pair).to(gl.int64), gl.load(runs)
     thread = gl.arange(0, 32 * WARPS, layout=gl.SliceLayout(1, WORDS))
     record = (expert * BLOCKS + block) * CHUNKS
     records = _fetch(codes, w_scales, record, thread, CHUNKS, WARPS)
@@ -321,7 +321,7 @@ def _woven_down_kernel(
     count = gl.load(runs, volatile=True)
     experts = gl.tuple(())
     for k in gl.static_range(K):
-        expert = gl.load(runs + 3 + 3 * k, volatile=True)
+        expert = gl.load(runs + 4 + 4 * k, volatile=True)
         experts += (gl.minimum(gl.maximum(expert, 0), E - 1).to(gl.int64),)
     record = (experts[0] * BLOCKS + block) * CHUNKS
     fetched = gl.tuple((_fetch(codes, w_scales, record, thread, CHUNKS, WARPS),))
