@@ -6,7 +6,7 @@ Kernels are stand-ins.
 import pytest
 import torch
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from nanovllm.backends.cuda.cublas import zero_bias
 from nanovllm.backends.cuda.triton import dispatch as launching
@@ -102,3 +102,10 @@ def test_a_tensor_whose_address_a_graph_may_hold_is_never_dropped():
         zero_bias(1 + i, torch.float32, device)
     assert launching._counters(device, 0) is counters
     assert zero_bias(1, torch.float32, device) is bias
+
+
+def test_sizes_are_rounded_as_by_triton():
+    for n in range(1, 300):
+        assert launching.next_power_of_2(n) == triton.next_power_of_2(n)
+        for unit in (1, 3, 64, 300):
+            assert launching.cdiv(n, unit) == triton.cdiv(n, unit)

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import next_power_of_2, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.elementwise import normed
 
 
@@ -64,7 +64,7 @@ def sum_add_rms_norm(
     rows, width = x.shape
     assert rows <= shared.ROWS and width * x.itemsize <= shared.ROW_BYTES
     if rows:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         warps = max(1, min(8, block // 512))
         kernel = (
             _sum_directly_kernel if x.nbytes <= shared.direct_bytes else _sum_through_owner_kernel

@@ -14,6 +14,7 @@ Shapes: H query heads, G KV heads, D head size, W block-table width.
 import triton
 import triton.language as tl
 
+from nanovllm.backends.cuda.triton.dispatch import next_power_of_2
 from nanovllm.backends.cuda.triton.e4m3 import from_codes, from_words
 from nanovllm.layers.attention import AttentionOptions
 
@@ -34,7 +35,7 @@ def score_factors(options: AttentionOptions) -> tuple[float, float | None]:
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the columns of a tile whose rows are heads: tensor cores take 16 at least."""
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 @triton.jit

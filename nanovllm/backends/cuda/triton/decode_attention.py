@@ -30,9 +30,11 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
 from nanovllm.backends.cuda.triton.dispatch import (
     admit_next,
     arrivals,
+    cdiv,
     has_large_shared_memory,
     is_hopper,
     launch,
+    next_power_of_2,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -211,7 +213,7 @@ def takes_qkv(rows: int, group: int, cache: KVCache, before: NormRopeStore) -> b
 
 def _tile_rows(group: int) -> int:
     """Return the rows of a tile of a group's queries: tensor cores take 16 at least."""
-    return max(16, triton.next_power_of_2(group))
+    return max(16, next_power_of_2(group))
 
 
 def _cut_contexts(
@@ -219,7 +221,7 @@ def _cut_contexts(
 ) -> tuple[int, int]:
     """Choose the tokens of a tile, and the number of splits of up to `longest` tokens."""
     block_n = 64 if q.shape[2] * q.element_size() <= 256 else 32
-    splits = num_splits(len(q) * cache.k.shape[2], triton.cdiv(longest, block_n), q.device)
+    splits = num_splits(len(q) * cache.k.shape[2], cdiv(longest, block_n), q.device)
     # Measured on an H200: with few splits, large tiles are read 1 to 3 % faster. Of many sequences,
     # most are short, and a large tile would be half empty.
     is_one_of_few = splits <= 4 and len(q) <= 256 and not is_prefix_shared
@@ -238,7 +240,7 @@ def num_splits(rows: int, tiles: int, device: torch.device) -> int:
     """
     processors = num_processors(device)
     splits = max(4 * processors // rows, min(8, 8 * processors // rows), 1)
-    return min(1 << splits.bit_length() - 1, MAX_SPLITS, triton.next_power_of_2(tiles))
+    return min(1 << splits.bit_length() - 1, MAX_SPLITS, next_power_of_2(tiles))
 
 
 # As of _qk_norm_rope_store_kernel, positions and slots are rows of one tensor.

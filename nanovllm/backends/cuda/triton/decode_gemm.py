@@ -32,9 +32,11 @@ from nanovllm.backends.cuda.triton.dispatch import (
     arrivals,
     ask_for,
     can_overlap,
+    cdiv,
     has_large_shared_memory,
     is_hopper,
     launch,
+    next_power_of_2,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -107,22 +109,22 @@ def turned_tiling(
     rows: int, outputs: int, inputs: int, gated: bool, processors: int
 ) -> Tiling | None:
     """Choose a turned tile, and how many programs share it."""
-    block_m, block_n = max(16, triton.next_power_of_2(rows)), BLOCK_WEIGHTS
+    block_m, block_n = max(16, next_power_of_2(rows)), BLOCK_WEIGHTS
     block_k = GATED_STEP if gated else 128
     most, least = PROGRAMS * processors, 2 * processors / 3  # with fewer programs, many idle
     if gated:
-        enough = [gates for gates in GATES if triton.cdiv(outputs, gates) >= least]
+        enough = [gates for gates in GATES if cdiv(outputs, gates) >= least]
         block_n = enough[0] if enough else GATES[-1]
-    tiles = triton.cdiv(outputs, block_n)
+    tiles = cdiv(outputs, block_n)
     if tiles > most:  # larger products are left to cuBLAS
         return None
     column = (block_m + (2 if gated else 1) * block_n) * 2  # bytes
     splits = 1
     if not gated:
         for span in SPANS:
-            splits = triton.cdiv(inputs, span)
+            splits = cdiv(inputs, span)
             is_enough = splits == 1 or tiles * splits >= least or span == SPANS[-1]
-            beside = triton.cdiv(tiles * splits, processors)  # programs of a multiprocessor
+            beside = cdiv(tiles * splits, processors)  # programs of a multiprocessor
             if (
                 is_enough
                 and beside <= PROGRAMS
@@ -130,9 +132,9 @@ def turned_tiling(
                 and span * column <= room_of(beside)
             ):
                 return Tiling(block_m, block_n, span, splits, stages=1, turned=True)
-        steps = triton.cdiv(inputs, block_k)
+        steps = cdiv(inputs, block_k)
         splits = max(1, min(most // tiles, steps // 2, MAX_SPLITS))
-        splits = triton.cdiv(steps, triton.cdiv(steps, splits))  # none is left without a step
+        splits = cdiv(steps, cdiv(steps, splits))  # none is left without a step
     stages = room_of(PROGRAMS) // (block_k * column)
     return Tiling(block_m, block_n, block_k, splits, stages, turned=True, prefetch=TURNED_PREFETCH)
 
@@ -155,7 +157,7 @@ def upright_tiling(
     if 0 < rows % block_m < 48 and tensors * outputs > 1024:
         return None
     for block_n in (32, 64) if gated else (32, 64, 128):
-        tiles = triton.cdiv(rows, block_m) * (outputs // block_n)
+        tiles = cdiv(rows, block_m) * (outputs // block_n)
         if outputs % block_n == 0 and tiles <= processors:
             splits = 1
             while (
@@ -198,7 +200,7 @@ def multiply(
             pairs = weight.view(2, outputs, inputs)
             w_tiles = TensorDescriptor.from_tensor(pairs, [2, block_n, block_k])
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    grid = triton.cdiv(rows, block_m), triton.cdiv(outputs, block_n), splits
+    grid = cdiv(rows, block_m), cdiv(outputs, block_n), splits
     parts = counters = None
     if splits > 1:
         parts = torch.empty(*grid, block_m * block_n, dtype=torch.float32, device=x.device)

@@ -56,6 +56,20 @@ def overlap(x: Tensor, top_k: int = 1) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
+# Triton's functions of these names serve kernels, too. For the host they are slow: Triton 3.6 took
+# 1.9 us a call on a CPU where these take 0.1, and a step with prompts of Qwen3-8B made 670 calls.
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up."""
+    return (x + y - 1) // y
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of 2 that is no less than n, which must be positive."""
+    return 1 << (n - 1).bit_length()
+
+
 VALUES = {int, float, bool, type(None)}
 _compiled: dict[tuple, Any] = {}
 # In older releases of Triton, a compiled kernel takes other arguments than the function that it was

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, launch, overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import (
+    MAX_ROWS,
+    cdiv,
+    launch,
+    next_power_of_2,
+    overlap,
+    wait_for_inputs,
+)
 from nanovllm.backends.cuda.triton.e4m3 import PLAIN, encode, how_to_decode
 from nanovllm.engine.batch_state import BatchState, DecodeInputs
 from nanovllm.layers.attention import KVCache
@@ -31,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False)
 def copy(x: Tensor, out: Tensor) -> None:
     """Copy x [N] to `out`, which may be pinned memory of the host."""
     if len(x):
-        launch(_copy_kernel, (triton.cdiv(len(x), 256),), x, out, len(x), 256, num_warps=1)
+        launch(_copy_kernel, (cdiv(len(x), 256),), x, out, len(x), 256, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -48,7 +55,7 @@ def embed_and_norm(
     rows = table.new_empty(len(token_ids), width)
     out = torch.empty_like(rows)
     if len(rows):
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         launch(
             _embed_and_norm_kernel,
             (len(rows),),
@@ -121,7 +128,7 @@ def norm_add_norm(
     total twice. The first result overwrites x, and total overwrites residual.
     """
     if x.shape[0]:
-        block = triton.next_power_of_2(x.shape[1])
+        block = next_power_of_2(x.shape[1])
         launch(
             _norm_add_norm_kernel,
             (x.shape[0],),
@@ -135,7 +142,7 @@ def norm_add_norm(
 def _launch_norm(x, *, residual, weight, eps, out, zero_centered):
     width = x.shape[1]
     if x.shape[0]:
-        block = triton.next_power_of_2(width)
+        block = next_power_of_2(width)
         warps = max(1, min(8, block // 512))
         launch(
             _norm_kernel,
@@ -236,7 +243,7 @@ def activate_and_mul(x: Tensor, gelu: bool = False) -> Tensor:
         block = 1024
         launch(
             _activate_and_mul_kernel,
-            (tokens * triton.cdiv(width, block),),
+            (tokens * cdiv(width, block),),
             x,
             out,
             out.stride(0),
@@ -288,7 +295,7 @@ def multiply_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
         block = 1024
         launch(
             _multiply_by_sigmoid_kernel,
-            (tokens * triton.cdiv(width, block),),
+            (tokens * cdiv(width, block),),
             *(x, gate, gate.stride(0), width, block),
             num_warps=4,
             **overlap(x),
@@ -351,14 +358,14 @@ def qk_norm_rope_store(
         sizes = num_heads, num_kv_heads, head_dim, cos_sin.shape[1]
         launch(
             _qk_norm_rope_store_kernel,
-            (heads.shape[0], triton.cdiv(heads.shape[1], heads_per_program)),
+            (heads.shape[0], cdiv(heads.shape[1], heads_per_program)),
             *(qkv, q_weight, k_weight, eps, cos_sin, positions, slot_mapping),
             *(cache.k, cache.v, cache.scales, qkv.stride(0)),
             *sizes,
             interleaved,
             zero_centered,
             heads_per_program,
-            triton.next_power_of_2(head_dim // 2),
+            next_power_of_2(head_dim // 2),
             q_weight is not None,
             cache.k.numel() > 0,
             how,
@@ -538,7 +545,7 @@ def decode_inputs(rows: Tensor, state: BatchState) -> DecodeInputs:
             state.padding_slot,
             width,
             state.block_size,
-            min(1024, triton.next_power_of_2(width)),
+            min(1024, next_power_of_2(width)),
             num_warps=1,
             **overlap(rows),
         )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton import e4m3
-from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import cdiv, next_power_of_2, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.fp8_inputs import Fp8Matrix, Rows
 
 # Measured for the shapes of 8B on an H200: programs of one row took 6 to 30 % longer, those of four
@@ -49,14 +49,14 @@ def linear(
     out = torch.empty(1, outputs, dtype=dtype, device=matrix.codes.device)
     words = inputs // 4
     is_fp8 = x.codes.dtype == torch.float8_e4m3fn
-    _gemv_kernel[(triton.cdiv(outputs, BLOCK_N),)](
+    _gemv_kernel[(cdiv(outputs, BLOCK_N),)](
         x.codes.view(torch.int32) if is_fp8 else x.codes,
         x.scales,
         matrix.codes.view(torch.int32),
         *(matrix.scales, bias, out, outputs),
         *(words, matrix.scales.shape[1], matrix.group, matrix.block_rows),
         x.scales is not None and len(x.scales) > 1,
-        *(BLOCK_N, min(WORDS_OF_PART, triton.next_power_of_2(words))),
+        *(BLOCK_N, min(WORDS_OF_PART, next_power_of_2(words))),
         e4m3.how_to_decode(out.device),
         num_warps=4,
         **overlap(out),

@@ -21,9 +21,11 @@ from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     admit_next,
     ask_for,
+    cdiv,
     gpu,
     is_hopper,
     launch,
+    next_power_of_2,
     overlap,
     wait_for_inputs,
 )
@@ -168,7 +170,7 @@ def _quantise(
 ) -> Rows:
     rows, sharing = x.shape[0], matrix.sharing
     result = empty_rows(rows, inputs, matrix)
-    whole = triton.next_power_of_2(inputs)
+    whole = next_power_of_2(inputs)
     # Measured on an H200: gates, ups, activation, down and norm of 8B take 2.9 us less for 16 rows
     # with few large programs. For 64, 160 and 256 rows they take 3.0, 3.8 and 1.1 us less if the
     # next product starts late; for 32, 96 and 128 rows they would take 0.5 to 1 us more.
@@ -177,7 +179,7 @@ def _quantise(
     if rows:
         launch(
             _quantise_kernel,
-            (rows * triton.cdiv(inputs, block),),
+            (rows * cdiv(inputs, block),),
             *(x, result.codes, result.scales, matrix.input_scale, largest),
             *(x.stride(0), inputs, sharing, block, needs_whole_tiles(matrix), gated, gelu, late),
             num_warps=max(1, min(8, block // 512)),
@@ -196,7 +198,7 @@ def empty_rows(rows: int, inputs: int, matrix: Fp8Matrix) -> Rows:
     """Make room for inputs of a matrix in FP8."""
     sharing, device = matrix.sharing, matrix.codes.device
     dtype = torch.float8_e4m3fn if has_fp8(device) else torch.float16
-    groups = triton.cdiv(inputs, sharing) if sharing > 0 else 1
+    groups = cdiv(inputs, sharing) if sharing > 0 else 1
     padded = padded_rows.fn(rows, needs_whole_tiles(matrix))
     codes = torch.empty(padded, inputs, dtype=dtype, device=device)
     return Rows(codes, torch.empty(groups, padded, dtype=torch.float32, device=device), rows)
@@ -320,7 +322,7 @@ def norm_and_quantise(
     """
     rows, inputs = x.shape
     result = empty_rows(rows, inputs, matrix)
-    block = triton.next_power_of_2(inputs)
+    block = next_power_of_2(inputs)
     # The weights of the products since have driven `residual` from the cache. Measured on an H200
     # for 8B: with 4, 8 and 16 rows, a layer takes 1 to 1.5 us less if the kernel asks for it while
     # it waits, and with 32 and 64 rows 0.8 to 1 us more.

@@ -23,6 +23,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     admit_next,
     arrivals,
     ask_for,
+    cdiv,
     gpu,
     has_large_shared_memory,
     is_hopper,
@@ -109,7 +110,7 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
     block_m = 16 if rows <= 16 else 64
     is_wide = rows <= 16 or rows > 128 or outputs > 8192 or rows > 64 and inputs > 8192
     block_n = 128 if is_wide and has_room else 64
-    tiles = triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n)
+    tiles = cdiv(rows, block_m) * cdiv(outputs, block_n)
     if rows > 64 and block_n == 128 and tiles * 2 <= processors and has_fp8_inputs:
         return Tiling(block_m, block_n, _shares(tiles, inputs, processors), 4, 6)
     splits = 1
@@ -122,7 +123,7 @@ def tiling(x: Rows, matrix: Fp8Matrix) -> Tiling:
 
 def _tiling_of_all_rows(rows: int, outputs: int, inputs: int, processors: int) -> Tiling:
     """Choose a tiling whose tiles have all rows, of 17 to 64, so that weights are read once."""
-    tiles = triton.cdiv(outputs, 128)
+    tiles = cdiv(outputs, 128)
     splits = _shares(tiles, inputs, processors if rows <= 32 else processors * 3 // 4)
     stages = 6 if tiles * splits <= processors else 4
     return Tiling(32 if rows <= 32 else 64, 128, splits, 4, stages, swap=rows <= 32)
@@ -165,7 +166,7 @@ def multiply(
     (rows, inputs), outputs = x.codes.shape, len(matrix.codes)
     out = torch.empty(rows, outputs, dtype=dtype, device=matrix.codes.device)
     block_k = block_of(matrix)
-    tiles = triton.cdiv(rows, t.block_m) * triton.cdiv(outputs, t.block_n)
+    tiles = cdiv(rows, t.block_m) * cdiv(outputs, t.block_n)
     parts = counters = None
     if t.splits > 1:
         parts = torch.empty(

@@ -18,12 +18,11 @@ Shapes: K inputs, N outputs, T threads of a program, R = T / 4 runs that they ho
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.backends.cuda.triton.dispatch import is_hopper, overlap
+from nanovllm.backends.cuda.triton.dispatch import cdiv, is_hopper, next_power_of_2, overlap
 from nanovllm.backends.cuda.triton.fp8_inputs import LARGEST, SMALLEST, Fp8Matrix
 from nanovllm.backends.cuda.triton.gluon_common import run
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
@@ -54,10 +53,10 @@ def division(inputs: int) -> Division:
 
     Measured on an H200: with 12,288 inputs, 8 warps took 3 % longer than 4.
     """
-    runs = triton.cdiv(inputs, GROUP)
-    warps = 4 if runs > 64 else min(8, triton.next_power_of_2(triton.cdiv(runs, 8)))
-    blocks = triton.cdiv(runs, 8 * warps)
-    return Division(warps, triton.cdiv(runs, warps * blocks), blocks)
+    runs = cdiv(inputs, GROUP)
+    warps = 4 if runs > 64 else min(8, next_power_of_2(cdiv(runs, 8)))
+    blocks = cdiv(runs, 8 * warps)
+    return Division(warps, cdiv(runs, warps * blocks), blocks)
 
 
 def suits(x: Any, matrix: Fp8Matrix) -> bool:
@@ -99,7 +98,7 @@ def linear(
     if gated:
         outputs //= 2
     out = torch.empty(1, outputs, dtype=row.dtype, device=row.device)
-    programs = triton.cdiv(outputs, 8 if gated else 16)
+    programs = cdiv(outputs, 8 if gated else 16)
     squares = None
     if residual is not None:
         squares = torch.empty(programs, dtype=torch.float32, device=row.device)

@@ -31,7 +31,6 @@ import inspect
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,6 +45,7 @@ from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     arrivals,
     ask_for,
+    cdiv,
     is_hopper,
     num_processors,
     overlap,
@@ -105,8 +105,8 @@ def is_fastest(rows: int, outputs: int, inputs: int, processors: int) -> bool:
 
 def row_tiles(rows: int) -> tuple[int, int]:
     """Return how many tiles rows make, and the groups of warps that a tile takes."""
-    tiles = triton.cdiv(rows, MOST_GROUPS * ROWS.value)
-    return tiles, triton.cdiv(rows, tiles * ROWS.value)
+    tiles = cdiv(rows, MOST_GROUPS * ROWS.value)
+    return tiles, cdiv(rows, tiles * ROWS.value)
 
 
 class Cut(NamedTuple):

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.dispatch import (
+    cdiv,
     has_large_shared_memory,
     is_hopper,
     launch,
@@ -272,7 +273,7 @@ def delta_rule_chunks(
     block = max(1, 2048 // value_dim)
     launch(
         _gated_norm_kernel,
-        (triton.cdiv(tokens * heads, block),),
+        (cdiv(tokens * heads, block),),
         *(out, z, norm_weight, blocks.starts, blocks.starts[-1:], eps),
         *(out.stride(0), z.stride(0), heads, value_dim, block),
         num_warps=4,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton import decode_gemm
-from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import cdiv, next_power_of_2, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.elementwise import activated
 
 # Each thread loads 32 of them at once. Measured for shapes of 0.6B to 8B models on an H200.
@@ -64,9 +64,9 @@ def _multiply(
     """Launch one of the two kernels with x [M, K], `weight` and `other` -> [M, num_outputs]."""
     rows, inputs = x.shape
     out = torch.empty(rows, num_outputs, dtype=x.dtype, device=x.device)
-    block_k = triton.next_power_of_2(inputs)
+    block_k = next_power_of_2(inputs)
     block_n = max(1, WEIGHTS_PER_PROGRAM // block_k)
-    kernel[(triton.cdiv(num_outputs, block_n),)](
+    kernel[(cdiv(num_outputs, block_n),)](
         *(x, weight, other, out),
         *(num_outputs, inputs, rows, block_n, block_k, option),
         num_warps=4,

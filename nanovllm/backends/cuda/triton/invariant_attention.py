@@ -34,7 +34,14 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
     with_sink,
 )
 from nanovllm.backends.cuda.triton.decode_attention import num_splits
-from nanovllm.backends.cuda.triton.dispatch import arrivals, launch, overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import (
+    arrivals,
+    cdiv,
+    launch,
+    next_power_of_2,
+    overlap,
+    wait_for_inputs,
+)
 from nanovllm.backends.cuda.triton.prefill_attention import (
     TILED_KEYS,
     TiledPrefill,
@@ -89,7 +96,7 @@ def prefill_attention(
         programs = len(query_tiles) * heads, groups * blocks, 1
     else:
         chunks = len(metadata.cu_seqlens_q) - 1
-        programs = triton.cdiv(metadata.max_seqlen_q, tokens), groups * blocks, chunks
+        programs = cdiv(metadata.max_seqlen_q, tokens), groups * blocks, chunks
     launch(
         _prefill_kernel,
         programs,
@@ -130,7 +137,7 @@ def decode_attention(
     longest = tables.shape[1] * page
     if options.window is not None:
         longest = min(longest, options.window + 2 * SEGMENT)
-    segments = triton.cdiv(longest, SEGMENT)
+    segments = cdiv(longest, SEGMENT)
     splits = num_splits(batch * groups * blocks, segments, q.device)  # changes no bit
     parts = sums = counters = None
     if splits > 1:
@@ -155,8 +162,8 @@ def decode_attention(
 
 def _cut_heads(group: int) -> tuple[int, int]:
     """Choose the query heads of a tile, and how many tiles the heads of one KV head take."""
-    heads = min(BLOCK_M, triton.next_power_of_2(group))
-    return heads, triton.cdiv(group, heads)
+    heads = min(BLOCK_M, next_power_of_2(group))
+    return heads, cdiv(group, heads)
 
 
 def _choose_tiles(q: Tensor) -> tuple[int, int, int]:

@@ -40,7 +40,9 @@ from nanovllm.backends.cuda.triton.decode_gemm import (
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
+    cdiv,
     launch,
+    next_power_of_2,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -193,8 +195,8 @@ def fits_at_once(rows: int, outputs: int, inputs: int, chains: int, processors: 
     """Tell whether all programs run at the same time, and each fetches all its weights at once."""
     if rows * chains > WHOLE_ROWS or inputs // chains > WHOLE_INPUTS:
         return False
-    programs = triton.cdiv(outputs * chains, BLOCK_WEIGHTS)
-    size = (BLOCK_WEIGHTS + WHOLE_ROWS) * triton.next_power_of_2(inputs // chains) * 2
+    programs = cdiv(outputs * chains, BLOCK_WEIGHTS)
+    size = (BLOCK_WEIGHTS + WHOLE_ROWS) * next_power_of_2(inputs // chains) * 2
     return programs <= processors * max(1, SHARED_MEMORY // size)
 
 
@@ -203,12 +205,12 @@ def few_rows_tiling(
 ) -> Tiling:
     """Choose a tile, as measured on an H200. The choice changes no bit of the result."""
     if not gated and chains == 1 and fits_at_once(rows, outputs, inputs, chains, processors):
-        columns = triton.next_power_of_2(inputs)
+        columns = next_power_of_2(inputs)
         return Tiling(WHOLE_ROWS, BLOCK_WEIGHTS, columns, splits=1, stages=1, turned=True)
     if rows <= TURNED_ROWS:
         return _turned_tiling(rows, outputs, inputs, gated, processors, chains)
-    block_m, block_k, rows_of_tiles = 64, 128, triton.cdiv(rows, 64)
-    fitting = [n for n in (16, 32, 64) if rows_of_tiles * triton.cdiv(outputs, n) <= processors]
+    block_m, block_k, rows_of_tiles = 64, 128, cdiv(rows, 64)
+    fitting = [n for n in (16, 32, 64) if rows_of_tiles * cdiv(outputs, n) <= processors]
     block_n = fitting[0] if fitting else 64
     if not fitting and rows > 64 and not gated:
         block_n, block_k = 128, 64
@@ -230,7 +232,7 @@ def _turned_tiling(
         return Tiling(block_m, BLOCK_WEIGHTS, 128, splits=chains, stages=steps, turned=True)
     # 32 gates and as many ups are 64 rows of weights.
     block_n, block_k = BLOCK_WEIGHTS // 2 if gated else BLOCK_WEIGHTS, 128
-    programs, stages = triton.cdiv(outputs, block_n), FEW_ROWS_STAGES
+    programs, stages = cdiv(outputs, block_n), FEW_ROWS_STAGES
     if programs > processors:
         stages = SHARED_STAGES
     elif not gated and 2 * programs <= processors and inputs > LONG_INPUTS:
@@ -251,7 +253,7 @@ def _multiply_chains_at_once(x: Tensor, weight: Tensor, bias: Tensor | None, cha
     """Compute few rows by programs that fetch all their weights before the inputs are there."""
     (rows, inputs), outputs = x.shape, len(weight)
     length, block_n = inputs // chains, BLOCK_WEIGHTS // chains
-    block_k = triton.next_power_of_2(length)
+    block_k = next_power_of_2(length)
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     # A weight's row consists of `chains` rows of a matrix with shorter rows, and so does a row of
     # x. Of the products of all these rows, those of equal parts of K are wanted.
@@ -259,7 +261,7 @@ def _multiply_chains_at_once(x: Tensor, weight: Tensor, bias: Tensor | None, cha
     w_tiles = TensorDescriptor.from_tensor(weight.view(-1, length), [BLOCK_WEIGHTS, block_k])
     launch(
         _chains_kernel,
-        (triton.cdiv(outputs, block_n),),
+        (cdiv(outputs, block_n),),
         *(out, x_tiles, w_tiles, bias, outputs, chains, block_n),
         num_warps=4,
         num_stages=1,
@@ -290,7 +292,7 @@ def _multiply_many_rows(
         out_tiles = TensorDescriptor.from_tensor(out, [block_m, block_n // parts])
     launch(
         _many_rows_kernel,
-        (min(triton.cdiv(rows, block_m) * triton.cdiv(outputs, block_n), processors),),
+        (min(cdiv(rows, block_m) * cdiv(outputs, block_n), processors),),
         out,
         TensorDescriptor.from_tensor(x, [block_m, block_k]),
         TensorDescriptor.from_tensor(matrices, [len(matrices), block_n, block_k]),
@@ -307,10 +309,10 @@ def many_rows_width(rows: int, outputs: int, gated: bool, processors: int, chain
     if chains > 1:  # a program holds the sum of one chain and that of those before it
         return 128
     # The time of tiles of 256 columns and of 128: waves of programs, times that of a tile.
-    rows_of_tiles = triton.cdiv(rows, 128)
+    rows_of_tiles = cdiv(rows, 128)
     columns = outputs * (2 if gated else 1)
-    wide = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 256), processors) * 2
-    narrow = triton.cdiv(rows_of_tiles * triton.cdiv(columns, 128), processors) * 1.12
+    wide = cdiv(rows_of_tiles * cdiv(columns, 256), processors) * 2
+    narrow = cdiv(rows_of_tiles * cdiv(columns, 128), processors) * 1.12
     width = 256 if wide <= narrow else 128
     return width // 2 if gated else width
 

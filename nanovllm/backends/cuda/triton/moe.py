@@ -25,8 +25,10 @@ from torch import Tensor
 
 from nanovllm.backends.cuda.triton import moe_token
 from nanovllm.backends.cuda.triton.dispatch import (
+    cdiv,
     gpu,
     has_large_shared_memory,
+    next_power_of_2,
     overlap,
     wait_for_inputs,
 )
@@ -157,7 +159,7 @@ def moe(
         product = multiply if isinstance(gate_up, Tensor) else woven_experts.multiply_woven
         product(x, gate_up, gate_up_bias, hidden, clamped=clamped, is_gated=True, **options)
         product(hidden, down, down_bias, results, **options)
-    _sum_kernel[(num_tokens, triton.cdiv(width, 512))](
+    _sum_kernel[(num_tokens, cdiv(width, 512))](
         results, weights, *(added or (None, None)), out, width, top_k, splits, 512, **overlap(x)
     )
     return out
@@ -191,11 +193,11 @@ def multiply(
         Otherwise rows are in sorted order, and results in that of the tokens.
     """
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
-    block_k = min(tile.inputs, max(16, triton.next_power_of_2(weight.shape[2])))
+    block_k = min(tile.inputs, max(16, next_power_of_2(weight.shape[2])))
     stage = (tile.rows + tile.outputs) * block_k * x.element_size()
     stages = min(tile.stages, (gpu(x.device).shared_memory - OTHER_BYTES) // stage)
     order, runs, max_tiles = pairs
-    _product_kernel[(max_tiles * triton.cdiv(weight.shape[1], tile.outputs),)](
+    _product_kernel[(max_tiles * cdiv(weight.shape[1], tile.outputs),)](
         *(x, weight, bias, order, runs, out, alpha, limit),
         *(top_k, *weight.shape[1:], is_gated, tile.rows, tile.outputs, block_k),
         num_warps=tile.warps,
@@ -237,22 +239,22 @@ def sort_by_expert(
     pairs = num_tokens * top_k
     max_tiles = (pairs + min(pairs, num_experts) * (block_m - 1)) // block_m
     chunk_tokens = 4 if num_tokens <= 4 * COUNTED_CHUNKS else 8
-    passes = triton.cdiv(num_tokens, chunk_tokens * MAX_CHUNKS)
-    chunks = triton.cdiv(num_tokens, chunk_tokens * passes)
+    passes = cdiv(num_tokens, chunk_tokens * MAX_CHUNKS)
+    chunks = cdiv(num_tokens, chunk_tokens * passes)
     weights = torch.empty(pairs, dtype=torch.float32, device=x.device)
     places, order, counts, runs = (
         torch.empty(size, dtype=torch.int32, device=x.device)
         for size in (pairs, pairs, (chunks, num_experts), (1 + max_tiles, 4))
     )
     is_alone = num_tokens == 1
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     _route_kernel[(chunks + (num_tokens if preparation else 0),)](
         *(logits, bias, weights, places, counts, order, runs, num_tokens, passes, chunks),
         *(preparation or (x, *(None,) * 8)),
         *(splits, num_experts, top_k, renormalize, is_alone),
         1 if is_alone else chunk_tokens,
         block_e,
-        triton.next_power_of_2(top_k),
+        next_power_of_2(top_k),
         **overlap(x),
     )
     if not is_alone:
@@ -260,7 +262,7 @@ def sort_by_expert(
             *(places, counts, order, runs, pairs, passes, chunks),
             *(num_experts, chunk_tokens * top_k, block_m, few),
             block_e,
-            triton.next_power_of_2(chunk_tokens * top_k),
+            next_power_of_2(chunk_tokens * top_k),
             COUNTED_CHUNKS,
             num_warps=4,
             **overlap(x),

@@ -29,10 +29,12 @@ from torch import Tensor
 
 from nanovllm.backends.cuda.triton.decoding import E2M1_UNIT, decoded, factor_of, offset_of
 from nanovllm.backends.cuda.triton.dispatch import (
+    cdiv,
     gpu,
     has_large_shared_memory,
     is_hopper,
     needs_register_limit,
+    next_power_of_2,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -89,12 +91,12 @@ def rows_for(x: Tensor, weight: PackedExperts) -> tuple[Rows, tuple[Any, ...]]:
     parts, sharing = weight.parts, weight.sharing
     dtype = torch.float8_e4m3fn if parts == 1 else x.dtype
     numbers = torch.empty(count, parts, width // parts, dtype=dtype, device=x.device)
-    groups = triton.cdiv(width, sharing or width)
+    groups = cdiv(width, sharing or width)
     scales = None
     if sharing:
         scales = torch.empty(count, groups, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(sharing or width)
-    sizes = width, parts, sharing or width, groups, triton.next_power_of_2(groups), block
+    block = next_power_of_2(sharing or width)
+    sizes = width, parts, sharing or width, groups, next_power_of_2(groups), block
     return Rows(numbers, scales), (x, numbers, scales, *sizes)
 
 
@@ -273,7 +275,7 @@ def multiply_packed(
         # The first product wrote its results as the second takes them, but for what is quantised.
         x = prepare(x, weight, top_k) if is_gated or sharing else Rows(x, None)
     rows = x
-    words = min(tile.inputs // parts, max(LEAST, triton.next_power_of_2(inputs // parts)))
+    words = min(tile.inputs // parts, max(LEAST, next_power_of_2(inputs // parts)))
     # A step's columns are a part of a group, or whole groups if the numbers have the scales.
     for size in (group, sharing):
         is_power = size is not None and size & -size == size
@@ -282,8 +284,7 @@ def multiply_packed(
     # There shall be enough programs to keep the device busy.
     block_n, enough = tile.outputs, 2 * num_processors(out.device)
     while (
-        block_n > tile.least_outputs
-        and tile.splits * max_tiles * triton.cdiv(outputs, block_n) < enough
+        block_n > tile.least_outputs and tile.splits * max_tiles * cdiv(outputs, block_n) < enough
     ):
         block_n //= 2
     block = block_n // 2 if is_gated else block_n
@@ -307,7 +308,7 @@ def multiply_packed(
         assert weight.kind != "e4m3"
         if is_gated:
             sums = torch.empty(len(out) * splits, outputs, dtype=torch.float32, device=out.device)
-    _packed_product_kernel[(max_tiles * triton.cdiv(results, block), splits)](
+    _packed_product_kernel[(max_tiles * cdiv(results, block), splits)](
         *(rows.numbers, rows.scales, weight.words, weight.scales, weight.zeros, bias),
         *(order, runs, sums, alpha, limit),
         *(top_k, outputs, inputs, weight.kind, parts, group, weight.scales.shape[-1]),
@@ -319,7 +320,7 @@ def multiply_packed(
         **overlap(out, top_k),
     )
     if splits > 1 and is_gated:
-        _gate_kernel[(len(out), triton.cdiv(results, 512))](
+        _gate_kernel[(len(out), cdiv(results, 512))](
             *(sums, out, alpha, limit, results, splits, parts_of_out, 512), **overlap(out, top_k)
         )
 

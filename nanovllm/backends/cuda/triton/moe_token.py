@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton import e4m3
-from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import cdiv, next_power_of_2, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.elementwise import gated
 from nanovllm.backends.cuda.triton.moe_packed import PackedExperts, Rows
 from nanovllm.layers.moe import ClampedSwiGLU
@@ -36,7 +36,7 @@ def suits(x: Tensor, gate_up: PackedExperts) -> bool:
     # A chunk of 16 columns lies in one group of columns.
     has_chunks = all(size % 16 == 0 or size == inputs for size in (group, sharing))
     is_known = gate_up.kind == "e4m3" and x.dtype != torch.float32 and inputs % 16 == 0
-    return is_known and has_chunks and 2 * triton.next_power_of_2(inputs) <= MOST_BYTES
+    return is_known and has_chunks and 2 * next_power_of_2(inputs) <= MOST_BYTES
 
 
 def gated_products(
@@ -58,9 +58,9 @@ def gated_products(
     """
     outputs, inputs = gate_up.shape
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
-    block = triton.next_power_of_2(inputs)
+    block = next_power_of_2(inputs)
     rows = max(1, PROGRAM_BYTES // (2 * block))
-    _token_gate_up_kernel[(len(hidden) * triton.cdiv(outputs // 2, rows),)](
+    _token_gate_up_kernel[(len(hidden) * cdiv(outputs // 2, rows),)](
         *(x.numbers.view(torch.int32), x.scales),
         *(gate_up.codes.view(torch.int32), gate_up.scales, bias, runs, hidden, alpha, limit),
         *(outputs, inputs, gate_up.scales.shape[2], gate_up.group, gate_up.block_rows),

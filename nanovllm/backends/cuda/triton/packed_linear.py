@@ -31,8 +31,10 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     arrivals,
     ask_for,
+    cdiv,
     is_hopper,
     needs_register_limit,
+    next_power_of_2,
     num_processors,
     overlap,
     wait_for_inputs,
@@ -143,11 +145,11 @@ def few_rows_linear(
     outputs = weight.outputs // 2 if gated else weight.outputs
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     per_row = weight.codes.shape[1]
-    chunks = min(128, triton.next_power_of_2(triton.cdiv(per_row, 4)))
+    chunks = min(128, next_power_of_2(cdiv(per_row, 4)))
     words = WORDS_PER_PROGRAM if per_row <= 4 * chunks else WORDS_PER_PART
     block_n = max(2 if gated else 1, words // (4 * chunks))
     own = block_n // 2 if gated else block_n
-    _few_rows_kernel[(triton.cdiv(outputs, own),)](
+    _few_rows_kernel[(cdiv(outputs, own),)](
         *(x, weight.codes, weight.factors, bias, out),
         *(outputs, inputs, per_row, weight.group, weight.bits),
         *(rows, block_n, chunks, gated, gelu, x.device.type != "cpu"),
@@ -309,7 +311,7 @@ def _merged(words, MASK: tl.constexpr, NUMBER: tl.constexpr, ASM: tl.constexpr):
 def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
     """Choose how to cut a product into one wave of programs, if it is not too large for that."""
     rows, processors = len(x), num_processors(x.device)
-    columns = triton.cdiv(weight.outputs, BLOCK_N)
+    columns = cdiv(weight.outputs, BLOCK_N)
     words = weight.codes.shape[1]
     if rows <= 16:
         block_m, block_w, wanted = 8 if rows <= 8 else 16, 4 * RUN, 4 * processors
@@ -317,7 +319,7 @@ def tiling(x: Tensor, weight: PackedTensors) -> Tiling:
         block_m, block_w, wanted = 32 if rows <= 32 else 64, RUN, 3 * processors
     else:
         block_m, block_w, wanted = 128, RUN, 2 * processors
-    tiles = columns * triton.cdiv(rows, block_m)
+    tiles = columns * cdiv(rows, block_m)
     splits = max(1, min(wanted // tiles, words // (2 * block_w)))
     stages = 3
     if rows > 64 and tiles > wanted or 8 < rows <= 16 and splits > 1:
@@ -334,10 +336,10 @@ def transpose_runs(x: Tensor, bits: int) -> Tensor:
     """
     rows, inputs = x.shape
     per_word = 32 // bits
-    runs = triton.cdiv(inputs, per_word * RUN)
+    runs = cdiv(inputs, per_word * RUN)
     out = torch.empty(rows, runs * per_word * RUN, dtype=x.dtype, device=x.device)
-    block = min(triton.next_power_of_2(runs), 16)
-    _transpose_runs_kernel[(rows, triton.cdiv(runs, block))](
+    block = min(next_power_of_2(runs), 16)
+    _transpose_runs_kernel[(rows, cdiv(runs, block))](
         x, out, inputs, runs, per_word, RUN, block, num_warps=4, **overlap(x)
     )
     return out
@@ -381,10 +383,10 @@ def tiled_linear(
     outputs = weight.outputs // 2 if gated else weight.outputs
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     block_n, block_m, block_w, splits, stages, warps, registers = tiling
-    steps = triton.cdiv(weight.codes.shape[1], block_w)
-    span = triton.cdiv(steps, splits) * block_w
+    steps = cdiv(weight.codes.shape[1], block_w)
+    span = cdiv(steps, splits) * block_w
     own = block_n // 2 if gated else block_n
-    grid = (triton.cdiv(rows, block_m), triton.cdiv(outputs, own), splits)
+    grid = (cdiv(rows, block_m), cdiv(outputs, own), splits)
     parts = counters = None
     if splits > 1:
         parts = torch.empty(*grid, block_n, block_m, dtype=torch.float32, device=x.device)
@@ -612,9 +614,9 @@ def dequantise(weight: PackedTensors, dtype: torch.dtype) -> Tensor:
     """Write a weight as numbers: [N, K]."""
     codes = weight.codes
     out = codes.new_empty(weight.outputs, weight.inputs, dtype=dtype)
-    block_w = min(triton.next_power_of_2(codes.shape[1]), 128)
+    block_w = min(next_power_of_2(codes.shape[1]), 128)
     block_n = 2048 // block_w
-    grid = triton.cdiv(weight.outputs, block_n), triton.cdiv(codes.shape[1], block_w)
+    grid = cdiv(weight.outputs, block_n), cdiv(codes.shape[1], block_w)
     tensors = codes, weight.factors, out, weight.outputs, weight.inputs, codes.shape[1]
     if weight.woven:
         _dequantise_woven_kernel[grid](*tensors, weight.group, block_n, block_w // 4, num_warps=4)

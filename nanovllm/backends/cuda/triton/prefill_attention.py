@@ -28,6 +28,7 @@ from nanovllm.backends.cuda.triton.attention_tiles import (
 )
 from nanovllm.backends.cuda.triton.dispatch import (
     TensorDescriptor,
+    cdiv,
     has_large_shared_memory,
     launch,
 )
@@ -99,7 +100,7 @@ def prefill_attention(
         programs = len(query_tiles), num_heads, 1
     else:
         num_chunks = len(metadata.cu_seqlens_q) - 1
-        programs = triton.cdiv(metadata.max_seqlen_q, BLOCK_M), num_heads, num_chunks
+        programs = cdiv(metadata.max_seqlen_q, BLOCK_M), num_heads, num_chunks
     tensors = q, k, v, scales, k_tiles, v_tiles, out, options.sinks
     cu_seqlens = metadata.cu_seqlens_q, metadata.cu_seqlens_k
     table_stride = tables.stride(0) if tables is not None else 0

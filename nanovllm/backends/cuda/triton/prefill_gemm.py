@@ -17,6 +17,7 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     TensorDescriptor,
+    cdiv,
     is_hopper,
     launch,
     num_processors,
@@ -40,7 +41,7 @@ MIN_TILES = 2.5
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Tell whether this kernel is the fastest way to compute the product."""
     rows, outputs = x.shape[0], weight.shape[0] // 2
-    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
+    tiles = cdiv(rows, BLOCK_M) * cdiv(outputs, BLOCK_N)
     is_much = rows > MAX_ROWS and tiles >= MIN_TILES * num_processors(x.device)
     return is_much and is_able(x, weight)
 
@@ -70,7 +71,7 @@ def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
     rows, (outputs, inputs) = x.shape[0], weight.shape
     outputs //= 2
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(rows, BLOCK_M) * triton.cdiv(outputs, BLOCK_N)
+    tiles = cdiv(rows, BLOCK_M) * cdiv(outputs, BLOCK_N)
     pairs = weight.view(2, outputs, inputs)
     launch(
         _gated_linear_kernel,

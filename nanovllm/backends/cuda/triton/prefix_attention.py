@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.cuda.triton.attention_tiles import EMPTY, attend, split_span
-from nanovllm.backends.cuda.triton.dispatch import is_hopper, num_processors
+from nanovllm.backends.cuda.triton.dispatch import cdiv, is_hopper, num_processors
 
 
 def cut_prefix(q: Tensor, groups: int, is_fp8: bool) -> tuple[int, int, int, int]:
@@ -21,7 +21,7 @@ def cut_prefix(q: Tensor, groups: int, is_fp8: bool) -> tuple[int, int, int, int
     block_m, warps = (64, 4) if rows <= 64 else (128, 8)
     if not is_hopper(q.device) or is_fp8 and q.shape[2] > 128:
         block_m, warps = 64, 8  # larger tiles, and heads of 256 with fewer warps, would spill
-    tiles = triton.cdiv(rows, block_m)
+    tiles = cdiv(rows, block_m)
     programs = max(1, min(16, 2 * num_processors(q.device) // (tiles * groups)))
     return block_m, tiles, 1 << programs.bit_length() - 1, warps
 

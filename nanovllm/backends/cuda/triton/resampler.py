@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import is_hopper, launch
+from nanovllm.backends.cuda.triton.dispatch import cdiv, is_hopper, launch, next_power_of_2
 from nanovllm.backends.cuda.triton.sampler import (
     INVALID,
     LN_2,
@@ -73,7 +73,7 @@ class Workspace:
     """Buffers in which the kernels leave results for each other, for up to `rows` rows."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
-        self.chunks = triton.cdiv(vocab, CHUNK.value)
+        self.chunks = cdiv(vocab, CHUNK.value)
         shape = rows, self.chunks
         with device:
             self.maxima = torch.empty(shape, dtype=torch.float32)  # each chunk's greatest logit
@@ -112,10 +112,10 @@ def resample(
     sizes = logits.stride(0), vocab, space.chunks
     # Products and sums are rounded one by one, as PyTorch rounds them.
     options: Any = dict(enable_fp_fusion=False)
-    grid = rows, triton.cdiv(space.chunks, TILE_CHUNKS.value)
+    grid = rows, cdiv(space.chunks, TILE_CHUNKS.value)
     chunks = space.maxima, space.weights, space.found
     launch(_chunks_kernel, grid, *row, *filters, *chunks, *sizes, num_warps=4, **options)
-    widest = triton.next_power_of_2(space.chunks)
+    widest = next_power_of_2(space.chunks)
     left = *chunks, space.between, step.tokens, state.last_tokens
     if is_hopper(logits.device):
         # With more registers a program, a multiprocessor would run only one program at a time. A
@@ -152,9 +152,9 @@ def logprobs(
     row = logits, at, step.slots, slot_params.limits
     chunks = space.maxima, space.weights
     sizes = logits.stride(0), vocab, space.chunks
-    grid = rows, triton.cdiv(space.chunks, TILE_CHUNKS.value)
+    grid = rows, cdiv(space.chunks, TILE_CHUNKS.value)
     launch(_raw_chunks_kernel, grid, *row, *chunks, *sizes, num_warps=4)
-    widest = triton.next_power_of_2(space.chunks)
+    widest = next_power_of_2(space.chunks)
     left = *chunks, space.found, step.tokens, records
     launch(_logprobs_kernel, (rows,), *row, *left, most, *sizes, widest, num_warps=8)
     return records

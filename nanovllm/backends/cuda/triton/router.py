@@ -18,6 +18,8 @@ from torch import Tensor
 from nanovllm.backends.cuda.triton.dispatch import (
     MAX_ROWS,
     can_overlap,
+    cdiv,
+    next_power_of_2,
     overlap,
     wait_for_inputs,
 )
@@ -55,13 +57,13 @@ def partial_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> PartialLog
     No running kernel may write to the weights: the kernel reads them before others have ended.
     """
     (tokens, width), experts = x.shape, len(weight)
-    splits = triton.cdiv(width, COLUMNS)
+    splits = cdiv(width, COLUMNS)
     block_t, block_e = (
-        max(16, min(most, triton.next_power_of_2(size)))
+        max(16, min(most, next_power_of_2(size)))
         for most, size in ((TOKENS, tokens), (EXPERTS, experts))
     )
     parts = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
-    _router_kernel[(triton.cdiv(tokens, block_t), triton.cdiv(experts, block_e), splits)](
+    _router_kernel[(cdiv(tokens, block_t), cdiv(experts, block_e), splits)](
         *(x, weight, parts, tokens, experts, width, block_t, block_e, COLUMNS), **overlap(x)
     )
     return PartialLogits(parts, bias)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import cdiv, next_power_of_2, overlap, wait_for_inputs
 from nanovllm.layers.sampler import CELL
 from nanovllm.sampling_params import INVALID_TOKEN
 
@@ -45,10 +45,10 @@ def sample(
         tokens [B] int64 and their values [B] float32.
     """
     batch, vocab = logits.shape
-    first_cell, last_cell = vocab_start // CELL, triton.cdiv(vocab_start + vocab, CELL)
+    first_cell, last_cell = vocab_start // CELL, cdiv(vocab_start + vocab, CELL)
     # A few rows fill the device only if programs are short, so that there are many.
     cells, tiles, warps = (128, 4, 4) if batch > 16 else (64, 1, 4)
-    parts = triton.cdiv(last_cell - first_cell, cells * tiles)
+    parts = cdiv(last_cell - first_cell, cells * tiles)
     part_values = torch.empty(batch, parts, dtype=torch.float32, device=logits.device)
     part_cells = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
     values = torch.empty(batch, dtype=torch.float32, device=logits.device)
@@ -87,7 +87,7 @@ def sample(
             vocab_start,
             vocab,
             parts,
-            triton.next_power_of_2(parts),
+            next_power_of_2(parts),
             CELL,
             num_warps=1,
             **overlap(logits),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.backends.cuda.triton.dispatch import launch, overlap, wait_for_inputs
+from nanovllm.backends.cuda.triton.dispatch import cdiv, launch, overlap, wait_for_inputs
 from nanovllm.backends.cuda.triton.prefill_attention import BLOCK_M, TiledPrefill
 from nanovllm.layers.context import PrefillMetadata
 
@@ -38,7 +38,7 @@ class ChunkBlocks(NamedTuple):
         starts = prefill.cu_seqlens_q
         if isinstance(prefill, TiledPrefill):
             return cls(starts, prefill.query_tiles, len(prefill.query_tiles), 1)
-        return cls(starts, None, triton.cdiv(prefill.max_seqlen_q, TOKENS), len(starts) - 1)
+        return cls(starts, None, cdiv(prefill.max_seqlen_q, TOKENS), len(starts) - 1)
 
 
 def convolve_token(
@@ -69,7 +69,7 @@ def convolve_token(
         block = 256
         launch(
             _convolve_token_kernel,
-            (triton.cdiv(channels, block), len(x)),
+            (cdiv(channels, block), len(x)),
             *(x, weight, bias, state, rows, out, x.stride(0), out.stride(0)),
             *(channels, width, block, silu, gated),
             num_warps=2,
@@ -180,7 +180,7 @@ def convolve_chunks(
         block = 64
         launch(
             _convolve_chunks_kernel,
-            (blocks.most, triton.cdiv(channels, block), blocks.chunks),
+            (blocks.most, cdiv(channels, block), blocks.chunks),
             *(x, weight, bias, state, rows, blocks.starts, blocks.tiles, out),
             *(x.stride(0), out.stride(0), channels, width, TOKENS, block, silu, gated),
             num_warps=4,

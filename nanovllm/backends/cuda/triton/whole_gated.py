@@ -12,7 +12,6 @@ Shapes: M rows, K inputs, N outputs.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.backends.cuda.triton.dispatch import is_hopper, overlap
+from nanovllm.backends.cuda.triton.dispatch import cdiv, is_hopper, next_power_of_2, overlap
 from nanovllm.backends.cuda.triton.gluon_common import fetch, run
 
 ROWS = 32  # of x, at most
@@ -44,7 +43,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 
 def rows_of_tile(rows: int) -> int:
-    return max(8, triton.next_power_of_2(rows))
+    return max(8, next_power_of_2(rows))
 
 
 def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
@@ -59,7 +58,7 @@ def gated_linear(x: Tensor, weight: Tensor, gelu: bool = False) -> Tensor:
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     layouts = [gl.NVMMASharedLayout(128, 16, rank) for rank in (2, 3)]
     matrices = weight.view(2, outputs, inputs)
-    _whole_gated_kernel[(triton.cdiv(outputs, OUTPUTS),)](
+    _whole_gated_kernel[(cdiv(outputs, OUTPUTS),)](
         out,
         TensorDescriptor.from_tensor(x, [block_m, COLUMNS], layouts[0]),
         TensorDescriptor.from_tensor(matrices, [2, OUTPUTS, COLUMNS], layouts[1]),

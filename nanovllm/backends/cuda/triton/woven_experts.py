@@ -22,7 +22,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, is_hopper, overlap
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS, cdiv, is_hopper, overlap
 from nanovllm.backends.cuda.triton.gluon_common import barrier, run
 
 # Triton 3.9 has another name for it than 3.6.
@@ -209,8 +208,8 @@ def multiply_woven(
     splits = 1 if is_gated else tile.splits
     few = tile.few or tile.rows
     block = BLOCK_ROWS * tile.warps * tile.units
-    parts = triton.cdiv(outputs, block)
-    first_parts = triton.cdiv(2 * inputs, block)  # of the first product
+    parts = cdiv(outputs, block)
+    first_parts = cdiv(2 * inputs, block)  # of the first product
     _woven_experts_kernel[(max_tiles * parts, splits)](
         *(x, weight.codes, weight.scales, bias, order, runs, out, alpha, limit),
         *(top_k, outputs, inputs, is_gated, few, (tile.rows // few).bit_length()),

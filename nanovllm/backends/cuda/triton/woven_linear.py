@@ -20,7 +20,6 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,7 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from nanovllm.backends.cuda.triton.dispatch import arrivals, ask_for, num_processors, overlap
+from nanovllm.backends.cuda.triton.dispatch import (
+    arrivals,
+    ask_for,
+    cdiv,
+    next_power_of_2,
+    num_processors,
+    overlap,
+)
 from nanovllm.backends.cuda.triton.gluon_common import (
     barrier,
     fetch,
@@ -103,16 +109,16 @@ def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
     runs = inputs // COLUMNS
     more, warps = 0, 4
     if rows <= 64:
-        block_m = max(8, triton.next_power_of_2(rows))
+        block_m = max(8, next_power_of_2(rows))
     elif rows <= 192:
         block_m = 64 if rows <= 96 else 128
-        more = triton.cdiv(max(0, rows - block_m), 32) * 32
+        more = cdiv(max(0, rows - block_m), 32) * 32
     else:
         block_m, warps = 128, 8 if rows % 128 else 4
     resident = 1 if warps == 8 else 4 if block_m <= 16 else 2 if block_m + more > 128 else 3
     slots = resident * num_processors(x.device)
-    columns = triton.cdiv(2 * outputs if gated else outputs, 16 * warps)
-    tiles = triton.cdiv(rows, block_m + more) * columns
+    columns = cdiv(2 * outputs if gated else outputs, 16 * warps)
+    tiles = cdiv(rows, block_m + more) * columns
     left = tiles % slots
     splits = max(1, min(slots // left, runs // 3)) if left else 1
     whole = tiles - left
@@ -147,10 +153,10 @@ def linear(
     block_m, more, warps, splits, stages, registers, runs, whole = tiling
     half, columns = 8 * warps, runs * COLUMNS
     steps = inputs // columns
-    span = triton.cdiv(steps, splits)
-    splits = triton.cdiv(steps, span)
-    row_tiles = triton.cdiv(rows, block_m + more)
-    tiles = row_tiles * triton.cdiv(codes.shape[0], 2 * half)
+    span = cdiv(steps, splits)
+    splits = cdiv(steps, span)
+    row_tiles = cdiv(rows, block_m + more)
+    tiles = row_tiles * cdiv(codes.shape[0], 2 * half)
     whole = min(whole, tiles)
     if splits == 1 or whole == tiles:
         span, splits, whole = steps, 1, tiles

@@ -26,12 +26,11 @@ Shapes: K inputs, N outputs, W words in a row, T threads of a program.
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.backends.cuda.triton.dispatch import overlap
+from nanovllm.backends.cuda.triton.dispatch import cdiv, next_power_of_2, overlap
 from nanovllm.backends.cuda.triton.gluon_common import run
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
 from nanovllm.backends.cuda.triton.woven_linear import COLUMNS, gated_product
@@ -47,10 +46,10 @@ class Division(NamedTuple):
 
 def division(inputs: int) -> Division:
     """Divide K among up to eight warps, in blocks of equally many runs."""
-    runs = triton.cdiv(inputs, COLUMNS)
-    warps = min(8, triton.next_power_of_2(triton.cdiv(runs, 8)))
-    blocks = triton.cdiv(runs, 8 * warps)
-    return Division(warps, triton.cdiv(runs, warps * blocks), blocks)
+    runs = cdiv(inputs, COLUMNS)
+    warps = min(8, next_power_of_2(cdiv(runs, 8)))
+    blocks = cdiv(runs, 8 * warps)
+    return Division(warps, cdiv(runs, warps * blocks), blocks)
 
 
 def norms(inputs: int) -> bool:
@@ -83,7 +82,7 @@ def linear(
         outputs //= 2
     out = torch.empty(1, outputs, dtype=row.dtype, device=row.device)
     warps, runs, blocks = division
-    programs = triton.cdiv(outputs, 8 if gated else 16)
+    programs = cdiv(outputs, 8 if gated else 16)
     squares = None
     if residual is not None:
         squares = torch.empty(programs, dtype=torch.float32, device=row.device)

@@ -20,12 +20,11 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.backends.cuda.triton.dispatch import overlap
+from nanovllm.backends.cuda.triton.dispatch import next_power_of_2, overlap
 from nanovllm.backends.cuda.triton.gluon_common import run
 from nanovllm.backends.cuda.triton.moe_packed import WOVEN, woven_place
 from nanovllm.backends.cuda.triton.woven_experts import (
@@ -54,7 +53,7 @@ def rows_for(x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     Returns the row, and the arguments of `prepare_row`, which fills it, but for the row's number.
     """
     ordered, width = torch.empty_like(x), x.shape[1]
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return ordered, (x, ordered, None, width, WOVEN.value, width, 1, 1, block)
 
 
