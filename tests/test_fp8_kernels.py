@@ -3,6 +3,8 @@
 They run in Triton's interpreter on a CPU, as on a GPU without FP8, and compiled on a GPU.
 """
 
+import weakref
+
 import plain_layers as plain
 import pytest
 import torch
@@ -297,19 +299,20 @@ def test_products_of_many_rows_by_cublas_equal_the_plain_layers(how, group, bloc
     assert torch.equal(out, linear_fp8(rows, matrix, bias, torch.bfloat16))  # of 300 rows
 
 
+def make_block_weight():
+    plain = torch.empty(256, 512, device=DEVICE)
+    whole = slice(None), slice(None)
+    part = WeightSlice("layer.weight", plain, whole, plain.shape)
+    weight = Fp8Weight(plain, [part], Fp8(128, 128, "group"), ParallelGroup()).to(DEVICE)
+    weight.scales.copy_(torch.rand(2, 4).repeat_interleave(128, dim=0))
+    return weight
+
+
 @torch.inference_mode()
 def test_scales_for_cublas_follow_an_update():
     """Graphs hold their address, so an update must write to the same memory."""
 
-    def make_weight():
-        plain = torch.empty(256, 512, device=DEVICE)
-        whole = slice(None), slice(None)
-        part = WeightSlice("layer.weight", plain, whole, plain.shape)
-        weight = Fp8Weight(plain, [part], Fp8(128, 128, "group"), ParallelGroup()).to(DEVICE)
-        weight.scales.copy_(torch.rand(2, 4).repeat_interleave(128, dim=0))
-        return weight
-
-    weight, source = make_weight(), make_weight()
+    weight, source = make_block_weight(), make_block_weight()
     use_packed_kernels(weight)
     assert type(weight) is FusedFp8Weight
     restore_weights(weight)
@@ -324,6 +327,29 @@ def test_scales_for_cublas_follow_an_update():
     drop_copies(weight)
     weight.take_weights(source)  # during sleep, in the CPU's memory, where no kernel reads them
     assert weight.block_scales is None
+
+
+@torch.inference_mode()
+def test_a_matrix_is_kept_and_follows_its_weight():
+    """Sleep moves the memory of parameters, or replaces them."""
+    weight = make_block_weight()
+    use_packed_kernels(weight)
+    (matrix,) = weight.matrices(None)
+    assert weight.matrices(None)[0] is matrix
+    with torch.inference_mode(False):
+        for parameter in weight.parameters():
+            parameter.data = parameter.data.clone()
+    (matrix,) = weight.matrices(None)
+    assert matrix.codes.data_ptr() == weight.codes.data_ptr()
+    assert matrix.scales.data_ptr() == weight.scales.data_ptr()
+    for name in ("codes", "scales"):
+        new = torch.nn.Parameter(weight.get_parameter(name).clone(), requires_grad=False)
+        setattr(weight, name, new)
+        assert getattr(weight.matrices(None)[0], name) is new
+    copy = weakref.ref(weight.block_scales)
+    del matrix
+    drop_copies(weight)
+    assert copy() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -23,6 +23,7 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
     """
 
     block_scales: Tensor | None = None  # [N / 128, G]
+    _whole: Fp8Matrix | None = None  # the last result of `_whole_matrix`
 
     def can_norm(self, row: Tensor) -> bool:
         return self.can_add(row)
@@ -70,39 +71,58 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
             return products.gated_linear_fp8(x, matrix, dtype, gelu, reader, self.linear)
         return activate_and_mul(self(x, bias), gelu)
 
-    def matrix_for(self, x: Tensor) -> Fp8Matrix | None:
-        """Return the matrix that inputs can be quantised for before `forward`; None: none."""
-        matrices = self.matrices(None)
-        needs_ranks = self.is_split and self.scheme.activations == "token"
-        is_one = len(matrices) == 1 and self.scheme.activations is not None
-        if is_one and not needs_ranks and fp8_linear.suits(x, matrices[0]):
-            return matrices[0]
-        return None
+    def matrix_for(self, x: Tensor | None) -> Fp8Matrix | None:
+        """Return the matrix that inputs can be quantised for before `forward`; None: none.
+
+        x: the inputs; None: they are yet to be computed, as dense rows.
+        """
+        matrices, activations = self.matrices(None), self.scheme.activations
+        needs_ranks = self.is_split and activations == "token"
+        if activations is None or needs_ranks or len(matrices) > 1:
+            return None
+        suits = fp8_linear.is_known(matrices[0]) if x is None else fp8_linear.suits(x, matrices[0])
+        return matrices[0] if suits else None
 
     def matrices(self, expert: int | None) -> list[Fp8Matrix]:
         """Return the matrices whose results, side by side, are the weight's.
 
         Projections are one matrix, unless their inputs have scales of their own.
         """
+        if self.scheme.activations != "tensor" and expert is None:
+            return [self._whole_matrix()]
         codes, scales = (
             self.rows_of(parameter, slice(None), expert) for parameter in (self.codes, self.scales)
         )
+        if self.scheme.activations != "tensor":
+            return [Fp8Matrix(codes, scales, *self._sizes)]
+        inputs = self.rows_of(self.input_scales, slice(None), expert)
+        ends = [*self.starts[1:], self.height]
+        return [
+            Fp8Matrix(codes[begin:end], scales[begin:end], *self._sizes, inputs[number])
+            for number, (begin, end) in enumerate(zip(self.starts, ends))
+        ]
+
+    def _whole_matrix(self) -> Fp8Matrix:
+        """Return the weight as one matrix, which is kept: a layer asks for it seven times a step.
+
+        It holds the parameters themselves, so it follows them when their memory moves.
+        """
+        kept, codes, scales = self._whole, self.codes, self.scales
+        if kept is not None and kept.codes is codes and kept.scales is scales:
+            if kept.block_scales is self.block_scales:
+                return kept
+        self.restore()
+        self._whole = Fp8Matrix(codes, scales, *self._sizes, block_scales=self.block_scales)
+        return self._whole
+
+    @property
+    def _sizes(self) -> tuple[int, int, str | None]:
+        """The fields of a matrix that follow its codes and scales."""
         # No kernel knows a rank's share that begins within a group: 0 says so.
         group = 0 if self.columns.start % self.group else self.group
         if self.num_groups == 1:
             group = self.width
-        sizes = group, self.block_rows, self.scheme.activations
-        if self.scheme.activations != "tensor":
-            if expert is None:
-                self.restore()
-            blocks = self.block_scales if expert is None else None
-            return [Fp8Matrix(codes, scales, *sizes, block_scales=blocks)]
-        inputs = self.rows_of(self.input_scales, slice(None), expert)
-        ends = [*self.starts[1:], self.height]
-        return [
-            Fp8Matrix(codes[begin:end], scales[begin:end], *sizes, inputs[number])
-            for number, (begin, end) in enumerate(zip(self.starts, ends))
-        ]
+        return group, self.block_rows, self.scheme.activations
 
     @torch.inference_mode()
     def arrange(self) -> None:
@@ -118,7 +138,7 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
             self.arrange()
 
     def drop(self) -> None:
-        self.block_scales = None
+        self.block_scales = self._whole = None
 
     def take_weights(self, plain: nn.Module) -> None:
         self.copy_parameters(plain)

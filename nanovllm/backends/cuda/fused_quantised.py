@@ -72,11 +72,13 @@ def drop_copies(model: nn.Module) -> None:
         weight.drop()
 
 
-def matrix_of(reader: Any, x: Tensor) -> Fp8Matrix | None:
+def matrix_of(reader: Any, x: Tensor | None) -> Fp8Matrix | None:
     """Return the FP8 matrix by which the layer `reader` multiplies its inputs x [T, K].
 
     None: the layer has no such matrix, or takes inputs as they are. Otherwise the inputs may be
     quantised for the matrix before the layer gets them.
+
+    x: None if the inputs are yet to be computed, as dense rows.
     """
     if isinstance(reader, FusedQuantised):
         weight = reader.packed["weight"]
@@ -121,8 +123,7 @@ class FusedQuantised:
         """
         weight = self.packed["weight"]
         if isinstance(weight, FusedFp8Weight):
-            like = torch.empty(1, weight.height // 2, device="meta")
-            return weight.gated(x, self.bias, gelu, matrix_of(reader, like))
+            return weight.gated(x, self.bias, gelu, matrix_of(reader, None))
         if isinstance(weight, FusedIntegerWeight):
             return weight.gated(x, self.bias, gelu)
         return activate_and_mul(self.product(x, self.bias), gelu)

@@ -54,9 +54,11 @@ class Fp8Matrix(NamedTuple):
     @property
     def sharing(self) -> int:
         """The number of inputs that share a scale."""
-        inputs = self.codes.shape[1]
-        sizes = {"group": self.group, "token": inputs, "tensor": STATIC.value, None: PLAIN.value}
-        return sizes[self.activations]
+        if self.activations == "group":
+            return self.group
+        if self.activations == "token":
+            return self.codes.shape[1]
+        return PLAIN.value if self.activations is None else STATIC.value
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def as_rows(x: Tensor | Rows, matrix: Fp8Matrix, largest: Tensor | None = None) 
     """Return the inputs of a product, quantised if they are to be."""
     if isinstance(x, Rows):
         return x
-    return Rows(x, None, len(x)) if matrix.activations is None else quantise(x, matrix, largest)
+    return Rows(x, None, x.shape[0]) if matrix.activations is None else quantise(x, matrix, largest)
 
 
 def quantise(x: Tensor, matrix: Fp8Matrix, largest: Tensor | None = None) -> Rows:

@@ -63,7 +63,7 @@ class Tiling(NamedTuple):
 
 def suits(x: Tensor, matrix: Fp8Matrix) -> bool:
     """Tell whether the kernels know the sizes and the format."""
-    return is_known(matrix) and x.stride(-1) == 1 and len(x) > 0
+    return is_known(matrix) and x.stride(-1) == 1 and x.shape[0] > 0
 
 
 def is_known(matrix: Fp8Matrix) -> bool:
@@ -78,7 +78,7 @@ def is_known(matrix: Fp8Matrix) -> bool:
 
 def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
     """Tell whether cuBLASLt, or CUTLASS for scales by rows, can multiply, and is the fastest."""
-    rows, (outputs, inputs) = len(x.codes), matrix.codes.shape
+    rows, groups, (outputs, inputs) = x.codes.shape[0], matrix.scales.shape[1], matrix.codes.shape
     if (
         not is_hopper(matrix.codes.device)
         or not hasattr(F, "scaled_mm")
@@ -87,7 +87,7 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
         or outputs % 16
     ):
         return False
-    is_able = len(matrix.scales[0]) == 1 or (
+    is_able = groups == 1 or (
         matrix.block_scales is not None
         and matrix.group == matrix.block_rows == CUBLAS_BLOCK
         and outputs % CUBLAS_BLOCK == 0
@@ -95,7 +95,7 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
     )
     # Measured on an H200: of 12,288 inputs and 4,096 outputs, or of 4,096 and 2,048, cuBLASLt's
     # tiles are too few.
-    is_long = inputs >= 2 * outputs and len(matrix.scales[0]) > 1
+    is_long = inputs >= 2 * outputs and groups > 1
     return is_able and rows > (MAX_ROWS if is_long else 128)
 
 
@@ -203,7 +203,7 @@ def multiply_by_cublas(x: Rows, matrix: Fp8Matrix, bias: Tensor | None) -> Tenso
     """Compute x @ weight.T + bias in bfloat16, by a kernel of cuBLASLt or CUTLASS."""
     assert x.scales is not None
     weight, dtype = matrix.codes.t(), torch.bfloat16
-    if len(matrix.scales[0]) == 1:
+    if matrix.scales.shape[1] == 1:
         sizes = x.scales.t(), matrix.scales.t()
         out = torch._scaled_mm(x.codes, weight, *sizes, out_dtype=dtype)
     else:

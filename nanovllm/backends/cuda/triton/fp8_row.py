@@ -65,7 +65,7 @@ def suits(x: Any, matrix: Fp8Matrix) -> bool:
     inputs = matrix.codes.shape[1]
     return (
         isinstance(row, Tensor)
-        and len(row) == 1
+        and row.shape[0] == 1
         and row.dtype in (torch.bfloat16, torch.float16)
         and row.is_contiguous()
         and is_hopper(matrix.codes.device)
