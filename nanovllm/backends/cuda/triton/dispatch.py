@@ -85,7 +85,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """
     # Compiled code depends on the dtype and alignment of tensors, the dtype and shape of tiles, and
     # the value of all other arguments. It takes the addresses of tensors. If it is given a tensor,
-    # Triton asks it for its address, and then the driver about that.
+    # Triton asks it for its address, and then the driver about that. Pinned memory has the same
+    # address on the GPU as on the host.
     look, values = [], list(args)
     for i, arg in enumerate(args):
         if type(arg) in VALUES:
