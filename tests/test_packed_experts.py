@@ -314,6 +314,29 @@ def test_woven_experts_have_tiles_for_few_and_many_pairs_where_these_were_fastes
     assert (tile.rows, tile.few) == (rows, few)
 
 
+@needs_gluon
+@pytest.mark.parametrize("is_put_off", [False, True])
+def test_the_second_product_does_not_wait_for_a_first_one_that_was_put_off(is_put_off, monkeypatch):
+    """precompile.py puts off launches of kernels that are not compiled yet."""
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: None if is_put_off else "compiled"
+
+    monkeypatch.setattr(woven_experts, "_woven_experts_kernel", Kernel())
+    codes, scales = torch.zeros(2, 128, 32).byte(), torch.zeros(2, 128, 2).byte()
+    weight = woven_experts.view_woven(codes, scales)
+    order, runs = torch.zeros(4).int(), torch.ones(3, 4).int()
+    woven_experts.multiply_woven(
+        *(torch.zeros(2, 64), weight, None, torch.zeros(4, 64)),
+        pairs=(order, runs, 2),
+        top_k=2,
+        tile=woven_experts.woven_tile(4),
+        is_gated=True,
+    )
+    assert runs.any() != is_put_off
+
+
 on_hopper = pytest.mark.skipif(not IS_HOPPER, reason="the kernel is for Hopper")
 
 

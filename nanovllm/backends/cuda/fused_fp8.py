@@ -109,8 +109,7 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
         """
         kept, codes, scales = self._whole, self.codes, self.scales
         if kept is not None and kept.codes is codes and kept.scales is scales:
-            if kept.block_scales is self.block_scales:
-                return kept
+            return kept
         self.restore()
         self._whole = Fp8Matrix(codes, scales, *self._sizes, block_scales=self.block_scales)
         return self._whole

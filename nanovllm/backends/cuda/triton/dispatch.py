@@ -11,7 +11,8 @@ earlier kernels have ended as well. In a kernel launched with `**overlap(x)`, ev
 call `wait_for_inputs`. Three exceptions: a kernel of long programs may let the next kernel start
 later, by `admit_next` or at its end; in woven_token.py and woven_experts.py a kernel waits first,
 so that the next one may also read early what was written before; and in woven_experts.py that next
-kernel reads results of programs that have ended, which count themselves, and waits at its end.
+kernel reads the results of programs that have stored theirs and counted themselves, and waits at
+its end.
 
 A late start saves time after some products, and costs time after others: only whole decode steps
 show which. Probably it saves time where kernels that wait hold shared memory, so that those before
@@ -81,7 +82,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """Call kernel[grid](*args, **options) with little work for the host.
 
     `args` are all arguments of the kernel but PDL, which must be its last argument if it has it.
-    The first argument must be a tensor on the device where the kernel shall run.
+    The first argument must be a tensor on the device where the kernel shall run. The memory of all
+    others must be in reach of that device, which is not looked at again.
     """
     # Compiled code depends on the dtype and alignment of tensors, the dtype and shape of tiles, and
     # the value of all other arguments. It takes the addresses of tensors. If it is given a tensor,

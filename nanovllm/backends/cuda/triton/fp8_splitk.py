@@ -20,7 +20,8 @@ added to totals in float32.
 
 On an H200 (PyTorch 2.11, Triton 3.6), with the quantising before it, `down` of Qwen3-8B takes 31.0
 us for 192 rows, where fp8_linear.py takes 37.9, and 24.5 us for 96 rows, where it takes 30.5. Gates
-and ups of 192 rows add 36.9 us to a decode step, and added 41.0 when a program ended with its tile.
+and ups of 192 rows add 36.9 us a layer to a decode step, and added 41.0 when a program ended with
+its tile.
 
 The kernel is written in Gluon, the part of Triton in which a kernel says which thread holds what.
 
@@ -137,7 +138,7 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
     rounds, shared, splits = cut(rows, outputs, inputs, num_processors(device))
     programs = num_processors(device) if rounds else shared * splits
     out = torch.empty(rows, outputs, dtype=dtype, device=device)
-    sharers = shared * splits * groups  # groups of warps that share
+    sharers = shared * splits * groups if splits > 1 else 0  # groups of warps that share
     parts = torch.empty(sharers, ROWS.value, OUTPUTS.value, dtype=torch.float32, device=device)
     counters = arrivals(device)
     assert sharers <= len(counters)
@@ -241,17 +242,17 @@ def _multiply_rows(
     for r in range(ROUNDS):
         m, n = _place(r * programs + program, GROUPS, ROW_TILES)
         total = _add_up(stages, w_scales + n // OUTPUTS * steps, r * steps, steps, INDEX)
-        blocks = _blocks(in_threads(total))
-        for b in gl.static_range(BLOCKS):
-            at = n + b * (OUTPUTS // BLOCKS)
-            _store(blocks[b], bias, out, M, N, m + INDEX * ROWS, at)
+        _store_all(_blocks(in_threads(total)), bias, out, M, N, m + INDEX * ROWS, n)
     if program < SHARERS:
         m, n = _place(ROUNDS * programs + program // SPLITS, GROUPS, ROW_TILES)
         count = steps // SPLITS
         w_scales += n // OUTPUTS * steps + program % SPLITS * count
         total = _add_up(stages, w_scales, ROUNDS * steps, count, INDEX)
         blocks = _blocks(in_threads(total))
-        _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, GROUPS, SPLITS)
+        if SPLITS == 1:
+            _store_all(blocks, bias, out, M, N, m + INDEX * ROWS, n)
+        else:
+            _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, GROUPS, SPLITS)
 
 
 @gluon.jit
@@ -353,6 +354,13 @@ def _blocks(sums):
 
 
 @gluon.jit
+def _store_all(blocks, bias, out, M, N, m, n):
+    """Store the results of a tile from row m and output n on."""
+    for b in gl.static_range(BLOCKS):
+        _store(blocks[b], bias, out, M, N, m, n + b * (OUTPUTS // BLOCKS))
+
+
+@gluon.jit
 def _store(sums, bias, out, M, N, m, n):
     """Store a block of results from row m and output n on: sums [outputs // 8, threads, 4]."""
     WIDTH: gl.constexpr = OUTPUTS // BLOCKS
@@ -394,7 +402,7 @@ def _splitk_kernel(
     ROUNDS: gl.constexpr,  # tiles that each program computes alone
     GROUPS: gl.constexpr,  # of warps that multiply
     SPLITS: gl.constexpr,  # programs that share a tile
-    SHARERS: gl.constexpr,  # programs that share tiles
+    SHARERS: gl.constexpr,  # programs that compute the tiles that are left
     ROW_TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):

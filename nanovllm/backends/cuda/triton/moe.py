@@ -228,7 +228,7 @@ def sort_by_expert(
         order: [P] int32, the pairs in sorted order.
         runs: [1 + max_tiles, 4] int32. The first row begins with the number of tiles. Each further
             row has a tile's expert, its first index in `order`, the end of its run, and 0, where
-            programs that have multiplied the tile may be counted.
+            programs that have multiplied by the tile may be counted.
         max_tiles: the greatest possible number of tiles.
     """
     num_tokens, num_experts = logits.shape
@@ -386,6 +386,7 @@ def _route(
             tl.store(runs + 4 + 4 * pick, best_experts, mask=is_pair)
             tl.store(runs + 5 + 4 * pick, pick, mask=is_pair)
             tl.store(runs + 6 + 4 * pick, pick + 1, mask=is_pair)
+            tl.store(runs + 7 + 4 * pick, 0, mask=is_pair)
         else:
             mine = ((keys == NONE) & (token < T)).to(tl.int32)
             number = tl.cumsum(mine, axis=0) - mine + count[None, :]
