@@ -49,7 +49,7 @@ def test_the_same_arguments_find_the_compiled_kernel_again():
     launching.launch(kernel, (4, 2), other, None, 5, num_warps=2, PDL=True, launch_pdl=True)
     assert kernel.launches == [
         ("found", (3,), (X, None, 5), {"num_warps": 2, "PDL": True, "launch_pdl": True}),
-        ("again", (4, 2, 1), (other.data_ptr(), None, 5, True)),
+        ("again", (4, 2, 1), (other, None, 5, True)),
     ]
 
 

@@ -82,27 +82,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     """Call kernel[grid](*args, **options) with little work for the host.
 
     `args` are all arguments of the kernel but PDL, which must be its last argument if it has it.
-    The first argument must be a tensor on the device where the kernel shall run. The memory of all
-    others must be in reach of that device, which is not looked at again.
+    The first argument must be a tensor on the device where the kernel shall run.
     """
     # Compiled code depends on the dtype and alignment of tensors, the dtype and shape of tiles, and
-    # the value of all other arguments. It takes the addresses of tensors. If it is given a tensor,
-    # Triton asks it for its address, and then the driver about that. Pinned memory has the same
-    # address on the GPU as on the host.
-    look, values = [], list(args)
-    for i, arg in enumerate(args):
-        if type(arg) in VALUES:
-            look.append(arg)
-        elif isinstance(arg, Tensor):
-            values[i] = address = arg.data_ptr()
-            look.append((arg.dtype, address % 16 == 0))
-        else:
-            look.append((arg.base.dtype, *arg.block_shape))
+    # the value of all other arguments.
+    look = [
+        arg
+        if type(arg) in VALUES
+        else (arg.dtype, arg.data_ptr() % 16 == 0)
+        if isinstance(arg, Tensor)
+        else (arg.base.dtype, *arg.block_shape)
+        for arg in args
+    ]
     key = (id(kernel), args[0].device, *look, *options.values())
     if (compiled := _compiled.get(key)) is not None:
-        if "PDL" in options:
-            values.append(options["PDL"])
-        compiled[grid + (1,) * (3 - len(grid))](*values)
+        args += (options["PDL"],) if "PDL" in options else ()
+        compiled[grid + (1,) * (3 - len(grid))](*args)
         return
     compiled = kernel[grid](*args, **options)
     # It is None under the interpreter, and for a launch that find_uncompiled put off.
