@@ -138,7 +138,7 @@ def linear(x: Rows, matrix: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) 
     rounds, shared, splits = cut(rows, outputs, inputs, num_processors(device))
     programs = num_processors(device) if rounds else shared * splits
     out = torch.empty(rows, outputs, dtype=dtype, device=device)
-    sharers = shared * splits * groups if splits > 1 else 0  # groups of warps that share
+    sharers = shared * splits * groups  # groups of warps that share
     parts = torch.empty(sharers, ROWS.value, OUTPUTS.value, dtype=torch.float32, device=device)
     counters = arrivals(device)
     assert sharers <= len(counters)
@@ -242,17 +242,17 @@ def _multiply_rows(
     for r in range(ROUNDS):
         m, n = _place(r * programs + program, GROUPS, ROW_TILES)
         total = _add_up(stages, w_scales + n // OUTPUTS * steps, r * steps, steps, INDEX)
-        _store_all(_blocks(in_threads(total)), bias, out, M, N, m + INDEX * ROWS, n)
+        blocks = _blocks(in_threads(total))
+        for b in gl.static_range(BLOCKS):
+            at = n + b * (OUTPUTS // BLOCKS)
+            _store(blocks[b], bias, out, M, N, m + INDEX * ROWS, at)
     if program < SHARERS:
         m, n = _place(ROUNDS * programs + program // SPLITS, GROUPS, ROW_TILES)
         count = steps // SPLITS
         w_scales += n // OUTPUTS * steps + program % SPLITS * count
         total = _add_up(stages, w_scales, ROUNDS * steps, count, INDEX)
         blocks = _blocks(in_threads(total))
-        if SPLITS == 1:
-            _store_all(blocks, bias, out, M, N, m + INDEX * ROWS, n)
-        else:
-            _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, GROUPS, SPLITS)
+        _share(blocks, tensors, M, N, m + INDEX * ROWS, n, INDEX, GROUPS, SPLITS)
 
 
 @gluon.jit
@@ -351,13 +351,6 @@ def _blocks(sums):
     first, second = gl.split(left)
     third, fourth = gl.split(right)
     return first, second, third, fourth
-
-
-@gluon.jit
-def _store_all(blocks, bias, out, M, N, m, n):
-    """Store the results of a tile from row m and output n on."""
-    for b in gl.static_range(BLOCKS):
-        _store(blocks[b], bias, out, M, N, m, n + b * (OUTPUTS // BLOCKS))
 
 
 @gluon.jit
