@@ -207,13 +207,11 @@ def multiply_woven(
     alpha, limit = (clamped.alpha, clamped.limit) if clamped else (None, None)
     splits = 1 if is_gated else tile.splits
     few = tile.few or tile.rows
-    block = BLOCK_ROWS * tile.warps * tile.units
-    parts = cdiv(outputs, block)
-    first_parts = cdiv(2 * inputs, block)  # of the first product
+    parts = cdiv(outputs, BLOCK_ROWS * tile.warps * tile.units)
     compiled = _woven_experts_kernel[(max_tiles * parts, splits)](
         *(x, weight.codes, weight.scales, bias, order, runs, out, alpha, limit),
         *(top_k, outputs, inputs, is_gated, few, (tile.rows // few).bit_length()),
-        *(tile.warps, tile.units, tile.stages, splits, not tile.late, first_parts),
+        *(tile.warps, tile.units, tile.stages, splits, not tile.late),
         num_warps=tile.warps,
         maxnreg=tile.registers,
         **overlap(out, top_k * splits),
@@ -529,7 +527,6 @@ def _woven_experts_kernel(
     STAGES: gl.constexpr,
     SPLITS: gl.constexpr,
     BY_TILE: gl.constexpr,
-    FIRST_PARTS: gl.constexpr,  # programs that a tile has in the first product
     PDL: gl.constexpr,
 ):
     """Multiply 16 * WARPS * UNITS rows of an expert's weights by a tile of pairs.
@@ -547,6 +544,8 @@ def _woven_experts_kernel(
         if BY_TILE:
             run("griddepcontrol.launch_dependents;")
     PARTS: gl.constexpr = (OUT // 16 + WARPS * UNITS - 1) // (WARPS * UNITS)
+    # Those of the first product, whose outputs are gates and ups of the second one's inputs.
+    FIRST_PARTS: gl.constexpr = (2 * IN // 16 + WARPS * UNITS - 1) // (WARPS * UNITS)
     tile, part = gl.program_id(0) // PARTS, gl.program_id(0) % PARTS
     if tile < gl.load(runs, volatile=True):
         runs += (1 + tile) * 4
