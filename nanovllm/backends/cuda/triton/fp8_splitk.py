@@ -112,7 +112,7 @@ def row_tiles(rows: int) -> tuple[int, int]:
 
 
 class Cut(NamedTuple):
-    """Say how the tiles of a product are cut into programs."""
+    """The cut of a product's tiles into programs."""
 
     rounds: int  # in each, every multiprocessor has a program that computes a tile alone
     shared: int  # the tiles that are left

@@ -1,4 +1,4 @@
-"""Give several kernels in Gluon what they share.
+"""Functions that several kernels in Gluon share.
 
 Gluon is the part of Triton in which a kernel says which thread holds what.
 """
