@@ -2,6 +2,8 @@
 stand-ins.
 """
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -16,7 +18,7 @@ if not hasattr(triton, "AsyncCompileMode"):
 
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND
 from nanovllm.backends.cuda.fused_layers import FusedGatedMLP, fuse
-from nanovllm.backends.cuda.precompile import find_uncompiled
+from nanovllm.backends.cuda.precompile import compile_kernels, find_uncompiled
 from nanovllm.backends.cuda.runner import CUDAModelRunner
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import ParallelGroup
@@ -45,14 +47,79 @@ class Kernel:
 
     def preload(self, specialization: str):
         self.preloaded.append(specialization)
-        return SimpleNamespace(run=specialization)
+        return Compiled(specialization)
+
+
+class Compiled:
+    """Notes who builds its launcher and who loads it. Kernel "bad" does not compile, "large" not
+    load.
+    """
+
+    metadata = None
+
+    def __init__(self, key: str):
+        if key == "bad":
+            raise RuntimeError("it does not compile")
+        self.src = key
+
+    @property
+    def run(self):
+        notes.append(("loaded", self.src, threading.get_ident()))
+        any_loaded.set()
+        if self.src == "large":
+            raise RuntimeError("it does not fit")
+
+
+notes: list[tuple[str, str, int]] = []
+any_loaded = threading.Event()
+
+
+@pytest.fixture
+def built_launchers(monkeypatch):
+    """Let launchers be built by a stand-in: there is no driver."""
+    both_build = threading.Barrier(2)
+
+    def launcher_cls(src, metadata):
+        if src in "ab":
+            both_build.wait(SECONDS)
+        if src == "b":
+            any_loaded.wait(0.1)  # a kernel that is loaded too early is loaded meanwhile
+        notes.append(("built", src, threading.get_ident()))
+
+    notes.clear()
+    any_loaded.clear()
+    driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=launcher_cls))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    return notes
 
 
 def test_each_kernel_is_found_once_and_none_is_launched():
     kernel = Kernel()
     found = find_uncompiled(lambda: [kernel.launch(key) for key in "aba"])
     assert kernel.launched == [] == kernel.preloaded
-    assert [compile_kernel() for compile_kernel in found] == ["a", "b"] == kernel.preloaded
+    assert found == [(kernel, "a"), (kernel, "b")]
+
+
+def test_threads_compile_and_one_loads_when_all_have(built_launchers):
+    """Two threads that load at the same time may take each other's launchers."""
+    kernel = Kernel()
+    with ThreadPoolExecutor(2) as pool:
+        compile_kernels(lambda: [kernel.launch(key) for key in "ab"], pool)
+    here = threading.get_ident()
+    (*built, (*first, by), (*second, by_too)) = built_launchers
+    assert {key for _, key, _ in built} == {"a", "b"}
+    assert len({thread for _, _, thread in built} | {here}) == 3
+    assert (first, second, by, by_too) == (["loaded", "a"], ["loaded", "b"], here, here)
+
+
+def test_a_kernel_that_does_not_compile_or_load_is_left_to_its_launch(built_launchers):
+    kernel = Kernel()
+    with ThreadPoolExecutor(1) as pool:
+        compile_kernels(lambda: [kernel.launch(key) for key in ("bad", "large", "fine")], pool)
+    assert [note[:2] for note in built_launchers] == [
+        *(("built", key) for key in ("large", "fine")),
+        *(("loaded", key) for key in ("large", "fine")),
+    ]
 
 
 def test_launches_of_other_threads_and_after_it_go_on():

@@ -3,11 +3,18 @@
 Triton compiles a kernel at its first launch. An engine's start launches some 35 kernels. Each takes
 a quarter of a second to compile, most of which does not hold Python's lock: threads can compile
 several at a time.
+
+Kernels are loaded one after the other, when all are compiled. To load a kernel, Triton 3.6 imports
+its launcher, a module that it has compiled from C. All these modules have one name, and Python
+returns the same object for each one that is imported again, with the function of the last one. Of
+two threads that import, one may find the other's function there, and its kernel is then launched
+with the arguments of another.
 """
 
 import threading
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import Executor, wait
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,13 +43,24 @@ def begin_hashing() -> None:
         threading.Thread(target=triton_key, daemon=True).start()
 
 
-def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
+def compile_kernels(run: Callable[[], None], pool: Executor) -> None:
+    """Compile the kernels that `run` launches in the threads of `pool`, and load them.
+
+    `run` is called without launching the kernels that are not compiled yet. Tensors that it makes
+    are filled with 0, which is a valid token, position and block, because no kernel fills them.
+    """
+    tasks = [pool.submit(_compile, kernel, data) for kernel, data in find_uncompiled(run)]
+    wait(tasks)
+    for task in tasks:
+        # A kernel that does not compile, or does not fit the device, raises when it is launched.
+        with suppress(Exception):
+            _load(task.result())
+
+
+def find_uncompiled(run: Callable[[], None]) -> list[tuple[Any, str]]:
     """Find the kernels that `run` launches and that are not compiled yet.
 
-    Calls `run` without launching these kernels. The memory that they would have written is 0, which
-    is a valid token, position and block.
-
-    Returns a function for each kernel, which compiles it and may be called in any thread.
+    Returns for each of them the function and what Triton wants to know to compile it.
     """
     # Older releases do not compile in threads.
     if not hasattr(triton, "AsyncCompileMode"):
@@ -61,13 +79,19 @@ def find_uncompiled(run: Callable[[], None]) -> list[Callable[[], object]]:
             run()
     finally:
         hooks.jit_cache_hook = previous
-    # _compile reads `run` of the compiled kernel: that builds its launcher and loads the kernel
-    # onto the thread's device.
-    return [partial(_compile, kernel, data) for kernel, data in found.values()]
+    return list(found.values())
 
 
 def _compile(kernel: Any, data: str) -> Any:
-    return kernel.preload(data).run
+    compiled = kernel.preload(data)
+    # Triton keeps the launcher on disk, so the kernel is loaded in no time later.
+    triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
+    return compiled
+
+
+def _load(compiled: Any) -> Any:
+    """Load a compiled kernel onto this thread's device, which Triton does when `run` is read."""
+    return compiled.run
 
 
 class _Zeroed(TorchFunctionMode):

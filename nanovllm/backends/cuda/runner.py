@@ -53,7 +53,7 @@ from nanovllm.backends.cuda.overlapped_decoder import (
     overlap_all_reduces,
 )
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
-from nanovllm.backends.cuda.precompile import begin_hashing, find_uncompiled
+from nanovllm.backends.cuda.precompile import begin_hashing, compile_kernels
 from nanovllm.backends.cuda.products import INVARIANT
 from nanovllm.backends.cuda.sampled_tokens import SampledTokensInFlight
 from nanovllm.backends.cuda.triton import elementwise, sampler
@@ -174,9 +174,7 @@ class CUDAModelRunner(ModelRunner):
             self._bind_cache(1)
             if self.make_resampler is not None:
                 self.resampler = self.make_resampler(self)
-            # No result is asked for: a kernel that does not compile raises when it is launched.
-            for compile_kernel in find_uncompiled(self._run_small_steps):
-                pool.submit(compile_kernel)
+            compile_kernels(self._run_small_steps, pool)
 
     def _run_small_steps(self) -> None:
         """Launch the kernels of all decode steps, and those of attention and MLPs in prefills.
