@@ -26,6 +26,9 @@ from nanovllm.weights.weight_slice import WeightSlice
 # each part costs it launches.
 CHUNK = 2**20
 CHUNK_ON_GPU = 2**25
+# Numbers that are quantised at a time on a GPU, where each of them takes some 30 bytes meanwhile.
+# On a CPU several threads quantise, so each takes CHUNK.
+QUANTISED_ON_GPU = 2**23
 
 
 @dataclass(frozen=True)
@@ -192,8 +195,8 @@ class PackedWeight(nn.Module):
         def convert(name: str, values: Tensor) -> Tensor:
             if piece.experts is not None:
                 values = values[0].mT
-            # Several threads convert at a time, so each makes few numbers wide at once.
-            rows = max(1, CHUNK // values.shape[1])
+            most = QUANTISED_ON_GPU if values.is_cuda else CHUNK
+            rows = max(1, most // values.shape[1])
             rows += -rows % self.block_rows
             parts = [self.encode(part.float(), skipped)[name] for part in values.split(rows)]
             return torch.cat(parts)
