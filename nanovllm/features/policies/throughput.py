@@ -27,10 +27,9 @@ from nanovllm.features.policies.shared_prefix import SharedPrefixPolicy
 # Pacing never holds the number of decoding sequences below this. A decode step takes the time to
 # read the weights, or the time to multiply by them if that is longer; where the two meet depends on
 # the device, the format of the weights and the kernels. Measured on an H200 with `bench`, in
-# seconds, with at least 160, 192 and 256 sequences: Qwen3-8B 13.27, 13.37, 13.58; in FP8 11.8,
-# 11.28, 11.28; in INT4 13.57, 13.67, 13.69; Qwen3-0.6B 4.71, 4.66, 4.70; Qwen3-30B-A3B in FP8
-# 14.34, 14.15, 14.20; gpt-oss-20b in MXFP4 8.22, 8.14, 8.20. Kernels of quantised weights have
-# become faster since.
+# seconds, with at least 160, 192 and 256 sequences: Qwen3-8B 13.27, 13.37, 13.58; in INT4 13.57,
+# 13.67, 13.69; Qwen3-0.6B 4.71, 4.66, 4.70; Qwen3-30B-A3B in FP8 14.34, 14.15, 14.20. With at most
+# 128, 160 and 192: Qwen3-8B in FP8 10.97, 11.07, 10.87; gpt-oss-20b in MXFP4 8.31, 8.39, 8.08.
 MIN_RUNNING = 192
 
 # Prompts of this many tokens keep a device busy for longer than the host takes to launch them.
