@@ -18,7 +18,7 @@ if not hasattr(triton, "AsyncCompileMode"):
 
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND
 from nanovllm.backends.cuda.fused_layers import FusedGatedMLP, fuse
-from nanovllm.backends.cuda.precompile import compile_kernels, find_uncompiled
+from nanovllm.backends.cuda.precompile import _load, compile_kernels, find_uncompiled
 from nanovllm.backends.cuda.runner import CUDAModelRunner
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.parallel import ParallelGroup
@@ -120,6 +120,29 @@ def test_a_kernel_that_does_not_compile_or_load_is_left_to_its_launch(built_laun
         *(("built", key) for key in ("large", "fine")),
         *(("loaded", key) for key in ("large", "fine")),
     ]
+
+
+def test_the_launch_of_a_kernel_that_could_not_be_loaded_says_why(monkeypatch):
+    """Triton keeps the launcher of such a kernel, and would launch it without a function."""
+
+    def load_binary(*_):
+        raise RuntimeError("out of memory")
+
+    compiler = triton.compiler.compiler
+    active = SimpleNamespace(
+        get_current_device=lambda: 0,
+        launcher_cls=lambda *_: lambda *_: None,
+        utils=SimpleNamespace(load_binary=load_binary),
+    )
+    monkeypatch.setattr(compiler, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compiler, "max_shared_mem", lambda device: 0)
+    kernel = object.__new__(compiler.CompiledKernel)
+    names = ("name", "src", "kernel", "hash", "metadata_group", "module", "function", "_run")
+    vars(kernel).update(dict.fromkeys(names), metadata=SimpleNamespace(shared=0))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _load(kernel)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kernel.run()
 
 
 def test_launches_of_other_threads_and_after_it_go_on():

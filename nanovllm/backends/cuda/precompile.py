@@ -1,14 +1,14 @@
 """The compilation of Triton kernels in parallel, before they are launched.
 
-Triton compiles a kernel at its first launch. An engine's start launches some 35 kernels. Each takes
-a quarter of a second to compile, most of which does not hold Python's lock: threads can compile
-several at a time.
+Triton compiles a kernel at its first launch. An engine's start launches 35 to 100 kernels. Each
+takes a quarter of a second or more to compile, most of which does not hold Python's lock: threads
+can compile several at a time.
 
 Kernels are loaded one after the other, when all are compiled. To load a kernel, Triton 3.6 imports
 its launcher, a module that it has compiled from C. All these modules have one name, and Python
 returns the same object for each one that is imported again, with the function of the last one. Of
-two threads that import, one may find the other's function there, and its kernel is then launched
-with the arguments of another.
+two threads that import, one may find the other's function there. Its kernel is then launched with
+arguments that are laid out for another kernel.
 """
 
 import threading
@@ -46,13 +46,13 @@ def begin_hashing() -> None:
 def compile_kernels(run: Callable[[], None], pool: Executor) -> None:
     """Compile the kernels that `run` launches in the threads of `pool`, and load them.
 
-    `run` is called without launching the kernels that are not compiled yet. Tensors that it makes
-    are filled with 0, which is a valid token, position and block, because no kernel fills them.
+    `run` is called without launching the kernels that are not compiled yet. No kernel then fills
+    the tensors that it makes. So they are filled with 0, a valid token, position and block.
     """
     tasks = [pool.submit(_compile, kernel, data) for kernel, data in find_uncompiled(run)]
     wait(tasks)
     for task in tasks:
-        # A kernel that does not compile, or does not fit the device, raises when it is launched.
+        # A kernel that does not compile or cannot be loaded raises when it is launched.
         with suppress(Exception):
             _load(task.result())
 
@@ -91,7 +91,12 @@ def _compile(kernel: Any, data: str) -> Any:
 
 def _load(compiled: Any) -> Any:
     """Load a compiled kernel onto this thread's device, which Triton does when `run` is read."""
-    return compiled.run
+    try:
+        return compiled.run
+    except Exception:
+        # Otherwise its launch would not load it again, and would fail for want of a function.
+        compiled._run = None
+        raise
 
 
 class _Zeroed(TorchFunctionMode):
