@@ -62,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [options]",
         epilog=f"workloads:\n{names}",
     )
     add = parser.add_argument

@@ -62,7 +62,7 @@ def parse_args() -> argparse.Namespace:
         "--tensor-parallel-size",
         type=int,
         default=1,
-        help="number of GPUs to split the model over (default: %(default)s)",
+        help="number of GPUs, or of ranks on a CPU, to split the model over (default: %(default)s)",
     )
     parser.add_argument(
         "--enforce-eager",

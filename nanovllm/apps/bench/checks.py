@@ -47,6 +47,11 @@ def check(args: argparse.Namespace) -> None:
             "--workload: transformers cannot run the workloads logprobs and penalties: "
             "leave them out"
         )
+    is_name = "/" not in args.model and not Path(args.model).exists()
+    if is_name and args.model != "tiny" and args.model not in SHAPES:
+        raise ValueError(
+            f"--model {args.model!r}: use a folder, a hub id, tiny or one of {', '.join(SHAPES)}"
+        )
     for option in ("repeat", "requests"):
         if (count := getattr(args, option)) is not None and count < 1:
             raise ValueError(f"--{option} is {count}: use 1 or more")

@@ -14,10 +14,12 @@ def check_lengths(args: argparse.Namespace, engine: Engine) -> None:
     for name in args.workload.split(","):
         longest = WORKLOADS[name].longest(WORKLOADS[name].work(engine.vocab)[: args.requests])
         if limit is not None and longest > limit:
+            remedy = "leave this workload out, or name another --model"
+            if limit == args.max_model_len:
+                remedy = f"raise --max-model-len, {remedy}"
             raise ValueError(
                 f"--workload {name} has requests of up to {longest:,} tokens of prompt and output, "
-                f"and {args.model} takes {limit:,} with --max-model-len {args.max_model_len}: "
-                "leave this workload out, raise the length, or name another --model"
+                f"and {args.model} takes {limit:,}: {remedy}"
             )
 
 

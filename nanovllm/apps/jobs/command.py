@@ -54,6 +54,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="run a batch job: a file of requests in, a file of results out",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s INPUT -o OUTPUT --model MODEL [options]",
         allow_abbrev=False,
     )
     parser.set_defaults(function=run)
