@@ -70,6 +70,8 @@ BY_ROWS = INT4 | dict(strategy="channel", group_size=None)
             ["language_model.model.layers.1.self_attn"],
             ["language_model.model.layers.1.mlp.up_proj"],
         ),
+        (groups(LINEAR, ignore=["re:lm_head"]), [Q], ["lm_head", "language_model.lm_head"]),
+        (groups((["re:^lm_head$"], INT4)), ["lm_head", "language_model.lm_head"], [Q]),
     ],
 )
 def test_names_prefixes_and_patterns_choose_modules(config, packed, plain):

@@ -131,8 +131,8 @@ class Quantization:
         is_head = module.rpartition(".")[2] == "lm_head"
         if is_head and not self.has_packed_head:
             return None
-        names = {module}
         # Checkpoints of models that also see were written under several names.
+        names = {module, "lm_head"} if is_head else {module}
         for prefix in ("language_model.model.", "model.language_model."):
             if module.startswith(prefix):
                 rest = module.removeprefix(prefix)
