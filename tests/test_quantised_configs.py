@@ -243,6 +243,16 @@ def changed(name, change):
             f"{DOWN}.g_idx must hold numbers of groups, from 0 to 3: check its config.json",
         ),
         (
+            "gptq",
+            changed(f"{DOWN}.g_idx", lambda x: (0 * x).to(torch.float8_e4m3fn)),
+            f"{DOWN}.g_idx says another order of groups",
+        ),
+        (
+            "gptq",
+            lambda tensors: tensors | {f"{DOWN}.bias": torch.ones(64).to(torch.float8_e4m3fn)},
+            f"{DOWN}.bias is not zero, but by config.json the layer has no bias",
+        ),
+        (
             "int4",
             changed(f"{Q}.weight_shape", lambda x: x.flip(0) + 1),
             rf"{Q}.weight_shape is \[65, 65\], but by config.json it is \[64, 64\]",

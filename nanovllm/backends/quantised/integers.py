@@ -176,7 +176,7 @@ class IntegerWeight(PackedWeight):
 
     def check_g_idx(self, g_idx: Tensor) -> None:
         """Raise ValueError unless the groups consist of neighbouring columns."""
-        if not torch.equal(g_idx.cpu(), torch.arange(self.in_features) // self.group):
+        if not torch.equal(g_idx.cpu().long(), torch.arange(self.in_features) // self.group):
             raise ValueError(
                 "says another order of groups than desc_act false means, which is neighbouring "
                 f"columns in groups of {self.group}"
@@ -214,7 +214,7 @@ class IntegerWeight(PackedWeight):
 
 def check_zeros(bias: Tensor) -> None:
     """Raise ValueError unless a bias of a layer that has none is zero."""
-    if bias.count_nonzero():
+    if bias.float().count_nonzero():
         raise ValueError("is not zero, but by config.json the layer has no bias")
 
 
