@@ -261,9 +261,10 @@ def test_blocks_without_scales_are_named(packed):
         load(packed)
 
 
-def test_scales_of_another_dtype_are_named(packed):
+@pytest.mark.parametrize("part", ["blocks", "scales"])
+def test_blocks_or_scales_of_another_dtype_are_named(part, packed):
     tensors = tensors_of(packed)
-    name = "model.layers.0.mlp.experts.down_proj_scales"
+    name = f"model.layers.0.mlp.experts.down_proj_{part}"
     rewrite(packed, tensors | {name: tensors[name].float()})
     with pytest.raises(ValueError, match=f"{name} is F32, but in MXFP4 it is U8: download"):
         load(packed)

@@ -69,18 +69,17 @@ def join_blocks(
     ]
     for name in (name for name in names if ".experts." in name):
         path, blocks = checkpoint[f"{name}_blocks"]
-        if blocks.get_dtype() != "U8":
-            continue  # something else
         if f"{name}_scales" not in checkpoint:
             raise ValueError(
                 f"{path}: no file has {name}_scales, with which {name}_blocks is a weight in "
                 "MXFP4: download the model again"
             )
         _, scales = checkpoint[f"{name}_scales"]
-        if (dtype := scales.get_dtype()) != "U8":
-            raise ValueError(
-                f"{path}: {name}_scales is {dtype}, but in MXFP4 it is U8: download the model again"
-            )
+        for part, tensor in ((f"{name}_blocks", blocks), (f"{name}_scales", scales)):
+            if (dtype := tensor.get_dtype()) != "U8":
+                raise ValueError(
+                    f"{path}: {part} is {dtype}, but in MXFP4 it is U8: download the model again"
+                )
         if len(scales.get_shape()) != 3 or blocks.get_shape() != [*scales.get_shape(), BLOCK // 2]:
             raise ValueError(
                 f"{path}: {name}_blocks has shape {blocks.get_shape()}, {name}_scales "
