@@ -1,6 +1,7 @@
 """A quantization_config says which format each weight has, and what is not run is named."""
 
 import re
+from itertools import permutations
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_modules_may_have_formats_of_their_own():
     static = read_quantization(FORMATS["ministral"][1], None)
     assert static.description == "FP8 weights (a scale a tensor) and inputs (a static scale)"
     assert fp8.scheme_of(DOWN) == Fp8(1, 0, "token") and fp8.scheme_of(Q).bits == 4
+
+
+def test_of_several_targets_the_one_that_the_makers_library_takes_counts():
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.utils import match_targets
+
+    of_targets = {
+        "Linear": INT4 | dict(group_size=8),
+        "re:.*proj": INT4 | dict(group_size=16),
+        "re:.*mlp.*": INT4 | dict(group_size=24),
+        DOWN: INT4 | dict(group_size=40),
+    }
+    for order in permutations(of_targets):
+        pairs = [([target], of_targets[target]) for target in order]
+        quantization = read_quantization(groups(*pairs), None)
+        for name in (Q, DOWN, "model.layers.1.mlp.gate", "x"):
+            target = match_targets(name, torch.nn.Linear(1, 1), order)[0]
+            assert quantization.scheme_of(name).group == of_targets[target]["group_size"]
+    # Of two groups with the same target, the last counts.
+    pairs = [(["Linear"], INT4), (["Linear"], BY_ROWS)]
+    assert read_quantization(groups(*pairs), None).scheme_of(Q).group == 0
 
 
 def test_a_layer_left_plain_is_read_as_it_is(tmp_path):

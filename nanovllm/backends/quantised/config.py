@@ -314,19 +314,20 @@ def read_compressed_tensors(config: dict[str, Any]) -> Rules:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         refuse("config_groups", groups, "it must hold one group or more")
-    rules = left_plain(config, "ignore")
-    of_all: Rules = []
+    schemes: dict[str, Scheme] = {}
     for group in groups.values():
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
             refuse("config_groups", groups, "each must be an object with weights")
-        scheme = group_scheme(group, group.get("format") or config.get("format"))
         targets = group.get("targets")
         if not is_list_of_names(targets):
             refuse("targets", targets, "it must be a list of names")
-        for target in targets or ():
-            # A name counts before the class, of which all modules are.
-            (of_all if target == "Linear" else rules).append((named(target, "targets"), scheme))
-    return rules + of_all
+        scheme = group_scheme(group, group.get("format") or config.get("format"))
+        schemes |= {target: scheme for target in targets or ()}
+    # A module may match several targets. As in the makers' library, names count before patterns,
+    # which count in alphabetical order, and the class that all modules have counts last.
+    order = sorted(schemes, key=lambda one: (one == "Linear", one.startswith("re:"), one))
+    rules: Rules = [(named(target, "targets"), schemes[target]) for target in order]
+    return [*left_plain(config, "ignore"), *rules]
 
 
 def group_scheme(group: dict[str, Any], kind: Any) -> Scheme:
