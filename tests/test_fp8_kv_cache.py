@@ -2,6 +2,7 @@
 with a cache that rounds.
 """
 
+import shutil
 from contextlib import suppress
 
 import pytest
@@ -10,7 +11,7 @@ from effort import EFFORT
 from engine_helpers import PROMPTS, Checkpoint, assert_greedy, greedy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from quantised_helpers import rewrite, tensors_of
+from quantised_helpers import change_config, rewrite, tensors_of
 from transformers import DynamicCache
 
 from nanovllm import LLM
@@ -218,6 +219,18 @@ def test_scales_that_are_none_are_refused(get_checkpoint, tmp_path):
             LLM(tmp_path, device="cpu", kv_cache_dtype="fp8", num_kvcache_blocks=8)
 
 
+def test_scales_with_other_names_are_refused_where_scales_are_read(scaled, tmp_path):
+    _, folder = scaled
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    pack_nothing = {"quant_method": "fp8", "kv_cache_scheme": SCHEME}
+    change_config(tmp_path, quantization_config=pack_nothing | {"ignored_layers": ["model"]})
+    name = "model.layers.0.self_attn.attn.k_scale"
+    rewrite(tmp_path, tensors_of(folder) | {name: torch.tensor(0.5)})
+    LLM(tmp_path, device="cpu", num_kvcache_blocks=8).close()
+    with pytest.raises(ValueError, match=f"no place for {name}"):
+        LLM(tmp_path, device="cpu", kv_cache_dtype="fp8", num_kvcache_blocks=8)
+
+
 def test_random_weights_have_scales_of_1(checkpoint, make_llm):
     llm = make_llm(load_format="dummy", kv_cache_dtype="fp8")
     scales = [layer.kv_scales.tolist() for layer in llm.engine.runner.attention_layers]
@@ -229,8 +242,9 @@ def test_a_config_that_asks_for_another_kv_cache_is_refused(tmp_path):
     check_kv_cache_scheme(None)
     check_kv_cache_scheme({"quant_method": "fp8"})
     check_kv_cache_scheme({"kv_cache_scheme": SCHEME | {"symmetric": True}})
-    for other in ({"num_bits": 4}, {"type": "int"}, {"strategy": "attn_head"}):
-        with pytest.raises(ValueError, match="only FP8 with a scale a tensor .* leave the option"):
+    others = {"num_bits": 4}, {"type": "int"}, {"strategy": "attn_head"}, {"dynamic": True}
+    for other in others:
+        with pytest.raises(ValueError, match="only FP8 with a static scale a tensor .* leave the"):
             check_kv_cache_scheme({"kv_cache_scheme": SCHEME | other})
 
 

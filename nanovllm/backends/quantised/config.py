@@ -204,12 +204,13 @@ def check_kv_cache_scheme(config: Any) -> None:
     if not scheme:
         return
     expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    expected |= {"dynamic": False}
     if not isinstance(scheme, dict) or any(
         scheme.get(name, value) != value for name, value in expected.items()
     ):
         raise ValueError(
             f"kv_cache_dtype is 'fp8', but kv_cache_scheme in config.json is {scheme!r:.200}, of "
-            "which only FP8 with a scale a tensor is run here: leave the option out"
+            "which only FP8 with a static scale a tensor is run here: leave the option out"
         )
 
 

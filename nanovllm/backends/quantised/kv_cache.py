@@ -17,6 +17,9 @@ def use_fp8_kv_cache(model: CausalLM, has_scales: bool) -> None:
     `has_scales`: whether config.json says that the checkpoint has scales. Those it lacks are 1.
     """
     model.kv_format = "in FP8 with the checkpoint's scales" if has_scales else "in FP8"
-    for module in model.modules():
-        if isinstance(module, SelfAttention) and not isinstance(module, SharedKVAttention):
-            module.kv_scales = empty_parameter(2, dtype=torch.float32)
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    own = [layer for layer in layers if not isinstance(layer, SharedKVAttention)]
+    for layer in own:
+        layer.kv_scales = empty_parameter(2, dtype=torch.float32)
+    if own == layers:
+        model.unread_suffixes = ()  # A scale with another name must not count as missing.
