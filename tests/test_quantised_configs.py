@@ -23,6 +23,7 @@ from test_quantised import (
     FP8,
     GPTQ,
     INT4,
+    NVFP4,
     SIZES,
     TOKEN,
     TOKENS,
@@ -164,6 +165,8 @@ INT8_INPUTS = groups(LINEAR)
 INT8_INPUTS["config_groups"]["group_0"]["input_activations"] = W8A8
 MIXED_WITH_W8A8 = groups(LINEAR, (["re:.*down_proj"], W8A8 | {"strategy": "channel"}))
 MIXED_WITH_W8A8["config_groups"]["group_1"] |= dict(format="int-quantized", input_activations=W8A8)
+STATIC_IN_QUOTES = groups((["Linear"], FLOAT8 | {"strategy": "channel"}), format="float-quantized")
+STATIC_IN_QUOTES["config_groups"]["group_0"]["input_activations"] = TOKEN | {"dynamic": "false"}
 FP8_STATIC_BLOCKS = FP8 | {"activation_scheme": "static", "weight_block_size": [128, 128]}
 
 
@@ -193,6 +196,12 @@ FP8_STATIC_BLOCKS = FP8 | {"activation_scheme": "static", "weight_block_size": [
         (groups(LINEAR, (["x"], {"num_bits": 2})), "num_bits is 2|type is None"),
         (MIXED_WITH_W8A8, "format is 'int-quantized': this library runs float-quantized"),
         (INT8_INPUTS, "input_activations is .*: inputs are not quantised with integer weights"),
+        (STATIC_IN_QUOTES, "input_activations is .*'dynamic': 'false'.*: inputs may have dynamic"),
+        (groups(LINEAR, format="nvfp4-pack-quantized"), " type is 'int': use float for NVFP4"),
+        (
+            groups((["Linear"], NVFP4 | {"num_bits": 8}), format="nvfp4-pack-quantized"),
+            " num_bits is 8: use 4 for NVFP4",
+        ),
         (groups(LINEAR, sparsity_config={"format": "sparse-24"}), "sparsity_config is"),
         (groups(LINEAR, ignore="lm_head"), "ignore is 'lm_head': it must be a list of names"),
         (groups(), "config_groups is {}"),

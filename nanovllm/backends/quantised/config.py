@@ -355,6 +355,8 @@ def group_scheme(group: dict[str, Any], kind: Any) -> Scheme:
             has_g_idx=order in ("group", "dynamic"),
         )
     if kind == "nvfp4-pack-quantized":
+        one_of(weights, "type", ("float",), "use float for NVFP4")
+        one_of(weights, "num_bits", (4,), "use 4 for NVFP4")
         one_of(weights, "group_size", (16,), "use 16 for NVFP4")
         return Fp4(is_nvidia=True)
     if kind not in ("float-quantized", "naive-quantized"):
@@ -385,7 +387,7 @@ def read_inputs(inputs: dict[str, Any] | None, columns: int) -> str | None:
     one_of(inputs, "num_bits", (8,), "use 8")
     one_of(inputs, "type", ("float",), "use float")
     one_of(inputs, "symmetric", (True, None), "use true")
-    how = inputs.get("strategy"), bool(inputs.get("dynamic"))
+    how = inputs.get("strategy"), inputs.get("dynamic") or False
     if how == ("group", True) and inputs.get("group_size") == columns:
         return "group"
     if how not in (("token", True), ("tensor", False)):
