@@ -352,6 +352,15 @@ def test_a_matrix_is_kept_and_follows_its_weight():
     assert copy() is None
 
 
+def test_inputs_are_quantised_in_groups_of_any_width():
+    """Groups of 2,048 are wider than what a program takes of narrow ones."""
+    for group in (32, 2048):
+        matrix = make_matrix("group", group, 1, inputs=3072, outputs=16)
+        x = make_inputs(2, 3072, torch.float32)
+        assert fp8_linear.suits(x, matrix)
+        assert_product(linear_fp8(x, matrix, None, x.dtype), expected(x, matrix).float(), matrix)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["blocks", "rows and tokens", "static"])
 def test_inputs_are_rounded_as_in_the_plain_layer(name, dtype):

@@ -176,7 +176,9 @@ def _quantise(
     # Measured on an H200: gates, ups, activation, down and norm of 8B take 2.9 us less for 16 rows
     # with few large programs. For 64, 160 and 256 rows they take 3.0, 3.8 and 1.1 us less if the
     # next product starts late; for 32, 96 and 128 rows they would take 0.5 to 1 us more.
-    block = whole if sharing == inputs else min(whole, 4096 if gated and rows <= 16 else 1024)
+    block = 4096 if gated and rows <= 16 else 1024
+    # A program has whole groups, however wide they are.
+    block = whole if sharing == inputs else min(whole, max(block, sharing))
     late = gated and (32 < rows <= 64 or rows > 128)
     if rows:
         launch(
