@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from nanovllm.backends.cuda import padded_forward
 from nanovllm.backends.cuda.attention_backends import AttentionBackend
 from nanovllm.backends.cuda.fused_layers import FusedDecoder, fuse, layers_of_dry_run
+from nanovllm.backends.cuda.fused_quantised import FusedQuantised
 from nanovllm.backends.cuda.padded_forward import PaddedInputs, sizes_for
 from nanovllm.backends.cuda.triton.decode_attention import decode_attention
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
@@ -263,7 +264,10 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
             super().__init__()
             options = AttentionOptions(1.0, window, sinks=sinks)
             self.mixer = SimpleNamespace(options=options, rotary=None, head_dim=64, num_kv_heads=2)
-            self.mlp = mlp
+            self.mlp = self.reader = mlp
+
+    class Packed(FusedQuantised, nn.Linear):
+        scheme = "fp8"
 
     def found(*kinds):
         """Of layers whose attention has a window or sinks, or which have another kind of MLP."""
@@ -286,6 +290,11 @@ def test_an_outline_has_a_layer_of_each_kind_and_the_last():
     wide, half = (None, nn.Linear(2, 3)), (None, nn.Linear(2, 2).half())
     assert found(dense, wide, half, wide, half, dense) == [0, 1, 2, 5]
     assert found(dense, packed("fp8"), packed("fp8"), packed("int4"), dense) == [0, 1, 3, 4]
+    fused = (None, Packed(2, 2))
+    assert found(fused, fused, fused) == [0, 2]
+    assert found(dense, fused, dense, fused, dense) == [0, 1, 4]
+    # The second layer of this format reads what the first one left unnormed.
+    assert found(dense, fused, fused, dense) == [0, 1, 2, 3]
 
 
 def test_a_dry_run_runs_one_layer_of_each_kind_and_the_last(folder):

@@ -583,8 +583,8 @@ class FusedDecoder(Decoder):
 
     norm: FusedRMSNorm
     products = FASTEST
-    # Whether a forward pass runs only one layer of each kind and the last one, which launch every
-    # kernel of the decoder.
+    # Whether a forward pass runs only the layers of `outline`, which launch every kernel of the
+    # decoder.
     dry_run = False
 
     @staticmethod
@@ -752,11 +752,28 @@ def add_summed_and_norm(
 
 
 def layers_of_dry_run(layers: list[FusedLayer]) -> list[FusedLayer]:
-    """List the first layer of each kind, and the last layer, in their order."""
+    """List the first layer of each kind, and the last layer, in their order.
+
+    If quantised layers of other formats meet in the model than in this list, list all layers.
+    """
     first: dict[tuple, FusedLayer] = {}
     for layer in layers:
         first.setdefault((kind_of(layer.mixer), formats_of(layer)), layer)
-    return list(dict.fromkeys([*first.values(), layers[-1]]))
+    outline = list(dict.fromkeys([*first.values(), layers[-1]]))
+    return outline if meetings(outline) >= meetings(layers) else layers
+
+
+def meetings(layers: list[FusedLayer]) -> set[tuple]:
+    """Return the formats of each MLP and of the quantised layer that reads what follows the MLP.
+
+    Both decide which kernels launch between two layers: see `joins` and `matrix_of`.
+    """
+    readers = [layer.reader for layer in layers[1:]]
+    return {
+        (formats_of(layer.mlp), formats_of(reader))  # type: ignore[arg-type]
+        for layer, reader in zip(layers, readers)
+        if isinstance(reader, FusedQuantised)
+    }
 
 
 def formats_of(module: nn.Module) -> tuple:

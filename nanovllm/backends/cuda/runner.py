@@ -207,7 +207,7 @@ class CUDAModelRunner(ModelRunner):
 
     @contextmanager
     def _dry_run(self) -> Iterator[None]:
-        """Let the model run only one layer of each kind: these launch every kernel it has."""
+        """Let the model run few layers, which launch every kernel it has: its outline."""
         decoder: Any = self.model.model
         decoder.dry_run = True  # only FusedDecoder reads it: others run all layers
         try:
