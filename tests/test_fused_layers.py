@@ -39,7 +39,7 @@ pytest.importorskip("triton")
 
 from nanovllm.backends.compile import compile_layers
 from nanovllm.backends.cpu.transform import use_cpu_layers
-from nanovllm.backends.cuda import fused_layers, overlapped_decoder
+from nanovllm.backends.cuda import fused_layers, overlapped_decoder, products
 from nanovllm.backends.cuda.attention_backends import PLAIN_BACKEND, AttentionBackend
 from nanovllm.backends.cuda.fused_fp8 import FusedFp8Weight
 from nanovllm.backends.cuda.fused_layers import (
@@ -56,6 +56,7 @@ from nanovllm.backends.cuda.triton.decode_attention import (
     decode_attention,
     decode_attention_of_qkv,
 )
+from nanovllm.backends.cuda.triton.dispatch import MAX_ROWS
 from nanovllm.backends.cuda.triton.fp8_inputs import empty_rows
 from nanovllm.backends.cuda.triton.prefill_attention import prefill_attention
 from nanovllm.backends.cuda.triton.unnormed import Stream, Unnormed
@@ -350,6 +351,23 @@ def test_fp8_layers_are_fused_by_kernels(folder, scheme):
         torch.testing.assert_close(found, want, rtol=0, atol=0.1 * want.std().item())
         close = (found - want).abs() < 1e-3
         assert close.float().mean() > 0.3, close.float().mean()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("folder", ["qwen3"], indirect=True)
+def test_a_warmup_quantises_what_the_mlp_of_a_prompt_quantises(folder, monkeypatch):
+    model = load_quantised(folder, Fp8(1, 0, "token"))
+    fuse(model, TRITON)
+    shapes, quantise = [], products.activate_and_quantise
+
+    def spy(x, *options):
+        shapes.append(x.shape)
+        return quantise(x, *options)
+
+    monkeypatch.setattr(products, "activate_and_quantise", spy)
+    mlp = model.model.layers[0].mlp
+    mlp.warmup()
+    assert shapes == [(MAX_ROWS + 1, len(mlp.gate_up_proj.packed["weight"].codes))]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

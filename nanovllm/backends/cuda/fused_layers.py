@@ -171,7 +171,7 @@ class FusedMergedColumnParallelLinear(FusedLinear, MergedColumnParallelLinear):
         """
         return self.products.gated_linear(x, self.weight, self.bias, gelu)
 
-    def warmup_gated(self, gelu: bool) -> None:
+    def warmup_gated(self, gelu: bool, reader: nn.Module) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
         self.products.warmup_gated_linear(self.weight, self.bias, gelu)
 
@@ -385,7 +385,7 @@ class FusedGatedMLP(GatedMLP):
 
     def warmup(self) -> None:
         """Launch the kernels that only steps with prompts launch."""
-        self.gate_up_proj.warmup_gated(self.activation is gelu_tanh)
+        self.gate_up_proj.warmup_gated(self.activation is gelu_tanh, self.down_proj)
 
 
 class FusedRouter(FusedReplicatedLinear):

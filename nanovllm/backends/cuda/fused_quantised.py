@@ -128,13 +128,15 @@ class FusedQuantised:
             return weight.gated(x, self.bias, gelu)
         return activate_and_mul(self.product(x, self.bias), gelu)
 
-    def warmup_gated(self, gelu: bool) -> None:
+    def warmup_gated(self, gelu: bool, reader: nn.Module) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
         weight = self.packed["weight"]
         if isinstance(weight, FusedIntegerWeight):
             return weight.warmup_gated(self.bias, gelu)
         device, dtype = weight.codes.device, weight.plain.dtype
-        self.gated(torch.zeros(MAX_ROWS + 1, weight.width, dtype=dtype, device=device), gelu)
+        x = torch.zeros(MAX_ROWS + 1, weight.width, dtype=dtype, device=device)
+        for layer in (reader, None):  # a shared expert's results are quantised by another kernel
+            self.gated(x, gelu, layer)
 
 
 def packed_experts(weight: nn.Module) -> Any:
