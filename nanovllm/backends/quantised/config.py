@@ -21,6 +21,7 @@ class Fp8:
         "token": with a scale for each token.
         "group": with a scale for each token and group of `columns` inputs.
         "tensor": with one scale, which the checkpoint holds.
+    scale_name, input_scale_name: what the checkpoint calls a module's scales of weights and inputs.
     """
 
     rows: int
@@ -102,8 +103,8 @@ class Int8:
 Scheme = Fp8 | Integers | Fp4 | Int8
 Matcher = Callable[[str], bool]
 
-# What the option makes of a checkpoint that is not quantised. A scale a row suits weights of any
-# size.
+# What the option `quantization` makes of a checkpoint that is not quantised. A scale a row suits
+# weights of any size.
 MADE_HERE: dict[str, Scheme] = {"fp8": Fp8(rows=1, columns=0, activations="token"), "int8": Int8()}
 
 
@@ -131,7 +132,8 @@ class Quantization:
         is_head = module.rpartition(".")[2] == "lm_head"
         if is_head and not self.has_packed_head:
             return None
-        # Checkpoints of models that also see were written under several names.
+        # Checkpoints of models that take images, too, name the text model in several ways, and
+        # their quantization_config may name it in another way than their tensors.
         names = {module, "lm_head"} if is_head else {module}
         for prefix in ("language_model.model.", "model.language_model."):
             if module.startswith(prefix):
@@ -190,7 +192,7 @@ def read_quantization(
         method,
         tuple(rules),
         has_kv_scales=bool(config.get("kv_cache_scheme")),
-        # Of the others, the makers' own libraries never quantise the head.
+        # The libraries that make checkpoints of the other methods never quantise the head.
         has_packed_head=method == "compressed-tensors" or config.get("lm_head") is True,
     )
 
@@ -429,18 +431,21 @@ def is_plain(pattern: str) -> bool:
 
 
 def part_of_name(patterns: list[str]) -> Matcher:
-    """Return what matches names that have one of the plain patterns as a part."""
+    """Return a function that tells whether a name has one of the plain patterns as a part."""
     inner = "|".join(re.escape(one.strip(".")).replace(r"\*", r"[^.]*") for one in patterns)
     part = re.compile(rf"(^|.*\.)(?:{inner})(\.|$)")
     return lambda name: part.match(name) is not None
 
 
 def named(pattern: str, field: str) -> Matcher:
-    """Return what matches modules by a plain name, by a prefix or other part of it, or by "re:".
+    """Return a function that tells whether a pattern of the config names a module.
 
-    A part consists of whole names between dots; "*" stands for one of them. A pattern with other
-    signs of regular expressions is one, as in transformers. "Linear" stands for all modules,
-    because all that are quantised here are linear layers.
+    pattern: one of four kinds.
+        "Linear": all modules, because all that are quantised here are linear layers.
+        "re:" and a regular expression: modules whose names begin as it says.
+        A name or a part of one: whole names between dots, of which "*" stands for any one.
+        Any other text: a regular expression, which must end where a name ends, as in transformers.
+    field: the field of the config that has the pattern, for errors.
     """
     if pattern.startswith("re:"):
         return regex(pattern.removeprefix("re:"), field)
@@ -452,7 +457,10 @@ def named(pattern: str, field: str) -> Matcher:
 
 
 def regex(pattern: str, field: str, end: str = "") -> Matcher:
-    """Return what matches names that begin as a regular expression says, up to an `end`."""
+    """Return a function that tells whether a name begins as a regular expression says.
+
+    end: a further regular expression, which must match after it.
+    """
     try:
         compiled = re.compile(pattern)  # first alone: an error speaks of the file's own pattern
         if end:

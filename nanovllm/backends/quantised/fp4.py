@@ -20,10 +20,10 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.mxfp4 import ELEMENTS
 from nanovllm.weights.weight_slice import WeightSlice
 
-LARGEST = 6.0  # that E2M1 holds
-BIAS, NAN = 127, 255  # of the exponents that are MXFP4's scales
-# What scales of NVFP4 that are made here are multiplied by, so that those of usual weights lie in
-# the range of e4m3: of groups whose largest number is from 4e-4 to 10.
+LARGEST = 6.0  # the largest number that E2M1 holds
+BIAS, NAN = 127, 255  # a scale of MXFP4 stands for 2^(scale - BIAS), and one of NAN for NaN
+# The divisor of NVFP4 weights that are quantised here. With it, the scale of a group lies in the
+# range of e4m3 if the group's largest number is from 4e-4 to 10, as in usual weights.
 DIVISOR = 256.0
 U8 = ("U8",)
 

@@ -16,7 +16,7 @@ from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
-SMALLEST = 1e-12  # of what a scale is made from: rows of zeros have one, too
+SMALLEST = 1e-12  # a scale is made from no smaller number, so that rows of zeros have one, too
 TILE = 128  # rows of the weight that a kernel may multiply at a time
 
 
@@ -42,6 +42,7 @@ class Fp8Weight(PackedWeight):
             self.kept = ("input_scales",)
             self.input_scales = empty_parameter(*self.lead, len(self.starts), dtype=torch.float32)
         if scheme.rows and scheme.rows % TILE == 0:
+            # Rows counted from the weight's first share scales only if each piece begins a block.
             pieces = [piece_of(part, weight) for part in parts]
             edges = [edge for piece in pieces for edge in (piece.here.start, piece.rows.start)]
             if not any(edge % scheme.rows for edge in edges):
@@ -66,7 +67,7 @@ class Fp8Weight(PackedWeight):
         return (out if bias is None else out + bias).to(x.dtype)
 
     def quantised_inputs(self, x: Tensor) -> Tensor:
-        """Return what stands for inputs [T, K] in FP8, with scales made from the inputs."""
+        """Round inputs [T, K] to what FP8 holds with scales made from the inputs: float32."""
         if self.scheme.activations == "group":
             groups = self.grouped(x)
             largest = groups.abs().amax(dim=-1, keepdim=True)
@@ -125,7 +126,7 @@ class Fp8Weight(PackedWeight):
 
 
 def scale_for(largest: Tensor) -> Tensor:
-    """Return the scale with which e4m3 just holds the largest number."""
+    """Return the scales with which e4m3 just holds the largest numbers; both have one shape."""
     # On a GPU, PyTorch would multiply by the reciprocal of a Python number. That is another scale
     # in its last bit, and inputs that lie between two numbers of FP8 would become the other one.
     return largest.clamp(min=SMALLEST) / largest.new_full((), LARGEST)
@@ -143,7 +144,7 @@ def from_e4m3(codes: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """Round x to what FP8 holds with a scale. NaN stays NaN."""
+    """Round x to the float32 numbers that FP8 holds with a scale. NaN stays NaN."""
     return to_e4m3(x / scale).float() * scale
 
 

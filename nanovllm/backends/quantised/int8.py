@@ -13,7 +13,7 @@ from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
 LARGEST = 127  # -128 is not used, so that the codes of x and of -x differ in their sign alone
-SMALLEST = 1e-12  # of what a scale is made from: zeros have one, too
+SMALLEST = 1e-12  # a scale is made from no smaller number, so that zeros have one, too
 GROUP = 32  # inputs that share a scale
 
 
@@ -69,7 +69,6 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns codes [rows, K] and scales [rows, 1].
     """
     largest = x.abs().amax(dim=-1, keepdim=True)
-    # On a GPU, PyTorch would multiply by the reciprocal of a Python number: another scale in its
-    # last bit.
+    # Divide by a tensor, not by a Python number: see scale_for in fp8.py.
     scales = largest.clamp(min=SMALLEST) / largest.new_full((), LARGEST)
     return (x / scales).round().clamp(-LARGEST, LARGEST).to(torch.int8), scales

@@ -22,7 +22,7 @@ from nanovllm.layers.linear import empty_parameter
 from nanovllm.layers.parallel import ParallelGroup
 from nanovllm.weights.weight_slice import WeightSlice
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the codes in a word of AWQ, from its lowest bits on
 INT32 = ("I32",)
 
 
@@ -111,7 +111,7 @@ class IntegerWeight(PackedWeight):
 
         def by_group(words: Tensor) -> Tensor:
             zeros = cut(unpack(words, bits, order), piece.rows, self.per_word, 1)
-            return zeros + less & 2**bits - 1  # one more than 15 is 0
+            return zeros + less & 2**bits - 1  # of 4 bits, one more than 15 is 0
 
         count = -(-piece.in_features // self.group)
         scales = self.at(self.scales, piece).mT

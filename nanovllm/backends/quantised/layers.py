@@ -71,7 +71,10 @@ class Quantised(nn.Module):
                 yield from weight.packed_slices(piece_of(part, weight.plain))
 
     def unread_tensors(self, path: str) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
-        """Yield the tensors that a checkpoint may have besides, each with a check of its values."""
+        """Yield the tensors that a checkpoint may have and that fill no parameter.
+
+        Each comes with a check of its values, which raises ValueError; None: any values will do.
+        """
         parts: list[WeightSlice] = list(super().weight_slices(path))  # type: ignore[misc]
         read = {part.name for part in parts}  # such as a bias of the layer
         for part in parts:
@@ -131,8 +134,8 @@ class QuantisedLMHead(Quantised, ParallelLMHead):
             yield from weight.plain_slices(part)
 
 
-# The layers that are exchanged, and the names of their weights. A ReplicatedLinear, though it is a
-# StackedLinear, stays plain.
+# The layers that are exchanged, and the names of their weights. A ReplicatedLinear is a
+# StackedLinear, too, but stays plain, because `is_never_quantised` is set.
 KINDS: tuple[tuple[type[nn.Module], type[Quantised], tuple[str, ...]], ...] = (
     (RowParallelLinear, QuantisedRowParallelLinear, ("weight",)),
     (StackedLinear, QuantisedLinear, ("weight",)),
@@ -210,8 +213,8 @@ def common_scheme(parts: list[WeightSlice], quantization: Quantization) -> Schem
     if scheme is not None and not quantization.is_made_here and is_stacked != is_mxfp4:
         raise ValueError(
             f"config.json: quantization_config gives {first} the format {scheme.description}: "
-            "of experts that a checkpoint holds in one tensor, MXFP4 alone is read, and of others "
-            "it is not; choose another checkpoint of the model"
+            "experts that a checkpoint holds in one tensor are read in MXFP4 alone, and no other "
+            "weights are read in MXFP4; choose another checkpoint of the model"
         )
     return scheme
 
@@ -243,5 +246,5 @@ def free_weight(layer: Any, name: str) -> None:
     """Replace a parameter of a layer by a tensor of its shape, which has no memory."""
     weight = getattr(layer, name).detach().to("meta")
     delattr(layer, name)
-    # What takes the tensor for a weight fails at once.
+    # Code that takes the tensor for a weight fails at once, because it is on the meta device.
     setattr(layer, name, weight)

@@ -41,7 +41,8 @@ class Piece:
     rows: slice  # the rows in the checkpoint
     columns: slice  # the columns in the checkpoint
     shape: tuple[int, int]  # of the checkpoint's weight, [out, in]
-    experts: int | None  # how many a checkpoint's tensor stacks, transposed; None: it has one
+    # How many experts a checkpoint's tensor stacks, each transposed; None: it has one weight.
+    experts: int | None
 
     @property
     def out_features(self) -> int:
@@ -154,7 +155,10 @@ class PackedWeight(nn.Module):
         return (parameter if expert is None else parameter[expert])[rows]
 
     def spread(self, x: Tensor) -> Tensor:
-        """Give each column the value of its group: [..., groups] -> [..., K]."""
+        """Give each column the value of its group: [..., groups] -> [..., K].
+
+        A single group stays [..., 1], which PyTorch broadcasts.
+        """
         if self.num_groups == 1:
             return x
         skipped = self.columns.start - self.groups.start * self.group
@@ -178,14 +182,17 @@ class PackedWeight(nn.Module):
         raise NotImplementedError
 
     def unread(self, piece: Piece) -> Iterator[tuple[str, Callable[[Tensor], Any] | None]]:
-        """Yield the tensors that a checkpoint may have besides, each with a check of its values."""
+        """Yield the tensors that a checkpoint may have for a piece and that fill no parameter.
+
+        Each comes with a check of its values, which raises ValueError; None: any values will do.
+        """
         return iter(())
 
     def plain_slices(self, part: WeightSlice) -> Iterator[WeightSlice]:
-        """Yield how the tensor of a plain weight fills a part: it is quantised.
+        """Yield slices that quantise the tensor of a plain weight and fill a part with it.
 
         All groups that this rank's columns touch are quantised whole. So scales do not depend on
-        the number of ranks.
+        the number of ranks. Each parameter of `made` has a slice, which quantises by itself.
         """
         piece = piece_of(part, self.plain)
         end = min(self.groups.stop * self.group, self.in_features)
