@@ -18,8 +18,8 @@ from nanovllm.backends.quantised.fp8 import Fp8Weight
 class FusedFp8Weight(FusedWeight, Fp8Weight):
     """A weight in FP8 that is multiplied by the kernels that products.py chooses.
 
-    cuBLAS reads the scales of blocks from a copy. It is made when it is first needed, and whenever
-    weights have changed.
+    cuBLASLt and the kernel of fp8_splitk.py read the scales of blocks from a copy, `block_scales`.
+    It is made when it is first needed, and again whenever weights have changed.
     """
 
     block_scales: Tensor | None = None  # [N / 128, G]
@@ -116,7 +116,7 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
 
     @property
     def _sizes(self) -> tuple[int, int, str | None]:
-        """The fields of a matrix that follow its codes and scales."""
+        """The fields group, block_rows and activations of a matrix."""
         # No kernel knows a rank's share that begins within a group: 0 says so.
         group = 0 if self.columns.start % self.group else self.group
         if self.num_groups == 1:

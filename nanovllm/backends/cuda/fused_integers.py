@@ -1,4 +1,7 @@
-"""Integer weights that kernels multiply by, without writing them out as numbers in small steps."""
+"""Integer weights that kernels multiply by.
+
+With the rows of a decode step, no dequantised weight is written to memory.
+"""
 
 from typing import Any
 
@@ -28,8 +31,8 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
     def suits(plain: IntegerWeight) -> bool:
         """Tell whether the kernels can multiply by the weight.
 
-        With a `g_idx`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
-        rank's share begins inside a group, no kernel was written. Both stay plain.
+        Two kinds stay plain. With a `g_idx`, as GPTQ's desc_act makes it, the columns of a word
+        belong to several groups. And no kernel knows a rank's share that begins inside a group.
         """
         scheme = plain.scheme
         return (
@@ -109,7 +112,7 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
 
     @torch.inference_mode()
     def refresh(self) -> None:
-        """Make the factors of the scales and zeros; a graph may hold the address of older ones."""
+        """Make the factors of scales and zeros. A graph may hold the address of their memory."""
         scales = self.scales.mT
         if self.factors is None:
             self.factors = torch.empty(scales.shape, dtype=torch.int32, device=scales.device)

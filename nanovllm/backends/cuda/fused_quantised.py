@@ -78,7 +78,7 @@ def matrix_of(reader: Any, x: Tensor | None) -> Fp8Matrix | None:
     None: the layer has no such matrix, or takes inputs as they are. Otherwise the inputs may be
     quantised for the matrix before the layer gets them.
 
-    x: None if the inputs are yet to be computed, as dense rows.
+    x: the inputs; None: they are yet to be computed, as dense rows.
     """
     if isinstance(reader, FusedQuantised):
         weight = reader.packed["weight"]
@@ -88,9 +88,10 @@ def matrix_of(reader: Any, x: Tensor | None) -> Fp8Matrix | None:
 
 
 def joins(projection: Any, x: Any, residual: Tensor, reader: Any) -> bool:
-    """Tell whether no kernel need stand between two products of one row.
+    """Tell whether two products of one row can do the work of the kernel between them.
 
-    If so, projection.add(x, residual) adds to the residual stream, and `reader` norms it.
+    If so, projection.add(x, residual) adds to the residual stream [1, N], and the product of
+    `reader` norms it.
     """
     if len(residual) != 1 or projection.group.size > 1 or projection.multiplier is not None:
         return False
@@ -151,7 +152,7 @@ def packed_experts(weight: nn.Module) -> Any:
     group = weight.group if has_groups else weight.width
     if has_groups and weight.columns.start % group:
         return None  # this rank's columns begin within a group
-    # Kernels take a power of 2 of columns at a time, of a group or of whole groups.
+    # Kernels for integers take a power of 2 of columns at a time: of one group, or whole groups.
     is_divisible = not has_groups or group % 64 == 0 or group & -group == group
     if isinstance(weight, Fp4Weight) and not weight.scheme.is_nvidia:
         is_known = weight.width % 4 == 0

@@ -7,8 +7,9 @@ its weight takes to read; with many, as long as its arithmetic. The functions of
     plain              gemv, whole_gated   decode_gemm or cuBLAS          cuBLAS or prefill_gemm
     INT4, INT8         packed_linear       packed_linear                  dequantised, then as plain
     INT4 on Hopper     woven_row           woven_linear                   dequantised, then as plain
-    FP8                fp8_row, fp8_gemv   fp8_linear or cuBLASLt         cuBLASLt or fp8_linear
-    ... on Hopper      as above            as above, or fp8_splitk        as above
+    FP8                fp8_gemv            fp8_linear                     fp8_linear
+    FP8 on Hopper      fp8_row, fp8_gemv   fp8_linear, fp8_splitk or      cuBLASLt or fp8_linear
+                                           cuBLASLt
     batch_invariant    whole_gated, decode_gemm, invariant_linear, cuBLAS; FP8: fp8_linear alone
 
 What each kernel can compute, and by which measurements it is chosen, stands beside it in triton/:
@@ -131,8 +132,8 @@ def linear_int(
 ) -> Any:
     """Compute x @ weight.T + bias: x [M, K], bias [N] -> [M, N].
 
-    No running kernel may write to the weights. An Unnormed row, or a `residual` to add the row's
-    result to, which then is a Stream, are for woven weights alone.
+    No running kernel may write to the weights. Woven weights also take an Unnormed row, and a
+    `residual` [1, N], to which the result of one row is added; then a Stream is returned.
     """
     if weight.woven and 0 < len(x) <= MAX_ROWS:
         return packed_linear.woven_product(x, weight, bias, residual=residual)
@@ -188,8 +189,8 @@ def linear_fp8(
 
     largest: [M], the largest |x| of each token, where other ranks have some of its inputs.
     No running kernel may write to the weight: kernels read it before others have ended.
-    residual: what the result of one row is added to, where `fp8_row.suits` holds; then a Stream is
-        returned.
+    residual: [1, N], what the result of one row is added to, where `fp8_row.suits` holds; then a
+        Stream is returned.
     """
     if fp8_row is not None and fp8_row.suits(x, matrix):
         return fp8_row.linear(x, matrix, bias, residual=residual)

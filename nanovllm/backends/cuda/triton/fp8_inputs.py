@@ -1,5 +1,5 @@
-"""Inputs of linear layers in FP8 (e4m3), quantised by kernels, with what comes before if there is
-something: a norm or an activation.
+"""Inputs of linear layers in FP8 (e4m3), quantised by kernels, some with what comes before them: a
+norm or an activation.
 
 Their twin is `Fp8Weight.quantised_inputs`, and they make the same codes.
 
@@ -30,14 +30,15 @@ from nanovllm.backends.cuda.triton.dispatch import (
     wait_for_inputs,
 )
 from nanovllm.backends.cuda.triton.elementwise import activated, normed
+from nanovllm.backends.quantised import fp8
+from nanovllm.layers import e4m3
 
-LARGEST = tl.constexpr(448.0)  # that e4m3 holds
-SMALLEST = tl.constexpr(1e-12)  # of what a scale is made from
-# How inputs are quantised, where they do not share a scale by groups of so many columns.
-STATIC = tl.constexpr(0)  # by one scale, which is given
-PLAIN = tl.constexpr(-1)  # not at all
+LARGEST, SMALLEST = tl.constexpr(e4m3.LARGEST), tl.constexpr(fp8.SMALLEST)
+# Values of `Fp8Matrix.sharing`, besides the number of columns that share a scale.
+STATIC = tl.constexpr(0)  # all inputs share one scale, which is given
+PLAIN = tl.constexpr(-1)  # inputs are not quantised
 CUBLAS_BLOCK = 128  # rows and columns of the blocks that cuBLASLt knows
-MOST = tl.constexpr(MAX_ROWS)  # of a decode step
+MOST = tl.constexpr(MAX_ROWS)  # rows of a decode step
 
 
 class Fp8Matrix(NamedTuple):
@@ -53,7 +54,7 @@ class Fp8Matrix(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """The number of inputs that share a scale."""
+        """The number of inputs that share a scale, or STATIC or PLAIN."""
         if self.activations == "group":
             return self.group
         if self.activations == "token":
@@ -142,7 +143,7 @@ def scale_for(largest):
 
 
 def as_rows(x: Tensor | Rows, matrix: Fp8Matrix, largest: Tensor | None = None) -> Rows:
-    """Return the inputs of a product, quantised if they are to be."""
+    """Return the inputs [M, K] of a product as Rows, quantised if the matrix wants them so."""
     if isinstance(x, Rows):
         return x
     return Rows(x, None, x.shape[0]) if matrix.activations is None else quantise(x, matrix, largest)
@@ -199,7 +200,7 @@ def needs_whole_tiles(matrix: Fp8Matrix) -> bool:
 
 
 def empty_rows(rows: int, inputs: int, matrix: Fp8Matrix) -> Rows:
-    """Make room for inputs of a matrix in FP8."""
+    """Make room for inputs [rows, inputs] of a matrix in FP8, and for rows of padding."""
     sharing, device = matrix.sharing, matrix.codes.device
     dtype = torch.float8_e4m3fn if has_fp8(device) else torch.float16
     groups = cdiv(inputs, sharing) if sharing > 0 else 1

@@ -1,7 +1,8 @@
 """Linear layers whose weights, and often inputs, are in FP8 (e4m3).
 
 Their twin is `Fp8Weight`, whose docstring says what is computed. `_linear_kernel` multiplies codes
-on tensor cores; a single row is left to fp8_gemv.py. fp8_inputs.py has quantised the inputs before.
+on tensor cores. fp8_inputs.py has quantised the inputs before. A single row is left to fp8_gemv.py
+and fp8_row.py, and some products of decode steps on Hopper to fp8_splitk.py: products.py chooses.
 Hopper's tensor cores add up products of FP8 in few bits, so the sum of each BLOCK_K columns is
 added to a total in float32. For prompts, kernels of cuBLASLt and CUTLASS, which do the same, are
 faster on Hopper.
@@ -93,8 +94,8 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
         and outputs % CUBLAS_BLOCK == 0
         and inputs % 512 == 0
     )
-    # Measured on an H200: of 12,288 inputs and 4,096 outputs, or of 4,096 and 2,048, cuBLASLt's
-    # tiles are too few.
+    # With the rows of a decode step, cuBLASLt has too few tiles for these: measured on an H200 with
+    # 12,288 inputs and 4,096 outputs, and with 4,096 and 2,048.
     is_long = inputs >= 2 * outputs and groups > 1
     return is_able and rows > (MAX_ROWS if is_long else 128)
 
@@ -162,7 +163,7 @@ def multiply(
     dtype: torch.dtype,
     t: Tiling,
 ) -> Tensor:
-    """Compute x @ weight.T + bias: bias [N] -> [M, N]."""
+    """Compute x @ weight.T + bias: x [M, K], bias [N] -> [M, N]."""
     (rows, inputs), outputs = x.codes.shape, len(matrix.codes)
     out = torch.empty(rows, outputs, dtype=dtype, device=matrix.codes.device)
     block_k = block_of(matrix)
@@ -200,7 +201,7 @@ def multiply(
 
 
 def multiply_by_cublas(x: Rows, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
-    """Compute x @ weight.T + bias in bfloat16, by a kernel of cuBLASLt or CUTLASS."""
+    """Compute x @ weight.T + bias in bfloat16, by cuBLASLt or CUTLASS: x [M, K] -> [M, N]."""
     assert x.scales is not None
     weight, dtype = matrix.codes.t(), torch.bfloat16
     if matrix.scales.shape[1] == 1:

@@ -81,7 +81,8 @@ class Tile(NamedTuple):
 # decode steps chose those for 3 to 80 pairs, with even and with uneven routing. 5 and 9 stages
 # divide the shape's 45 steps; with 6, three more would be computed with weights of 0. `late` was
 # measured by decode steps, too: with it, steps of 2 and 4 tokens took 11 and 2 % less time, those
-# of 8 tokens 1 % more. (Without it, the next kernel then started at once, not after the wait.)
+# of 8 tokens 1 % more. (At that time a kernel without `late` let the next one start at once. Now it
+# waits for the kernels before it first.)
 TILES = (
     (0.2, Tile(8, warps=4, units=1, stages=6, splits=2, late=True)),
     (0.5, Tile(8, warps=4, units=1, stages=9, late=True)),
@@ -199,8 +200,13 @@ def multiply_woven(
 ) -> None:
     """Multiply each pair's row by its expert's weights, into `out`.
 
+    x: [tokens, K], or with is_gated false [pairs, K].
+    out: [pairs, N / 2] with is_gated, else [pairs * splits, N], where a pair has `splits` rows.
+    pairs: the pairs in the order of their experts, the list of tiles, and how many tiles there may
+        be at most.
     is_gated: rows are those of the tokens, and results are gated and in sorted order. Otherwise
         rows are in sorted order, and results in that of the tokens.
+    clamped: a ClampedSwiGLU; None: the gating is SwiGLU.
     """
     order, runs, max_tiles = pairs
     outputs, inputs = weight.shape
