@@ -394,6 +394,16 @@ def test_a_token_whose_inputs_lie_on_several_ranks_has_one_scale():
     assert_product(linear_fp8(x, matrix, None, x.dtype, largest), want.float(), matrix)
 
 
+def test_cublas_takes_blocks_only_with_inputs_in_groups(monkeypatch):
+    """compressed-tensors may give weights in blocks to inputs with a scale for each token."""
+    monkeypatch.setattr(fp8_linear, "is_hopper", lambda device: True)
+    monkeypatch.setattr(F, "scaled_mm", None, raising=False)  # older releases of PyTorch lack it
+    for how, takes in (("group", True), ("token", False)):
+        matrix = make_matrix(how, 128, 128, inputs=512, outputs=640)
+        rows = fp8_inputs.quantise(make_inputs(130, 512, torch.bfloat16), matrix)
+        assert fp8_linear.suits_cublas(rows, matrix, torch.bfloat16) == takes
+
+
 def test_formats_that_no_kernel_knows_are_told():
     matrix = make_matrix("group", 128, 128)
     x = make_inputs(3, 288, torch.float32)

@@ -90,7 +90,7 @@ def suits_cublas(x: Rows, matrix: Fp8Matrix, dtype: torch.dtype) -> bool:
         return False
     is_able = groups == 1 or (
         matrix.block_scales is not None
-        and matrix.group == matrix.block_rows == CUBLAS_BLOCK
+        and matrix.sharing == matrix.group == matrix.block_rows == CUBLAS_BLOCK
         and outputs % CUBLAS_BLOCK == 0
         and inputs % 512 == 0
     )
