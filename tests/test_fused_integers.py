@@ -61,13 +61,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def load(folder, scheme, dtype):
+def load(folder, scheme, dtype, group=ParallelGroup()):
     """Load a checkpoint whose weights are quantised as they are loaded: its packed weights."""
     quantization = Quantization("made", ((lambda name: True, scheme),), is_made_here=True)
     exchange = partial(use_quantised_layers, quantization=quantization)
     with tensors_default_to(dtype, DEVICE):
         config = load_model_config(folder)
-        model = build_model(config, ParallelGroup(), exchange_layers=exchange)
+        model = build_model(config, group, exchange_layers=exchange)
     load_weights(model, folder)
     return [module for module in model.modules() if isinstance(module, IntegerWeight)]
 
@@ -93,6 +93,17 @@ def test_fused_weights_multiply_as_plain_ones(folder, scheme, dtype):
             assert_close(weight(x, bias), expected)
             gates, ups = expected.chunk(2, dim=1)
             assert_close(weight.gated(x, bias, gelu=False), F.silu(gates) * ups)
+
+
+@torch.inference_mode()
+def test_the_share_of_any_rank_is_multiplied_by_kernels_if_a_row_has_one_scale(folder):
+    for weight in load(folder, SCHEMES["symmetric"], torch.float16, ParallelGroup(1, 2)):
+        inputs = [torch.randn(n, weight.width, device=DEVICE).half() for n in (1, 20, 300)]
+        want = [weight(x) for x in inputs]
+        use_packed_kernels(weight)
+        assert type(weight) is FusedIntegerWeight
+        for x, expected in zip(inputs, want):
+            assert_close(weight(x), expected)
 
 
 @torch.inference_mode()

@@ -83,8 +83,9 @@ class CppIntegerWeight(IntegerWeight):
     def suits(plain: IntegerWeight) -> bool:
         """Tell whether the kernel can multiply by the weight: its groups must be of whole words.
 
-        With a `g_idx`, as GPTQ's desc_act makes it, the groups of a word's columns differ. Where a
-        rank's share begins inside a group, no kernel was written. Both stay plain.
+        Two kinds stay plain. With a `g_idx`, as GPTQ's desc_act makes it, the columns of a word
+        belong to several groups. And the kernel knows no rank's share of several groups that begins
+        inside one.
         """
         begins_inside = plain.num_groups > 1 and plain.columns.start % plain.group
         return not plain.scheme.has_g_idx and not begins_inside

@@ -32,15 +32,15 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
         """Tell whether the kernels can multiply by the weight.
 
         Two kinds stay plain. With a `g_idx`, as GPTQ's desc_act makes it, the columns of a word
-        belong to several groups. And no kernel knows a rank's share that begins inside a group.
+        belong to several groups. And no kernel knows a rank's share of several groups that begins
+        inside one.
         """
-        scheme = plain.scheme
+        scheme, begins_group = plain.scheme, plain.columns.start % plain.group == 0
         return (
             not scheme.has_g_idx
             and plain.scales.dtype in (torch.bfloat16, torch.float16)
             and plain.width % (32 // scheme.bits) == 0
-            and (plain.num_groups == 1 or plain.group % 32 == 0)
-            and plain.columns.start % plain.group == 0
+            and (plain.num_groups == 1 or (plain.group % 32 == 0 and begins_group))
         )
 
     def can_norm(self, row: Tensor) -> bool:
