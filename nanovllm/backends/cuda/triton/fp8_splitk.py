@@ -199,7 +199,10 @@ def _fetch_steps(
     ROW_TILES: gl.constexpr,
     ADMIT: gl.constexpr,  # whether the next kernel may start early
 ):
-    """Fetch the steps after the first, each into the place of one that no warps need anymore."""
+    """Fetch all steps but the first `fetched` ones, each into the place of one that no warps need.
+
+    The tiles and their steps are those of _multiply_rows, in the same order.
+    """
     inputs, weight, stages, steps, stride, fetched = work
     STAGES: gl.constexpr = stages[0].shape[0]
     BYTES: gl.constexpr = (GROUPS * ROWS + OUTPUTS) * 128 + GROUPS * ROWS * 4
@@ -257,7 +260,10 @@ def _multiply_rows(
 
 @gluon.jit
 def _add_up(stages, w_scales, first, count, INDEX: gl.constexpr):
-    """Multiply 64 rows by the columns of `count` steps from step `first` of the program on."""
+    """Multiply 64 rows by the columns of `count` steps from step `first` of the program on.
+
+    Returns the scaled sums, float32 [64, 128].
+    """
     codes, more, scales_of_codes, scales_of_more, weights, ready, free = stages
     STAGES: gl.constexpr = codes.shape[0]
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTPUTS, 32])
@@ -414,7 +420,8 @@ def _splitk_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
-    # Programs that share a tile are neighbours.
+    # The place of the first tile, as _fetch_steps computes it for all tiles. Programs that share a
+    # tile are neighbours.
     tile = gl.program_id(0) // (1 if ROUNDS else SPLITS)
     m, n = _place(tile, GROUPS, ROW_TILES)
     count = K // (128 if ROUNDS else 128 * SPLITS)

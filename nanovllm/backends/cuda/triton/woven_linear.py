@@ -89,7 +89,9 @@ def weave(codes: Tensor) -> None:
 
 
 def tiling(x: Tensor, outputs: int, *, gated: bool = False) -> Tiling:
-    """Choose how to cut a product into programs that fill the device.
+    """Choose how to cut a product into programs that fill the device: x [M, K].
+
+    outputs: N; with `gated`, the weight has 2 N rows.
 
     A weight is dequantised once for each tile of rows, and a box of inputs that reaches beyond the
     last row takes up to 2.3 times as long to fetch as a whole one. So a tile may have 32 or 64 rows
@@ -143,8 +145,11 @@ def linear(
 ) -> Tensor:
     """Compute x @ weight.T + bias, or with `gated` the activated product: x [M, K] -> [M, N].
 
-    codes: woven. group: columns that share a factor, a multiple of 128. No running kernel may write
-    to the weights.
+    No running kernel may write to the weights.
+
+    codes: int32 [N, W], woven; with `gated` [2 N, W], first all gates, then all ups.
+    factors: int32 [G, N] or [G, 2 N], as in PackedTensors.
+    group: columns that share a factor, a multiple of 128.
     """
     (rows, inputs), outputs = x.shape, codes.shape[0]
     if gated:
