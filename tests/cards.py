@@ -74,7 +74,7 @@ CARDS = {
 # The bytes that a thread may spill in kernels of prompts. In decode steps, it may spill none.
 MAX_SPILLS = 32
 # On Hopper, these kernels keep the tiles that were chosen on an H200 or an H100, and spill up to so
-# many bytes (Triton 3.6; with 3.9 they spill more, and so do three other kernels).
+# many bytes (Triton 3.6; with 3.9 they spill more, and so do a few other kernels).
 SPILLS_ON_HOPPER = {
     ("prefix_attention.prefix_kernel", "heads of 256"): 320,
     ("resampler._resample_kernel", ""): 64,
