@@ -106,7 +106,7 @@ def evaluate(model: LM, folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Likelihoods are within 1e-4, texts and choices the same, and so are the metrics."""
+    """Likelihoods are within 3e-4, texts and choices the same, and so are the metrics."""
     assert {*ours["results"]} == {*TASKS}
     for task, metrics in ours["results"].items():
         for name, value in metrics.items():
@@ -118,14 +118,15 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def near(one: Any, other: Any) -> bool:
-    """Whether numbers are within 1e-4, large ones within 2e-6 of their size, and all else equal.
+    """Whether numbers are within 3e-4, large ones within 2e-6 of their size, and all else equal.
 
-    A likelihood of -300 is a sum of float32s: float64 says that each model is 4e-4 off, or more.
+    A likelihood is a sum of float32s. Compared with float64, this library and the harness's model
+    were each up to 2.0e-4 off; in a likelihood of -33.5, 9.3e-5 and 1.4e-5 (a Xeon with AVX-512).
     """
     if isinstance(one, (tuple, list)):
         return len(one) == len(other) and all(map(near, one, other))
     if isinstance(one, float):
-        return one == pytest.approx(other, rel=2e-6, abs=1e-4)
+        return one == pytest.approx(other, rel=2e-6, abs=3e-4)
     return one == other
 
 
