@@ -87,8 +87,7 @@ class CppIntegerWeight(IntegerWeight):
         belong to several groups. And the kernel knows no rank's share of several groups that begins
         inside one.
         """
-        begins_inside = plain.num_groups > 1 and plain.columns.start % plain.group
-        return not plain.scheme.has_g_idx and not begins_inside
+        return not plain.scheme.has_g_idx and not plain.begins_inside_group
 
     @torch.inference_mode()
     def take_weights(self, plain: nn.Module) -> None:

@@ -117,10 +117,9 @@ class FusedFp8Weight(FusedWeight, Fp8Weight):
     @property
     def _sizes(self) -> tuple[int, int, str | None]:
         """The fields group, block_rows and activations of a matrix."""
-        # No kernel knows a rank's share that begins within a group: 0 says so.
-        group = 0 if self.columns.start % self.group else self.group
-        if self.num_groups == 1:
-            group = self.width
+        group = self.group if self.num_groups > 1 else self.width
+        if self.begins_inside_group:
+            group = 0  # which no kernel knows
         return group, self.block_rows, self.scheme.activations
 
     @torch.inference_mode()

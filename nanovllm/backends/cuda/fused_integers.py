@@ -35,12 +35,13 @@ class FusedIntegerWeight(FusedWeight, IntegerWeight):
         belong to several groups. And no kernel knows a rank's share of several groups that begins
         inside one.
         """
-        scheme, begins_group = plain.scheme, plain.columns.start % plain.group == 0
+        scheme = plain.scheme
         return (
             not scheme.has_g_idx
             and plain.scales.dtype in (torch.bfloat16, torch.float16)
             and plain.width % (32 // scheme.bits) == 0
-            and (plain.num_groups == 1 or (plain.group % 32 == 0 and begins_group))
+            and (plain.num_groups == 1 or plain.group % 32 == 0)
+            and not plain.begins_inside_group
         )
 
     def can_norm(self, row: Tensor) -> bool:

@@ -150,8 +150,8 @@ def packed_experts(weight: nn.Module) -> Any:
         return weight.woven
     has_groups = weight.num_groups > 1
     group = weight.group if has_groups else weight.width
-    if has_groups and weight.columns.start % group:
-        return None  # this rank's columns begin within a group
+    if weight.begins_inside_group:
+        return None
     # Kernels for integers take a power of 2 of columns at a time: of one group, or whole groups.
     is_divisible = not has_groups or group % 64 == 0 or group & -group == group
     if isinstance(weight, Fp4Weight) and not weight.scheme.is_nvidia:

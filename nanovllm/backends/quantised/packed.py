@@ -116,6 +116,11 @@ class PackedWeight(nn.Module):
         self.num_groups = self.groups.stop - self.groups.start
         self.starts = sorted({piece.here.start for piece in pieces})  # the first row of each piece
 
+    @property
+    def begins_inside_group(self) -> bool:
+        """True if this rank's share has several groups and begins inside one, not at its edge."""
+        return self.num_groups > 1 and self.columns.start % self.group > 0
+
     def copy_parameters(self, source: nn.Module) -> None:
         """Copy the parameters of another packed weight of the same format and sizes."""
         for name, parameter in source.named_parameters(recurse=False):
