@@ -365,8 +365,11 @@ def test_a_warmup_quantises_what_the_mlp_of_a_prompt_quantises(folder, monkeypat
         return quantise(x, *options)
 
     monkeypatch.setattr(products, "activate_and_quantise", spy)
+    activated = []
+    monkeypatch.setattr(products, "activate_and_mul", lambda *_: activated.append(1))
     mlp = model.model.layers[0].mlp
     mlp.warmup()
+    assert not activated, "only a shared expert launches this kernel"
     assert shapes == [(MAX_ROWS + 1, len(mlp.gate_up_proj.packed["weight"].codes))]
 
 

@@ -454,3 +454,14 @@ def test_a_mixture_with_a_shared_expert_equals_the_plain_one(scheme, dtype):
     assert type(mixture) is FusedSharedExpertMixture
     error = 5e-3 if scheme == Fp8(16, 32, "group") else 0
     assert relative_error(mixture(x), expected) < max(TOLERANCE[dtype], error)
+
+
+def test_a_warmup_launches_what_a_shared_expert_launches_for_prompts(monkeypatch):
+    """Its results are not quantised for the layer that reads them, so a reader is not named."""
+    mixture = mixture_of(None, torch.float32, shared_size=48)
+    fuse(torch.nn.ModuleList([mixture]), TRITON)
+    readers = []
+    projection = mixture.shared_expert.gate_up_proj
+    monkeypatch.setattr(projection, "warmup_gated", lambda gelu, reader: readers.append(reader))
+    mixture.warmup(8)
+    assert readers == [None]

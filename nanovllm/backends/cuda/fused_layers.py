@@ -171,7 +171,7 @@ class FusedMergedColumnParallelLinear(FusedLinear, MergedColumnParallelLinear):
         """
         return self.products.gated_linear(x, self.weight, self.bias, gelu)
 
-    def warmup_gated(self, gelu: bool, reader: nn.Module) -> None:
+    def warmup_gated(self, gelu: bool, reader: nn.Module | None) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
         self.products.warmup_gated_linear(self.weight, self.bias, gelu)
 
@@ -475,6 +475,12 @@ class FusedSharedExpertMixture(FusedMixtureOfExperts, SharedExpertMixture):
         assert isinstance(plain, SharedExpertMixture)
         return type(plain.shared_expert) is FusedGatedMLP and FusedMixtureOfExperts.suits(plain)
 
+    def warmup(self, most: int) -> None:
+        super().warmup(most)
+        # A shared expert's results are quantised by a kernel of their own.
+        shared = self.shared_expert
+        shared.gate_up_proj.warmup_gated(shared.activation is gelu_tanh, None)
+
     def partial(self, x: Tensor) -> Tensor:
         shared = self.shared_expert
         hidden = shared.gate_up_proj.gated(x, shared.activation is gelu_tanh)
@@ -603,7 +609,7 @@ class FusedDecoder(Decoder):
 
     @cached_property
     def outline(self) -> list[FusedLayer]:
-        """The layers that a dry run runs, found once: in 48 layers that takes 3 ms."""
+        """The layers that a dry run runs, found once, because that takes milliseconds."""
         return layers_of_dry_run([layer for layer in self.layers if isinstance(layer, FusedLayer)])
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:

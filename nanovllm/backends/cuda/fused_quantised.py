@@ -129,15 +129,14 @@ class FusedQuantised:
             return weight.gated(x, self.bias, gelu)
         return activate_and_mul(self.product(x, self.bias), gelu)
 
-    def warmup_gated(self, gelu: bool, reader: nn.Module) -> None:
+    def warmup_gated(self, gelu: bool, reader: nn.Module | None) -> None:
         """Launch the kernels of `gated` that only steps with prompts launch."""
         weight = self.packed["weight"]
         if isinstance(weight, FusedIntegerWeight):
             return weight.warmup_gated(self.bias, gelu)
         device, dtype = weight.codes.device, weight.plain.dtype
         x = torch.zeros(MAX_ROWS + 1, weight.width, dtype=dtype, device=device)
-        for layer in (reader, None):  # a shared expert's results are quantised by another kernel
-            self.gated(x, gelu, layer)
+        self.gated(x, gelu, reader)
 
 
 def packed_experts(weight: nn.Module) -> Any:
