@@ -51,8 +51,9 @@ class Kernel:
 
 
 class Compiled:
-    """Notes who builds its launcher and who loads it. Kernel "bad" does not compile, "large" not
-    load.
+    """A stand-in that notes which threads build its launcher and load it.
+
+    The kernel "bad" does not compile, and "large" cannot be loaded.
     """
 
     metadata = None

@@ -44,7 +44,7 @@ def begin_hashing() -> None:
 
 
 def compile_kernels(run: Callable[[], None], pool: Executor) -> None:
-    """Compile the kernels that `run` launches in the threads of `pool`, and load them.
+    """Compile in the threads of `pool` the kernels that `run` launches, and load them.
 
     `run` is called without launching the kernels that are not compiled yet. No kernel then fills
     the tensors that it makes. So they are filled with 0, a valid token, position and block.

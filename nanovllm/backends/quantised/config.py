@@ -205,8 +205,7 @@ def check_kv_cache_scheme(config: Any) -> None:
     scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
     if not scheme:
         return
-    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    expected |= {"dynamic": False}
+    expected = dict(num_bits=8, type="float", strategy="tensor", symmetric=True, dynamic=False)
     if not isinstance(scheme, dict) or any(
         scheme.get(name, value) != value for name, value in expected.items()
     ):

@@ -22,4 +22,5 @@ def use_fp8_kv_cache(model: CausalLM, has_scales: bool) -> None:
     for layer in own:
         layer.kv_scales = empty_parameter(2, dtype=torch.float32)
     if own == layers:
-        model.unread_suffixes = ()  # A scale with another name must not count as missing.
+        # The loader must not pass over scales with other names: the layers' would be 1 then.
+        model.unread_suffixes = ()
